@@ -1,0 +1,197 @@
+"""Building blocks of the decoder stacks: norm, rotary embedding, attention projections, MLP, one layer.
+
+A layer computes queries, keys and values and hands them to `attend`, a function of the caller's. Where keys live (a page pool, a
+dense array, nowhere) is the caller's business, so one set of modules serves training, prefill, verification and drafting.
+"""
+
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DecoderConfig, RopeConfig
+from dflash_jax.models.parameters import Parameter, Source, single
+
+
+class Attend(Protocol):
+    """Attention over whatever keys the caller keeps: `q [B,T,N,H]`, `k` and `v [B,T,K,H]` of the same tokens, to `[B,T,N,H]`."""
+
+    def __call__(self, layer: "Attention", q: Array, k: Array, v: Array) -> Array: ...
+
+
+def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"]) -> Float[Array, "... F"]:
+    """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("...d,fd->...f", x, weight, precision=precision)
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm in float32, cast back before the weight is applied, as Hugging Face's Qwen3 does."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3)."""
+    dim = int(head_dim * rope.partial)
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    freqs = (np.float32(1) / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.kind == "linear":
+        return freqs / np.float32(rope.factor), 1.0
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / freqs
+        low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+        smooth = rope.original_max_position / wavelength - rope.low_freq_factor
+        smooth = smooth / (rope.high_freq_factor - rope.low_freq_factor)
+        between = (1 - smooth) * freqs / rope.factor + smooth * freqs
+        scaled = np.where(wavelength > low, freqs / rope.factor, np.where(wavelength < high, freqs, between))
+        return scaled.astype(np.float32), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, dim, freqs)
+    return freqs, 1.0
+
+
+def _yarn(rope: RopeConfig, dim: int, freqs: np.ndarray) -> tuple[np.ndarray, float]:
+    def magnitude(scale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * scale * math.log(rope.factor) + 1.0
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    keep = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0, 1)
+    scaled = freqs / np.float32(rope.factor) * (1 - keep) + freqs * keep
+    factor = rope.attention_factor
+    if factor is None:
+        both = rope.mscale and rope.mscale_all_dim
+        factor = magnitude(rope.mscale) / magnitude(rope.mscale_all_dim) if both else magnitude(1.0)
+    return scaled.astype(np.float32), factor
+
+
+def apply_rope(x: Float[Array, "... heads H"], positions: Int[Array, "..."], rope: RopeConfig) -> Float[Array, "... heads H"]:
+    """Rotates the first `partial * H` dims of every head, halves paired (neox order); angles and products in float32."""
+    freqs, factor = rope_frequencies(rope, x.shape[-1])
+    angles = positions[..., None].astype(jnp.float32) * freqs
+    cos, sin = (jnp.cos(angles) * factor)[..., None, :], (jnp.sin(angles) * factor)[..., None, :]
+    half = freqs.shape[0]
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, dim: int, eps: float):
+        self.weight = nnx.Param(jnp.ones((dim,)))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        return rms_norm(x, self.weight[...], self.eps)
+
+
+class Linear(nnx.Module):
+    """A matrix `[F, D]` in the checkpoint's layout, with an optional bias `[F]`."""
+
+    def __init__(self, rows: int, columns: int, *, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((rows, columns)))
+        self.bias = nnx.Param(jnp.zeros((rows,))) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Attention(nnx.Module):
+    """Projections, per-head q/k norm and rotary embedding around the caller's `attend`.
+
+    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
+    """
+
+    def __init__(self, config: DecoderConfig, index: int, *, causal: bool = True, sinks: bool = False):
+        self.config, self.index, self.causal = config, index, causal
+        self.scale = config.head_dim**-0.5
+        reach = config.windows[index]
+        self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
+        n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv_proj = Linear((n + 2 * k) * h, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = Linear(config.hidden_size, n * h, bias=config.attention_bias)
+        self.q_norm, self.k_norm = RMSNorm(h, config.norm_eps), RMSNorm(h, config.norm_eps)
+        self.sinks = nnx.Param(jnp.zeros((n,))) if sinks else None
+
+    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys (both normed and rotated) and values of `x [B,T,D]` at `positions [B,T]`."""
+        config = self.config
+        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, config.head_dim)
+        q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
+        q = apply_rope(self.q_norm(q), positions, config.rope)
+        k = apply_rope(self.k_norm(k), positions, config.rope)
+        return q, k, v
+
+    def __call__(self, x: Array, positions: Array, attend: Attend) -> Array:
+        out = attend(self, *self.project(x, positions))
+        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+
+class MLP(nnx.Module):
+    """SiLU-gated feed-forward; gate and up are one matrix `[2F, D]`."""
+
+    def __init__(self, hidden: int, inner: int):
+        self.gate_up_proj = Linear(2 * inner, hidden)
+        self.down_proj = Linear(hidden, inner)
+
+    def __call__(self, x: Array) -> Array:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, config: DecoderConfig, index: int, *, causal: bool = True, sinks: bool = False):
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config, index, causal=causal, sinks=sinks)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, x: Array, positions: Array, attend: Attend) -> Array:
+        x = x + self.attn(self.input_norm(x), positions, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+def decoder_parameters(config: DecoderConfig, prefix: str, *, sinks: bool = False) -> list[Parameter]:
+    """Parameters of `config.num_layers` layers whose checkpoint names start with `prefix`."""
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    n, k = config.num_heads, config.num_kv_heads
+    table = []
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
+        rows = (("q_proj", n * h), ("k_proj", k * h), ("v_proj", k * h))
+        attn = f"{theirs}self_attn."
+        table += [
+            single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)),
+            Parameter(f"{ours}attn.qkv_proj.weight", tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows)),
+            single(f"{ours}attn.o_proj.weight", f"{attn}o_proj.weight", (d, n * h)),
+            single(f"{ours}attn.q_norm.weight", f"{attn}q_norm.weight", (h,)),
+            single(f"{ours}attn.k_norm.weight", f"{attn}k_norm.weight", (h,)),
+        ]
+        if config.attention_bias:
+            table += [
+                Parameter(f"{ours}attn.qkv_proj.bias", tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)),
+                single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)),
+            ]
+        if sinks:
+            table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
+        gates = tuple(Source(f"{theirs}mlp.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
+        table += [
+            single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)),
+            Parameter(f"{ours}mlp.gate_up_proj.weight", gates),
+            single(f"{ours}mlp.down_proj.weight", f"{theirs}mlp.down_proj.weight", (d, f)),
+        ]
+    return table
