@@ -10,7 +10,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from dflash_jax.config import DecoderConfig, Qwen3Config
-from dflash_jax.models.dflash import DFlash, DFlashConfig
+from dflash_jax.models.dflash import DFlash, fuse_context_projection
+from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.qwen3 import Qwen3
 
 
@@ -26,12 +27,15 @@ def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
 def bind[M: nnx.Module](config: DecoderConfig, params: Mapping[str, Array]) -> M:
     """A module of `config`'s family holding `params`, one array for each declared parameter name.
 
-    Cheap inside `jax.jit`: it only places tracers.
+    Cheap inside `jax.jit`: it only places tracers. A drafter's fused context projection is made here when `params` lacks it, so
+    that gradients reach the layers' own weights; decoding passes parameters that hold it already.
 
     Raises:
       KeyError: a parameter is missing (checkpoints are checked before they get here).
     """
     graph, names = _skeleton(config)
+    if isinstance(config, DFlashConfig) and "context_kv_proj.weight" not in params:
+        params = fuse_context_projection(config, params)
     state = nnx.from_flat_state([(path, nnx.Param(params[name])) for path, name in names.items()])
     return nnx.merge(graph, state)
 

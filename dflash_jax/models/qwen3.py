@@ -32,8 +32,8 @@ class Qwen3(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"]]:
         """Hidden states after the final norm, and the tapped residual streams side by side in the order of `taps`.
 
-        A tap of -1 is the embedding output, i is the stream after block i. The last block's tap is raw, before the final norm
-        (arXiv 2602.06036, section 4.1; facts on the last layer differ between engines, raw is what drafters are trained on).
+        A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
+        tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
         x = self.embed(ids)
         streams = {-1: x}

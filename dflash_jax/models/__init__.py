@@ -1,0 +1,93 @@
+"""Model families: which configuration, parameters and module belong to a checkpoint. Adding a family is one file and one row here."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dflash_jax.config import DecoderConfig, Qwen3Config
+from dflash_jax.errors import UnsupportedModelError
+from dflash_jax.models.binding import bind, parameter_names
+from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, fuse_context_projection
+from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
+from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface
+from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
+
+__all__ = [
+    "DFlash", "DFlashConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Source", "bind", "count",
+    "default_target_layer_ids", "family_named", "family_of", "fuse_context_projection", "init_params", "parameter_names",
+    "to_huggingface",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint.
+
+    Attributes:
+      name: our name for it.
+      role: whether it is decoded from or drafts.
+      architectures: the names checkpoints of it carry in `architectures`.
+      config_class: our configuration dataclass.
+      parameters: the weights a configuration declares.
+      canonical: a checkpoint's tensor name as declared, None for a tensor that is ignored on purpose.
+    """
+
+    name: str
+    role: Literal["target", "draft"]
+    architectures: tuple[str, ...]
+    config_class: type[DecoderConfig]
+    parameters: Callable[[Any], tuple[Parameter, ...]]
+    canonical: Callable[[str], str | None]
+
+    def config(self, hf_config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> DecoderConfig:
+        """Our configuration from a Hugging Face one and the names of the tensors beside it.
+
+        Raises:
+          ConfigError: see `Qwen3Config.from_hf` and `DFlashConfig.from_hf`.
+        """
+        if self.role == "target":
+            return self.config_class.from_hf(hf_config)
+        names = {self.canonical(name) for name in tensor_names}
+        return self.config_class.from_hf(hf_config, names)
+
+
+FAMILIES = (
+    Family("qwen3", "target", ("Qwen3ForCausalLM",), Qwen3Config, qwen3_parameters, qwen3_canonical),
+    Family(
+        "dflash", "draft", ("DFlashDraftModel", "DFlashForCausalLM", "Qwen3DSparkModel"), DFlashConfig,
+        dflash_parameters, dflash_canonical,
+    ),
+)  # fmt: skip
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`: by `architectures`, otherwise by `dflash_config` or `model_type`.
+
+    Raises:
+      UnsupportedModelError: no family answers; the message names the known ones.
+    """
+    architectures = hf_config.get("architectures") or []
+    for family in FAMILIES:
+        if set(architectures) & set(family.architectures):
+            return family
+    if not architectures:
+        name = "dflash" if "dflash_config" in hf_config else hf_config.get("model_type")
+        for family in FAMILIES:
+            if family.name == name:
+                return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModelError(
+        f"config.json names architectures={architectures!r}, model_type={hf_config.get('model_type')!r}; known architectures: {known}"
+    )
+
+
+def family_named(name: str) -> Family:
+    """The family with our name for it.
+
+    Raises:
+      UnsupportedModelError: the name is unknown.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise UnsupportedModelError(f"no model family is called {name!r}; known: {', '.join(family.name for family in FAMILIES)}")

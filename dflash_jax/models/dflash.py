@@ -1,0 +1,142 @@
+"""The DFlash drafter: a small decoder that fills a whole block of masked slots in one forward pass.
+
+Source: "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Features tapped from the target enter only as
+extra keys and values; every slot's hidden state predicts the token at that slot's own position.
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.layers import (
+    Attend, DecoderLayer, Linear, RMSNorm, apply_rope, decoder_parameters, linear, rms_norm,
+)  # fmt: skip
+from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.qwen3 import Embedding
+
+
+class DFlash(nnx.Module):
+    """A drafter; embeddings and head are the target's unless the checkpoint brings its own."""
+
+    def __init__(self, config: DFlashConfig):
+        d = config.hidden_size
+        self.config = config
+        self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size)
+        self.hidden_norm = RMSNorm(d, config.norm_eps)
+        layers = range(config.num_layers)
+        self.layers = nnx.List([DecoderLayer(config, i, causal=config.causal[i], sinks=config.sinks) for i in layers])
+        self.norm = RMSNorm(d, config.norm_eps)
+        rows = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+        self.context_kv_proj = Linear(rows, d, bias=config.attention_bias)
+        self.embed = Embedding(config.vocab_size, d) if config.own_embedding else None
+        self.lm_head = Linear(config.draft_vocab_size or config.vocab_size, d) if config.own_head else None
+        self.mask_embedding = nnx.Param(jnp.zeros((d,))) if config.mask_embedding else None
+        self.d2t = nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32)) if config.draft_vocab_size else None
+
+    def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
+        """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
+        return self.hidden_norm(self.fc(features))
+
+    def context_kv(
+        self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]
+    ) -> tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]]:
+        """Keys (normed, rotated) and values of all layers for context states, through one projection."""
+        c = self.config
+        both = self.context_kv_proj(context).reshape(*context.shape[:-1], c.num_layers, 2, c.num_kv_heads, c.head_dim)
+        both = jnp.moveaxis(both, (-4, -3), (0, 1))
+        norms = jnp.stack([layer.attn.k_norm.weight[...] for layer in self.layers])
+        keys = rms_norm(both[:, 0], jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
+        return apply_rope(keys, jnp.broadcast_to(positions, keys.shape[:-2]), c.rope), both[:, 1]
+
+    def block_embeddings(self, pending: Int[Array, "B"], embed_weight: Float[Array, "V D"]) -> Float[Array, "B G D"]:
+        """Embeddings of `[pending, MASK, ..., MASK]`. `embed_weight` is the target's table; ignored with a table of its own."""
+        c = self.config
+        table = embed_weight if self.embed is None else self.embed.weight[...]
+        mask = table[c.mask_token_id] if self.mask_embedding is None else self.mask_embedding[...].astype(table.dtype)
+        masks = jnp.broadcast_to(mask, (pending.shape[0], c.block_size - 1, mask.shape[-1]))
+        x = jnp.concatenate([table[pending][:, None], masks], axis=1)
+        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+
+    def __call__(
+        self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend
+    ) -> Float[Array, "B G D"]:
+        """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
+        for layer in self.layers:
+            x = layer(x, positions, self._scaled(attend))
+        return self.norm(x)
+
+    def _scaled(self, attend: Attend) -> Attend:
+        scale = self.config.value_scale
+        if scale == 1.0:
+            return attend
+
+        def scaled(layer, q, k, v):
+            out = attend(layer, q, k, v)
+            return out * jnp.asarray(scale, out.dtype)
+
+        return scaled
+
+    def logits(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V D"]) -> Float[Array, "... V"]:
+        """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
+        c = self.config
+        head = head_weight if self.lm_head is None else self.lm_head.weight[...]
+        out = linear(hidden, head).astype(jnp.float32) * c.logit_scale
+        if c.logit_softcap:
+            out = jnp.tanh(out / c.logit_softcap) * c.logit_softcap
+        if self.d2t is None:
+            return out
+        targets = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
+        return jnp.full((*out.shape[:-1], c.vocab_size), -jnp.inf).at[..., targets].set(out)
+
+    def proposing(self, hidden: Float[Array, "B G D"]) -> Float[Array, "B g D"]:
+        """The slots that predict a drafted token: all but the anchor, or all with `sample_from_anchor`."""
+        return hidden if self.config.sample_from_anchor else hidden[:, 1:]
+
+
+def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -> dict[str, Array]:
+    """`params` with every layer's K and V rows also stacked into `context_kv_proj`, as `DFlash.context_kv` reads them.
+
+    A copy, not a view: a slice of a large parameter would be copied in every cycle instead.
+    """
+    queries = config.num_heads * config.head_dim
+    kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+    fused = {
+        f"context_kv_proj.{kind}": jnp.concatenate(
+            [params[f"layers.{i}.attn.qkv_proj.{kind}"][queries:] for i in range(config.num_layers)]
+        )
+        for kind in kinds
+    }
+    return {**params, **fused}
+
+
+def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
+    """Parameters of a DFlash checkpoint: 3 + 11 tensors a layer, and what it brings itself."""
+    d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
+    table = [
+        single("fc.weight", "fc.weight", (d, len(config.target_layer_ids) * config.target_hidden_size)),
+        single("hidden_norm.weight", "hidden_norm.weight", (d,)),
+        *decoder_parameters(config, "", sinks=config.sinks),
+        single("norm.weight", "norm.weight", (d,)),
+    ]
+    if config.own_embedding:
+        table.append(single("embed.weight", "embed_tokens.weight", (config.vocab_size, d)))
+    if config.own_head:
+        table.append(single("lm_head.weight", "lm_head.weight", (rows, d)))
+    if config.mask_embedding:
+        table.append(single("mask_embedding", "mask_embedding", (d,)))
+    if config.draft_vocab_size:
+        table.append(single("d2t", "d2t", (config.draft_vocab_size,), "int32"))
+    return tuple(table)
+
+
+def dflash_canonical(name: str) -> str | None:
+    """Checkpoint name as declared above: `model.` stripped, `midlayer.` is layer 0; None for what is not needed here."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    name = {"draft_id_to_target_id": "d2t", "mask_embedding.weight": "mask_embedding"}.get(name, name)
+    name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
+    return None if name == "t2d" or name.endswith("rotary_emb.inv_freq") else name

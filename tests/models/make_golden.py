@@ -1,0 +1,30 @@
+"""Regenerates the golden files in `golden/`. Needs Python with torch and transformers >= 5.23.
+
+    python tests/models/make_golden.py
+
+Committed results are compared by test_parity_qwen3.py and test_parity_dflash.py, which need neither.
+"""
+
+import argparse
+
+import torch
+from golden import dflash_oracle, qwen3_oracle
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="?", choices=("qwen3", "dflash", "all"), default="all", help="which files to write")
+    family = parser.parse_args().family
+    torch.set_num_threads(1)
+    sizes: dict[str, int] = {}
+    if family in ("qwen3", "all"):
+        sizes |= qwen3_oracle.write_all()
+    if family in ("dflash", "all"):
+        sizes |= dflash_oracle.write_all()
+    for case, size in sizes.items():
+        print(f"{case:28s} {size / 1000:8.1f} kB")
+    print(f"{'in all':28s} {sum(sizes.values()) / 1000:8.1f} kB")
+
+
+if __name__ == "__main__":
+    main()
