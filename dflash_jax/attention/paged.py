@@ -1,0 +1,63 @@
+"""Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import cache_write, paged_attention
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.models.layers import Attention
+
+
+class PagedAttend:
+    """An `attend` over a page pool for T new tokens of each sequence.
+
+    The pools change while a model is traced: read `pages` after the model's call.
+
+    Args:
+      pages: the model's pools.
+      page_table: `[B, W]` int32, one row for each sequence.
+      positions: `[B, T]` int32 of the new tokens, consecutive in each row.
+      q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
+    """
+
+    def __init__(
+        self, pages: Pages, page_table: Int[Array, "B W"], positions: Int[Array, "B T"], q_lens: Int[Array, "B"]
+    ):
+        self._k, self._v = list(pages.k), list(pages.v)
+        self.page_table, self.q_lens = page_table, q_lens
+        self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
+        live = jnp.arange(positions.shape[1]) < q_lens[:, None]
+        self.slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
+
+    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
+        i = layer.index
+        flat = (self.slots.shape[0], *k.shape[2:])
+        self._k[i], self._v[i] = cache_write(self._k[i], self._v[i], k.reshape(flat), v.reshape(flat), self.slots)
+        return paged_attention(
+            q, self._k[i], self._v[i], self.page_table, self.seq_lens, q_lens=self.q_lens, causal=layer.causal,
+            window=layer.window, sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
+        )  # fmt: skip
+
+    @property
+    def pages(self) -> Pages:
+        return Pages(tuple(self._k), tuple(self._v))
+
+
+def write_context(
+    pages: Pages,
+    page_table: Int[Array, "B W"],
+    keys: Float[Array, "L B C K H"],
+    values: Float[Array, "L B C K H"],
+    positions: Int[Array, "B C"],
+    live: Bool[Array, "B C"],
+) -> Pages:
+    """The drafter's pools with the context's keys and values of all layers; tokens that are not live write nothing."""
+    slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
+    flat = (slots.shape[0], *keys.shape[3:])
+    with jax.named_scope("draft_context"):
+        written = [
+            cache_write(k, v, keys[i].reshape(flat), values[i].reshape(flat), slots)
+            for i, (k, v) in enumerate(zip(pages.k, pages.v, strict=True))
+        ]
+    return Pages(tuple(k for k, _ in written), tuple(v for _, v in written))

@@ -1,0 +1,1 @@
+"""Writing new keys and values into their page slots, in place inside a donated program."""

@@ -1,0 +1,40 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.cache_write.reference import cache_write_reference
+from dflash_kernels.dispatch import first_fitting
+
+IMPLEMENTATIONS = {"xla": cache_write_reference}
+
+
+def cache_write(
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    slots: Int[Array, "T"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+    """The pools with token t's key and value at slot `slots[t] = page * p + row`.
+
+    Args:
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
+      k, v: new keys and values, cast to the pools' dtype.
+      slots: int32; a negative slot writes nothing. No two tokens may share a slot.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if k.shape != v.shape or k_pages.shape != v_pages.shape or k.shape[1:] != (k_pages.shape[1], k_pages.shape[3]):
+        raise ValueError(f"k {k.shape} and v {v.shape} [T, K, H] do not fit pages of {k_pages.shape} [P, K, p, H]")
+    if slots.shape != k.shape[:1]:
+        raise ValueError(f"slots {slots.shape} must hold one slot for each of {k.shape[0]} tokens")
+    with jax.named_scope("cache_write"):
+        return first_fitting("cache_write", IMPLEMENTATIONS, implementation, k_pages, v_pages, k, v, slots)

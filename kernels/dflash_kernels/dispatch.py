@@ -1,0 +1,39 @@
+"""Picking an implementation of an op: in the order asked for, with every refusal's reason kept."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class NoImplementationError(NotImplementedError):
+    """No implementation takes this call. The message lists each one that was tried and why it refused."""
+
+
+def first_fitting(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    wanted: str | Sequence[str] | None,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Calls the first implementation that takes the arguments.
+
+    Args:
+      op: name of the operation, for messages.
+      implementations: name to function, best first. A function refuses by raising NotImplementedError with its reason.
+      wanted: None for all in order, or one name, or several in the order to try. What is named is never replaced silently.
+      *args, **options: passed on.
+
+    Raises:
+      NoImplementationError: a name is unknown, or every candidate refused.
+    """
+    names = list(implementations) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    unknown = [name for name in names if name not in implementations]
+    if unknown or not names:
+        raise NoImplementationError(f"{op}: no implementation named {unknown}; there are {', '.join(implementations)}")
+    reasons = []
+    for name in names:
+        try:
+            return implementations[name](*args, **options)
+        except NotImplementedError as reason:
+            reasons.append(f"{name}: {reason}")
+    raise NoImplementationError(f"{op}: no implementation takes this call\n  " + "\n  ".join(reasons))

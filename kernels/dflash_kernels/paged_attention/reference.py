@@ -1,0 +1,65 @@
+"""The definition in jnp: gather the pages, mask, softmax in float32. Every other implementation is judged against it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def paged_attention_reference(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """See `paged_attention`."""
+    b, t, n, h = q.shape
+    pages, kv_heads, p, _ = k_pages.shape
+    table = jnp.clip(page_table, 0, pages - 1)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    keys = jnp.arange(table.shape[1] * p)
+    rows = jnp.arange(t)
+    behind = (seq_lens - q_lens)[:, None, None] + rows[:, None] - keys  # [B, T, S], query position minus key position
+    visible = (keys < seq_lens[:, None])[:, None] & (rows < q_lens[:, None])[:, :, None]
+    if causal:
+        visible &= behind >= 0
+    if window[0] is not None:
+        visible &= behind <= window[0]
+    if window[1] is not None:
+        visible &= behind >= -window[1]
+
+    def gather(pool: Array) -> Array:
+        return jnp.moveaxis(pool[table], 2, 1).reshape(b, kv_heads, -1, h)
+
+    grouped = q.reshape(b, t, kv_heads, -1, h)
+    scores = jnp.einsum(
+        "btkgh,bksh->bkgts", grouped, gather(k_pages), precision=precision, preferred_element_type=jnp.float32
+    ) * scale  # fmt: skip
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    sink = jnp.full((1, kv_heads, n // kv_heads, 1, 1), -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(sink.shape)
+        top = jnp.maximum(top, sink)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top)
+    # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
+    values = jnp.where((keys < seq_lens[:, None])[:, None, :, None], gather(v_pages), jnp.zeros((), v_pages.dtype))
+    share = weights / jnp.where(total > 0, total, 1.0)
+    out = jnp.einsum(
+        "bkgts,bksh->btkgh", share.astype(v_pages.dtype), values, precision=precision, preferred_element_type=jnp.float32
+    )  # fmt: skip
+    live = (rows < q_lens[:, None])[:, None, None, :, None]
+    lse = jnp.where(live, top + jnp.log(total), -jnp.inf)
+    return out.reshape(b, t, n, h).astype(q.dtype), jnp.moveaxis(lse[..., 0], 3, 1).reshape(b, t, n)
