@@ -1,0 +1,56 @@
+"""How many proposals stand, and what is emitted after them.
+
+Proposals `d_1 .. d_g` are the tokens after the pending one; row j of the target's logits is its distribution for token j + 1,
+given that the first j proposals stand. Emitted are the accepted proposals and one token of the target's.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.decoding.sampling import RequestArrays, noise_at
+
+
+def accept_matching(
+    proposals: Int[Array, "B g"], chosen: Int[Array, "B T"]
+) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
+    """Proposals stand as long as they equal the target's own choice at their place.
+
+    Exact for every sampling law: the emitted tokens are the target's choices themselves, each made from its distribution given
+    the tokens emitted before it, with noise that no proposal influences.
+
+    Returns:
+      Number of accepted proposals, and the emitted row (valid up to that number, inclusive).
+    """
+    agree = proposals == chosen[:, :-1]
+    return jnp.sum(jnp.cumprod(agree, axis=1), axis=1, dtype=jnp.int32), chosen
+
+
+def accept_rejection(
+    proposals: Int[Array, "B g"],
+    draft_logits: Float[Array, "B g V"],
+    target_logits: Float[Array, "B T V"],
+    positions: Int[Array, "B T"],
+    request: RequestArrays,
+) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
+    """Speculative sampling: proposal x drawn from q stands with probability min(1, p(x) / q(x)).
+
+    The first refused place is drawn from the normalised `max(p - q, 0)` (arXiv 2302.01318, algorithm 2; 2211.17192). Both logits
+    are after temperature and filters. Rows of temperature 0 must go through `accept_matching`.
+    """
+    b, g = proposals.shape
+    p, q = jax.nn.softmax(target_logits, axis=-1), jax.nn.softmax(draft_logits, axis=-1)
+    at = proposals[:, :, None]
+    p_x, q_x = (jnp.take_along_axis(law, at, axis=-1)[..., 0] for law in (p[:, :g], q))
+    # -log(U) of a uniform U is exponential; exp(-exp(-gumbel)) is that uniform, so one generator serves all.
+    uniform = jnp.exp(-jnp.exp(-noise_at(request.seed, positions[:, :g], 1, stream=2)[..., 0]))
+    accepted = jnp.sum(jnp.cumprod(uniform * q_x < p_x, axis=1), axis=1, dtype=jnp.int32)
+    q_full = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
+    residual = jnp.maximum(p - q_full, 0.0)
+    empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0
+    residual = jnp.where(empty, p, residual)
+    noise = noise_at(request.seed, positions, p.shape[-1], stream=3)
+    replacement = jnp.argmax(jnp.log(residual) + noise, axis=-1).astype(jnp.int32)
+    padded = jnp.concatenate([proposals, jnp.zeros((b, 1), jnp.int32)], axis=1)
+    places = jnp.arange(g + 1)
+    return accepted, jnp.where(places < accepted[:, None], padded, replacement)

@@ -1,0 +1,136 @@
+"""One cycle on one screen: write the context, draft a block, verify it, accept a prefix, commit.
+
+Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.attention.paged import PagedAttend, write_context
+from dflash_jax.decoding.accept import accept_matching, accept_rejection
+from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.models.binding import bind
+from dflash_jax.sampling_params import MAX_LOGPROBS
+
+Weights = Mapping[str, Mapping[str, Array]]
+
+
+def cycle(
+    setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState
+) -> tuple[DecodeState, Emitted]:
+    """Every live slot gains between 1 and T tokens; done slots stay as they are.
+
+    Args:
+      setup: static.
+      weights: flat parameters under "target" and, with a drafter, "draft".
+      page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot.
+      state: donated by the caller's jit.
+    """
+    live = ~state.done
+    target = bind(setup.target, weights["target"])
+    places = jnp.arange(setup.width)
+    emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
+
+    ids, draft_logits, draft_pages = state.pending[:, None], None, state.draft_pages
+    if setup.draft is not None:
+        drafter = bind(setup.draft, weights["draft"])
+        draft_pages = commit_context(drafter, state, page_table)
+        draft_logits, draft_pages = draft_block(drafter, target, draft_pages, page_table, state)
+        proposals = propose(setup, draft_logits, emitted_at[:, :-1], state)
+        ids = jnp.concatenate([ids, proposals], axis=1)
+
+    with jax.named_scope("verify"):
+        positions = state.seq_lens[:, None] + places
+        attend = PagedAttend(state.target_pages, page_table, positions, jnp.where(live, setup.width, 0))
+        hidden, features = target(ids, positions, attend, setup.taps)
+        raw = target.logits(hidden)
+
+    with jax.named_scope("accept"):
+        logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
+        logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
+        chosen = choose(logits, emitted_at, state.request, setup.mode)
+        accepted, tokens = accept_matching(ids[:, 1:], chosen)
+        if draft_logits is not None and setup.proposals == "rejection" and setup.mode != "greedy":
+            drafted = filtered_logits(draft_logits, state.request, setup.mode)
+            sampled = accept_rejection(ids[:, 1:], drafted, logits, emitted_at, state.request)
+            sampling = state.request.temperature > 0
+            accepted = jnp.where(sampling, sampled[0], accepted)
+            tokens = jnp.where(sampling[:, None], sampled[1], tokens)
+
+    with jax.named_scope("commit"):
+        # A row ends at the first stop id it emits, and where max_tokens is reached.
+        stops = is_stop(tokens, state.request.stop_ids) & (places <= accepted[:, None])
+        stopped = jnp.any(stops, axis=1)
+        counts = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, accepted + 1)
+        ended = stopped | (counts >= state.remaining)
+        counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
+        last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        keep = (places < counts[:, None])[:, :, None]
+        next_state = DecodeState(
+            pending=jnp.where(live, last, state.pending),
+            seq_lens=state.seq_lens + counts,
+            features=jnp.where(keep, features, jnp.zeros((), features.dtype)),
+            fresh=counts,
+            produced=state.produced + counts,
+            remaining=state.remaining - counts,
+            done=state.done | ended,
+            request=state.request,
+            target_pages=attend.pages,
+            draft_pages=draft_pages,
+        )
+    return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
+
+
+def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
+    """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
+    with jax.named_scope("context"):
+        rows = jnp.arange(state.features.shape[1])
+        positions = (state.seq_lens - state.fresh)[:, None] + rows
+        live = (rows < state.fresh[:, None]) & ~state.done[:, None]
+        keys, values = drafter.context_kv(drafter.context(state.features), positions)
+        return write_context(state.draft_pages, page_table, keys, values, positions, live)
+
+
+def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):
+    """The drafter's logits for the tokens after the pending one, and its pages.
+
+    The block's own keys go to the slots after the committed ones. No later query sees them: the next cycle's context and block
+    overwrite every slot below its own lengths.
+    """
+    with jax.named_scope("draft"):
+        size = drafter.config.block_size
+        positions = state.seq_lens[:, None] + jnp.arange(size)
+        attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size))
+        hidden = drafter(drafter.block_embeddings(state.pending, target.embed.weight[...]), positions, attend)
+        return drafter.logits(drafter.proposing(hidden), target.head_weight), attend.pages
+
+
+def propose(
+    setup: Setup, logits: Float[Array, "B g V"], positions: Int[Array, "B g"], state: DecodeState
+) -> Int[Array, "B g"]:
+    """One token for each place. Any choice is lossless; how often it is the target's own decides the speed."""
+    if setup.mode == "greedy" or setup.proposals == "argmax":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if setup.proposals == "shared_noise":
+        scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
+        return choose(scaled, positions, state.request, setup.mode)
+    drafted = filtered_logits(logits, state.request, setup.mode)
+    noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1)
+    sampling = (state.request.temperature > 0)[:, None, None]
+    return jnp.argmax(jnp.where(sampling, noisy, drafted), axis=-1).astype(jnp.int32)
+
+
+def log_probabilities(
+    setup: Setup, raw: Float[Array, "B T V"], tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Int[Array, "B T k"], Float[Array, "B T k"]]:
+    """Log-probabilities of the emitted tokens and of the most probable ones, from the target's unfiltered logits."""
+    if not setup.logprobs:
+        empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
+        return jnp.full(tokens.shape, jnp.nan), empty.astype(jnp.int32), empty
+    table = jax.nn.log_softmax(raw, axis=-1)
+    top, ids = jax.lax.top_k(table, min(MAX_LOGPROBS, raw.shape[-1]))
+    return jnp.take_along_axis(table, tokens[:, :, None], axis=-1)[..., 0], ids, top

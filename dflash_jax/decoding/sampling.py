@@ -1,0 +1,98 @@
+"""Choosing tokens. The noise of a token is fixed by its request's seed and its position, whoever asks for it.
+
+A token at position t is `argmax(logits_t + gumbel(seed, t))` (the Gumbel-max form of sampling from softmax). Three things follow:
+the text of a seed is the same with and without drafting; a drafter that adds the same noise to its own logits proposes the
+target's very choice far more often than with noise of its own; and whatever is proposed, what is emitted is the target's own
+sample, so drafting cannot change the law of the text.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+Mode = Literal["greedy", "sampled", "full"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RequestArrays:
+    """Sampling parameters of the B slots.
+
+    Attributes:
+      seed: key data of the request's random stream.
+      stop_ids: ids that end a request, padded with -1.
+    """
+
+    seed: UInt32[Array, "B 2"]
+    temperature: Float[Array, "B"]
+    top_p: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    min_p: Float[Array, "B"]
+    min_tokens: Int[Array, "B"]
+    stop_ids: Int[Array, "B E"]
+
+
+def noise_at(seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: int, stream: int = 0) -> Float[Array, "B T V"]:
+    """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position."""
+
+    def one(key_data: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
+        return jax.random.gumbel(jax.random.fold_in(key, stream), (vocab,), mode="high")
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
+
+
+def filtered_logits(logits: Float[Array, "B T V"], request: RequestArrays, mode: Mode) -> Float[Array, "B T V"]:
+    """Logits after temperature, and in mode full after min_p, top_k and top_p in that order; refused tokens are -inf.
+
+    Rows of temperature 0 are returned unscaled: their argmax is the greedy choice.
+    """
+    temperature = jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None, None]
+    logits = logits / temperature
+    if mode != "full":
+        return logits
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    floor = top + jnp.log(request.min_p)[:, None, None]
+    logits = jnp.where(logits < floor, -jnp.inf, logits)
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    vocab = logits.shape[-1]
+    rank = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, vocab), vocab)[:, None, None] - 1
+    kth = jnp.take_along_axis(ordered, jnp.broadcast_to(rank, (*logits.shape[:-1], 1)), axis=-1)
+    ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
+    share = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(share, axis=-1) - share
+    smallest = jnp.where(before < request.top_p[:, None, None], ordered, jnp.inf)
+    return jnp.where(logits < jnp.maximum(kth, jnp.min(smallest, axis=-1, keepdims=True)), -jnp.inf, logits)
+
+
+def without_stops(
+    logits: Float[Array, "B T V"], request: RequestArrays, produced: Int[Array, "B"]
+) -> Float[Array, "B T V"]:
+    """Logits with the stop ids refused wherever choosing one would end a request before its `min_tokens`.
+
+    Row j chooses token number `produced + j` (from 0) of the request.
+    """
+    b, t, vocab = logits.shape
+    early = (produced[:, None] + jnp.arange(t)) < request.min_tokens[:, None]
+    ids = jnp.where(request.stop_ids < 0, vocab, request.stop_ids)
+    stops = jnp.zeros((b, vocab), bool).at[jnp.arange(b)[:, None], ids].set(True, mode="drop")
+    return jnp.where(early[:, :, None] & stops[:, None], -jnp.inf, logits)
+
+
+def choose(
+    logits: Float[Array, "B T V"], positions: Int[Array, "B T"], request: RequestArrays, mode: Mode
+) -> Int[Array, "B T"]:
+    """The token each row of (filtered) logits chooses for its position; ties go to the lowest id."""
+    if mode == "greedy":
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    noisy = logits + noise_at(request.seed, positions, logits.shape[-1])
+    sampling = (request.temperature > 0)[:, None, None]
+    return jnp.argmax(jnp.where(sampling, noisy, logits), axis=-1).astype(jnp.int32)
+
+
+def is_stop(tokens: Int[Array, "B T"], stop_ids: Int[Array, "B E"]) -> Bool[Array, "B T"]:
+    """Whether each token ends its request."""
+    return jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=-1)

@@ -1,0 +1,93 @@
+"""The state of a decode loop: one pytree of device arrays, donated to every program that changes it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.cache.pages import Pages
+from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode, RequestArrays
+from dflash_jax.models.dflash_config import DFlashConfig
+
+Proposals = Literal["shared_noise", "argmax", "rejection"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a program is compiled for. Every change of a field, of B or of the page table's width compiles again.
+
+    Attributes:
+      target, draft: configurations; draft None is plain decoding.
+      mode: greedy; sampled adds temperature; full adds filters and min_tokens.
+      logprobs: whether log-probabilities come back.
+      proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
+        sample judged by p/q rejection.
+      draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
+    """
+
+    target: DecoderConfig
+    draft: DFlashConfig | None = None
+    mode: Mode = "greedy"
+    logprobs: bool = False
+    proposals: Proposals = "shared_noise"
+    draft_temperature: float = 1.0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.draft is None else self.draft.target_layer_ids
+
+    @property
+    def width(self) -> int:
+        """Tokens the target verifies in one cycle (T): the pending one and the proposals."""
+        return 1 if self.draft is None else self.draft.num_drafts + 1
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """B slots between two cycles.
+
+    Attributes:
+      pending: emitted last, not yet in the target's pages; stands at position `seq_lens`.
+      seq_lens: tokens in the target's pages.
+      features: tapped features of the tokens committed last cycle, zeros elsewhere.
+      fresh: how many of those rows are real; they belong to the positions just before `seq_lens` and are not yet in the
+        drafter's pages.
+      produced: tokens emitted so far, the pending one included.
+      remaining: tokens that may still be emitted.
+      done: finished or empty slots; they change nothing and read nothing.
+    """
+
+    pending: Int[Array, "B"]
+    seq_lens: Int[Array, "B"]
+    features: Float[Array, "B T nD"]
+    fresh: Int[Array, "B"]
+    produced: Int[Array, "B"]
+    remaining: Int[Array, "B"]
+    done: Bool[Array, "B"]
+    request: RequestArrays
+    target_pages: Pages
+    draft_pages: Pages
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Emitted:
+    """What cycles gave out; with a leading axis of cycles after a loop.
+
+    Attributes:
+      tokens: emitted tokens, valid up to `counts`.
+      counts: tokens emitted by each slot; 0 for done slots, at least 1 otherwise.
+      accepted: proposals that stood before max_tokens and stop ids cut the row.
+      logprobs: log-probability of each emitted token, NaN where not asked for.
+      top_ids, top_logprobs: the most probable tokens at each place; width 0 where not asked for.
+    """
+
+    tokens: Int[Array, "B T"]
+    counts: Int[Array, "B"]
+    accepted: Int[Array, "B"]
+    logprobs: Float[Array, "B T"]
+    top_ids: Int[Array, "B T k"]
+    top_logprobs: Float[Array, "B T k"]

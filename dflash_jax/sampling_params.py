@@ -1,0 +1,82 @@
+"""What a caller may ask of one request, with vLLM's field names."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dflash_jax.errors import ParameterError
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+
+
+@dataclass(frozen=True, kw_only=False)
+class SamplingParams:
+    """Sampling parameters of one request. Greedy and 256 tokens unless told otherwise.
+
+    Attributes:
+      max_tokens: tokens to produce at most.
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_p: keep the smallest set of tokens whose probabilities reach this sum.
+      top_k: keep this many tokens; 0 keeps all.
+      min_p: keep tokens at least this fraction as probable as the most probable one.
+      seed: makes sampling repeatable; the same seed gives the same text with and without drafting, alone or in a batch, up to
+        rounding. None draws a fresh one.
+      stop: strings that end the text; the text ends before the first of them.
+      stop_token_ids: ids that end the text besides the model's own end tokens.
+      ignore_eos: go on past the model's end tokens (stop_token_ids still count).
+      min_tokens: end tokens, stop_token_ids and stop strings do nothing before this many tokens.
+      logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
+        from the target's own logits before temperature and filters.
+      include_stop: keep the stop string in the text.
+
+    Raises:
+      ParameterError: a value is outside its range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    include_stop: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._integer("max_tokens", 1, None)
+        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("top_k", 0, None)
+        if self.logprobs is not None:
+            self._integer("logprobs", 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            self._integer("seed", 0, 2**64 - 1)
+        self._number("temperature", 0.0, 1e4)
+        self._number("top_p", 0.0, 1.0, open_below=True)
+        self._number("min_p", 0.0, 1.0)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise ParameterError(f"stop must hold non-empty strings, got {self.stop!r}")
+        ids = self.stop_token_ids
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids) or len(ids) > MAX_STOP_IDS:
+            raise ParameterError(f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(ids)!r}")
+        for name in ("ignore_eos", "include_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def _integer(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            span = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ParameterError(f"{name} must be an integer {span}, got {value!r}")
+
+    def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
+        value = getattr(self, name)
+        good = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+        if not good or value > high or value < low or (open_below and value == low):
+            raise ParameterError(f"{name} must be a number {'above' if open_below else 'from'} {low} to {high}, got {value!r}")
