@@ -218,9 +218,11 @@ def decoder_fields(keys: KeyReader) -> dict[str, Any]:
 def layer_windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     """Per layer window from `layer_types`, or from `use_sliding_window` and `max_window_layers` where that list is absent."""
     types = keys.get("layer_types")
-    window = keys.get("sliding_window")
     use = keys.flag("use_sliding_window", default=types is not None)
-    first = keys.integer("max_window_layers", layers, minimum=0)
+    # Absent keys mean what transformers' Qwen3Config takes for them; an explicit null window means none.
+    assumed = 4096 if use and types is None and "sliding_window" not in keys.values else None
+    window = keys.get("sliding_window", assumed)
+    first = keys.integer("max_window_layers", 28, minimum=0)
     if types is None:
         sliding = use and window is not None
         types = ["sliding_attention" if sliding and i >= first else "full_attention" for i in range(layers)]
@@ -229,5 +231,5 @@ def layer_windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
             f"{keys.subject}: layer_types must list full_attention or sliding_attention for each of {layers} layers, got {types!r}"
         )
     if "sliding_attention" in types:
-        window = keys.integer("sliding_window")
+        window = keys.integer("sliding_window", assumed)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
