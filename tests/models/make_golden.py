@@ -13,7 +13,7 @@ from golden import dflash_oracle, qwen3_oracle
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="?", choices=("qwen3", "dflash", "all"), default="all", help="which files to write")
+    parser.add_argument("family", nargs="?", choices=("qwen3", "dflash", "all"), default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
     sizes: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""The DFlash drafter in plain torch, float32, written from the definitions and nothing else (arXiv 2602.06036, section 4).
+"""The DFlash drafter in plain torch, float32, written from its definition (arXiv 2602.06036, section 4).
 
-Every option a published drafter uses is a field of `Spec` and one visible line below. Nothing here reads a config.json: a case
-states by hand what its config must come to mean, so a wrong reading of the config shows as a wrong number.
+Every option a published drafter uses is a field of `Spec` and one visible line below. Nothing here reads a config.json:
+a case states by hand what its config must come to mean, so a wrong reading of the config shows as a wrong number.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One drafter. `causal` and `window` are per layer; a window counts the query itself; `inv_freq [rotary_dim / 2]`."""
+    """One drafter; `causal` and `window` are per layer, a window counts the query itself; `inv_freq [rotary / 2]`."""
 
     heads: int
     kv_heads: int
@@ -38,7 +38,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rotate(spec: Spec, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`x [B,S,heads,H]`, `positions [B,S]`: the first `2 * len(inv_freq)` dims turn, dim i with dim i + half; the rest stay."""
+    """`x [B,S,heads,H]`, `positions [B,S]`: the first `2 * len(inv_freq)` dims turn, i with i + half; the rest stay."""
     angle = (positions[..., None].float() * spec.inv_freq)[:, :, None]
     cos, sin = angle.cos() * spec.rope_factor, angle.sin() * spec.rope_factor
     half = spec.inv_freq.shape[0]
@@ -47,7 +47,7 @@ def rotate(spec: Spec, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor
 
 
 def visible(spec: Spec, layer: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """bool `[B,T,S]` from positions `[B,T]` and `[B,S]`. Context lies before the block, so only the block can look ahead."""
+    """bool `[B,T,S]` from positions `[B,T]` and `[B,S]`. All context lies before the block."""
     back = queries[:, :, None] - keys[:, None, :]
     seen = torch.ones_like(back, dtype=torch.bool)
     if spec.causal[layer]:
@@ -62,11 +62,14 @@ def visible(spec: Spec, layer: int, queries: torch.Tensor, keys: torch.Tensor) -
 def project(spec: Spec, tensors: Tensors, layer: int, name: str, x: torch.Tensor) -> torch.Tensor:
     """`x [B,S,D]` through one of q_proj, k_proj, v_proj, in heads `[B,S,heads,H]`; q and k get their per-head norm."""
     prefix = f"layers.{layer}.self_attn.{name}"
-    out = linear(x, tensors[f"{prefix}_proj.weight"], tensors.get(f"{prefix}_proj.bias")).unflatten(-1, (-1, spec.head_dim))
+    out = linear(x, tensors[f"{prefix}_proj.weight"], tensors.get(f"{prefix}_proj.bias"))
+    out = out.unflatten(-1, (-1, spec.head_dim))
     return out if name == "v" else norm(out, tensors[f"{prefix}_norm.weight"], spec.eps)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """`q [B,T,N,H]`, `k, v [B,S,K,H]`; a sink is one more term exp(sink) in a head's denominator, with no value."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
@@ -106,9 +109,11 @@ def draft(spec: Spec, tensors: Tensors, inputs: Tensors) -> dict[str, torch.Tens
         h = norm(x, weights["post_attention_layernorm.weight"], spec.eps)
         gated = silu(linear(h, weights["mlp.gate_proj.weight"])) * linear(h, weights["mlp.up_proj.weight"])
         x = x + linear(gated, weights["mlp.down_proj.weight"])
-        out[f"q{layer}"], out[f"block{layer}"] = q, x
-    out |= {"context_k": torch.stack(keys), "context_v": torch.stack(values), "hidden": norm(x, tensors["norm.weight"], spec.eps)}
-    return out | {"logits": logits(spec, tensors, out["hidden"], inputs)}
+        out[f"q{layer}"] = q
+    out |= {"context_k": torch.stack(keys), "context_v": torch.stack(values)}
+    out["hidden"] = norm(x, tensors["norm.weight"], spec.eps)
+    out["logits"] = logits(spec, tensors, out["hidden"], inputs)
+    return out
 
 
 def logits(spec: Spec, tensors: Tensors, hidden: torch.Tensor, inputs: Tensors) -> torch.Tensor:

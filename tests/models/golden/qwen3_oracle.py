@@ -23,7 +23,7 @@ BASE = {
     "hidden_act": "silu",
     "hidden_size": 32,
     "initializer_range": 0.02,
-    "intermediate_size": 64,
+    "intermediate_size": 48,
     "max_position_embeddings": 512,
     "max_window_layers": 2,
     "model_type": "qwen3",
@@ -38,13 +38,14 @@ BASE = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
     "use_sliding_window": False,
-    "vocab_size": 97,
+    "vocab_size": 61,
 }
 
 # Only what differs from BASE. Each case is one way a reader of config.json can go wrong.
 CASES: dict[str, dict[str, object]] = {
     # head_dim is not hidden_size / heads; the head is its own matrix; three layers, theta of the released models
     "qwen3_untied": {
+        "vocab_size": 97,
         "hidden_size": 40,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -63,14 +64,16 @@ CASES: dict[str, dict[str, object]] = {
         "rope_theta": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    # no layer_types: layers from max_window_layers on slide
     "qwen3_gqa14_bias": {
         "hidden_size": 56,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
         "head_dim": 8,
-        "intermediate_size": 48,
-        "vocab_size": 61,
         "attention_bias": True,
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
     },
     # the oldest spelling, "type"; and a window that is written down but switched off
     "qwen3_rope_linear": {
@@ -133,19 +136,17 @@ CASES: dict[str, dict[str, object]] = {
         "use_sliding_window": True,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    # no layer_types: layers from max_window_layers on slide
-    "qwen3_window_from_layer": {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
 }
 
 
 def write_all() -> dict[str, int]:
     """Writes every case and returns the sizes in bytes by case."""
-    return {case: _write(case, {k: v for k, v in (BASE | changes).items() if v is not None}) for case, changes in CASES.items()}
+    return {case: _write(case, BASE | changes) for case, changes in CASES.items()}
 
 
 @contextlib.contextmanager
 def _partial_rotary(model: Qwen3ForCausalLM) -> Iterator[None]:
-    """Qwen3 rotates whole heads only; Qwen3-Next's rotary, the same convention on the first dimensions, takes its place."""
+    """Qwen3 rotates whole heads only, so Qwen3-Next's rotary, the same on the first dimensions, takes its place."""
     if model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0:
         yield
         return
@@ -157,6 +158,7 @@ def _partial_rotary(model: Qwen3ForCausalLM) -> Iterator[None]:
 @torch.no_grad()
 def _write(case: str, config: dict[str, object]) -> int:
     draw = Draw(case)
+    config = {key: value for key, value in config.items() if value is not None}
     parsed = Qwen3Config.from_dict(dict(config))
     parsed._attn_implementation = NAME
     model = Qwen3ForCausalLM(parsed).float().eval()
@@ -170,7 +172,12 @@ def _write(case: str, config: dict[str, object]) -> int:
     positions = torch.arange(TOKENS)[None, :] + torch.tensor([[0], [23]])
     outputs: dict[str, torch.Tensor] = {}
     first = model.model.layers[0]
-    hooked = {"embed": model.model.embed_tokens, "norm0": first.input_layernorm, "attn0": first.self_attn, "mlp0": first.mlp}
+    hooked = {
+        "embed": model.model.embed_tokens,
+        "norm0": first.input_layernorm,
+        "attn0": first.self_attn,
+        "mlp0": first.mlp,
+    }
     hooked |= {f"block{index}": layer for index, layer in enumerate(model.model.layers)}
     hooked["final_norm"] = model.model.norm
     for name, module in hooked.items():

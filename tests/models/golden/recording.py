@@ -16,10 +16,10 @@ recorded: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 def recording_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager attention, with gpt-oss's softmax where the layer was given sinks. Shapes as transformers passes them: [B, heads, tokens, H]."""
+    """Eager attention on `[B, heads, tokens, H]`, with gpt-oss's softmax where the layer was given sinks."""
     recorded[module.layer_idx] = tuple(array.transpose(1, 2).clone() for array in (query, key, value))
-    forward = modeling_qwen3.eager_attention_forward if not hasattr(module, "sinks") else modeling_gpt_oss.eager_attention_forward
-    return forward(module, query, key, value, mask, **options)
+    source = modeling_gpt_oss if hasattr(module, "sinks") else modeling_qwen3
+    return source.eager_attention_forward(module, query, key, value, mask, **options)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, recording_attention)

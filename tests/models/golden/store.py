@@ -1,7 +1,8 @@
-"""What a golden file is: one compressed `.npz` holding a Hugging Face config, its tensors, the inputs and what they must give.
+"""A golden file: one compressed `.npz` with a Hugging Face config, its tensors, the inputs and what they must give.
 
-Keys: `config` (the text of config.json), `tensor:NAME` (a checkpoint tensor), `in:NAME` (an input), `out:NAME` (a float32 result).
-Weights and float inputs are drawn so that float16 holds them exactly; they are stored as float16 and computed with as float32.
+Keys: `config` (the text of config.json), `tensor:NAME` (a checkpoint tensor), `in:NAME` (an input), `out:NAME` (a
+float32 result). Weights and float inputs are drawn so that float16 holds them exactly: stored as float16 to halve the
+files, computed with as float32.
 """
 
 import json

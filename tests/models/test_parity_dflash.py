@@ -1,0 +1,128 @@
+"""The DFlash drafter against transformers' MuseGlimmerAssistant, module by module in float32 (see make_golden.py)."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.models import DFlash, DFlashConfig, bind, family_of
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.stem for path in GOLDEN.glob("dflash_*.npz"))
+TOLERANCE = 1e-5
+
+
+def difference(ours: Any, theirs: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value expected; entries of -inf must be the same ones."""
+    ours = np.asarray(ours)
+    assert ours.shape == theirs.shape
+    finite = np.isfinite(theirs)
+    assert np.array_equal(ours[~finite], theirs[~finite])
+    return float(np.abs(ours[finite] - theirs[finite]).max() / np.abs(theirs[finite]).max())
+
+
+@functools.cache
+def golden(case: str) -> tuple[DFlashConfig, dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
+    """The config as this package reads it, the parameters from the file's tensors, the inputs and the outputs."""
+    with np.load(GOLDEN / f"{case}.npz", allow_pickle=False) as file:
+        groups = {
+            prefix: {key.split(":")[1]: file[key] for key in file if key.startswith(prefix)}
+            for prefix in ("tensor:", "in:", "out:")
+        }
+        hf_config = json.loads(str(file["config"]))
+    family = family_of(hf_config)
+    tensors = {family.canonical(name): value for name, value in groups["tensor:"].items()}
+    config = family.config(hf_config, groups["tensor:"].keys())
+    parameters = family.parameters(config)
+    assert {source.name for parameter in parameters for source in parameter.sources} == set(tensors)
+    params = {}
+    for parameter in parameters:
+        rows = np.concatenate([tensors[source.name] for source in parameter.sources])
+        params[parameter.name] = jnp.asarray(rows.astype(parameter.dtype or np.float32))
+    inputs = {
+        name: jnp.asarray(value, jnp.int32 if value.dtype.kind == "i" else jnp.float32)
+        for name, value in groups["in:"].items()
+    }
+    return config, params, inputs, groups["out:"]
+
+
+def observed(config: DFlashConfig, params: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Our value for every name a golden file holds."""
+    model: DFlash = bind(config, params)
+    queries: dict[str, Any] = {}
+    context = model.context(inputs["features"])
+    keys_values = model.context_kv(context, inputs["context_positions"])
+    dense = dense_attend(context=keys_values)
+
+    def attend(layer: Any, q: Any, k: Any, v: Any) -> Any:
+        queries[f"q{layer.index}"] = q
+        return dense(layer, q, k, v)
+
+    # A drafter with tables of its own must not look at the target's.
+    unused = jnp.full((config.vocab_size, config.target_hidden_size), jnp.nan)
+    x = model.block_embeddings(inputs["pending"], inputs.get("embed", unused))
+    hidden = model(x, inputs["block_positions"], attend)
+    ours = {
+        "context": context,
+        "context_k": keys_values[0],
+        "context_v": keys_values[1],
+        "block_embeddings": x,
+        "hidden": hidden,
+    }
+    return ours | queries | {"logits": model.logits(hidden, inputs.get("head", unused))}
+
+
+def test_cases_are_there() -> None:
+    assert len(CASES) >= 6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_module_agrees(case: str) -> None:
+    config, params, inputs, expected = golden(case)
+    ours = observed(config, params, inputs)
+    assert set(ours) == set(expected)
+    errors = {name: difference(ours[name], value) for name, value in expected.items()}
+    assert all(error <= TOLERANCE for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_features_one_tap_off_are_noticed(case: str) -> None:
+    config, params, inputs, expected = golden(case)
+    shifted = jnp.roll(inputs["features"], config.target_hidden_size, axis=-1)
+    assert difference(bind(config, params).context(shifted), expected["context"]) > 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_context_one_position_off_is_noticed(case: str) -> None:
+    config, params, inputs, expected = golden(case)
+    late = observed(config, params, inputs | {"context_positions": inputs["context_positions"] + 1})
+    assert difference(late["context_k"], expected["context_k"]) > 1e-2
+    assert difference(late["hidden"], expected["hidden"]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_visibility_in_the_block_is_noticed(case: str) -> None:
+    config, params, inputs, expected = golden(case)
+    flipped = dataclasses.replace(config, causal=tuple(not causal for causal in config.causal))
+    assert difference(observed(flipped, params, inputs)["hidden"], expected["hidden"]) > 1e-2
+
+
+def test_window_one_token_wider_is_noticed() -> None:
+    for case in CASES:
+        config, params, inputs, expected = golden(case)
+        if set(config.windows) != {None}:
+            wider = dataclasses.replace(config, windows=tuple(w and w + 1 for w in config.windows))
+            assert difference(observed(wider, params, inputs)["hidden"], expected["hidden"]) > 1e-3
+
+
+def test_only_the_anchor_slot_is_left_out_of_the_proposal() -> None:
+    config, params, _, expected = golden("dflash_full")
+    assert bind(config, params).proposing(jnp.asarray(expected["hidden"])).shape[1] == config.num_drafts == 7
+    config, params, _, expected = golden("dflash_anchor")
+    assert bind(config, params).proposing(jnp.asarray(expected["hidden"])).shape[1] == config.num_drafts == 7

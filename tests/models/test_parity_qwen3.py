@@ -1,0 +1,121 @@
+"""The Qwen3 target against transformers' Qwen3ForCausalLM, module by module in float32 (see make_golden.py)."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.models import bind, family_of
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.stem for path in GOLDEN.glob("qwen3_*.npz"))
+TOLERANCE = 1e-5
+
+
+def difference(ours: Any, theirs: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value expected."""
+    assert ours.shape == theirs.shape
+    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
+
+
+@functools.cache
+def golden(case: str) -> tuple[Any, Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The config as this package reads it, the model bound to the file's tensors, its inputs and its outputs."""
+    with np.load(GOLDEN / f"{case}.npz", allow_pickle=False) as file:
+        groups = {
+            prefix: {key.split(":")[1]: file[key] for key in file if key.startswith(prefix)}
+            for prefix in ("tensor:", "in:", "out:")
+        }
+        hf_config = json.loads(str(file["config"]))
+    family = family_of(hf_config)
+    tensors = {family.canonical(name): value.astype(np.float32) for name, value in groups["tensor:"].items()}
+    config = family.config(hf_config, tensors.keys())
+    parameters = family.parameters(config)
+    assert {source.name for parameter in parameters for source in parameter.sources} == set(tensors)
+    params = {p.name: jnp.asarray(np.concatenate([tensors[source.name] for source in p.sources])) for p in parameters}
+    return config, bind(config, params), groups["in:"], groups["out:"]
+
+
+@functools.cache
+def observed(case: str) -> dict[str, Any]:
+    """Our value for every name a golden file holds."""
+    config, model, inputs, _ = golden(case)
+    ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
+    dense, seen = dense_attend(), {}
+
+    def attend(layer: Any, q: Any, k: Any, v: Any) -> Any:
+        seen.setdefault(layer.index, (q, k, v))
+        return dense(layer, q, k, v)
+
+    taps = tuple(range(-1, config.num_layers))
+    hidden, features = model(ids, positions, attend, taps)
+    embed, *blocks = jnp.split(features, len(taps), axis=-1)
+    first = model.layers[0]
+    ours = {"embed": embed, "norm0": first.input_norm(embed), "final_norm": hidden, "logits": model.logits(hidden)}
+    ours |= dict(zip(("q0", "k0", "v0"), seen[0], strict=True))
+    ours["attn0"] = first.attn(ours["norm0"], positions, dense)
+    ours["mlp0"] = first.mlp(first.post_norm(embed + ours["attn0"]))
+    return ours | {f"block{index}": block for index, block in enumerate(blocks)}
+
+
+def test_cases_are_there() -> None:
+    assert len(CASES) >= 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_module_agrees(case: str) -> None:
+    _, _, _, expected = golden(case)
+    ours = observed(case)
+    assert set(ours) == set(expected)
+    errors = {name: difference(ours[name], value) for name, value in expected.items()}
+    assert all(error <= TOLERANCE for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("case", ["qwen3_untied", "qwen3_window"])
+def test_taps_follow_the_order_asked_for(case: str) -> None:
+    config, model, inputs, expected = golden(case)
+    last = config.num_layers - 1
+    _, features = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend(), (last, -1, 0))
+    theirs = np.concatenate([expected[f"block{last}"], expected["embed"], expected["block0"]], axis=-1)
+    assert difference(features, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_last_tap_is_taken_before_the_final_norm(case: str) -> None:
+    config, _, _, expected = golden(case)
+    last = observed(case)[f"block{config.num_layers - 1}"]
+    assert difference(last, expected[f"block{config.num_layers - 1}"]) <= TOLERANCE
+    assert difference(last, expected["final_norm"]) > 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tap_one_layer_off_is_noticed(case: str) -> None:
+    config, _, _, expected = golden(case)
+    ours = observed(case)
+    streams = ["embed", *(f"block{index}" for index in range(config.num_layers))]
+    for right, wrong in itertools.pairwise(streams):
+        assert difference(ours[wrong], expected[right]) > 0.1
+        assert difference(ours[right], expected[wrong]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("keys", "windows"),
+    [
+        ({}, {}),
+        ({"sliding_window": 7, "use_sliding_window": True}, {28: 7, 29: 7}),
+        ({"use_sliding_window": True, "max_window_layers": 29}, {29: 4096}),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, {}),
+    ],
+)
+def test_absent_window_keys_mean_what_transformers_takes_for_them(
+    keys: dict[str, Any], windows: dict[int, int]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 61}
+    hf_config = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 30} | sizes | keys
+    assert family_of(hf_config).config(hf_config).windows == tuple(windows.get(index) for index in range(30))
