@@ -1,0 +1,64 @@
+"""Attention of the training passes. Each has a plain counterpart in `dflash_jax.attention.dense` that tests hold it to."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.attention.dense import masked_attention
+from dflash_jax.models.layers import Attend, Attention
+
+
+def causal_attend() -> Attend:
+    """Full causal attention through cuDNN on a GPU, through XLA elsewhere."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+    def attend(layer: Attention, q: Array, k: Array, v: Array) -> Array:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, implementation=implementation)
+
+    return attend
+
+
+def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Array, "B A*G C+A*G"]:
+    """Which key each slot of each block sees: the context strictly before its anchor, and its own block (bidirectional)."""
+    owner = jnp.repeat(jnp.arange(anchors.shape[1]), block)
+    before = jnp.arange(context)[None, None, :] < jnp.repeat(anchors, block, axis=1)[:, :, None]
+    same = jnp.broadcast_to(owner[:, None] == owner[None, :], (*before.shape[:2], owner.shape[0]))
+    return jnp.concatenate([before, same], axis=-1)
+
+
+def block_attend(
+    anchors: Int[Array, "B A"], context: tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]], block: int
+) -> Attend:
+    """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks."""
+
+    def attend(layer: Attention, q: Array, k: Array, v: Array) -> Array:
+        keys, values = context[0][layer.index], context[1][layer.index]
+        b, t, n, h = q.shape
+        heads, a = k.shape[2], anchors.shape[1]
+        grouped = q.reshape(b, a, block, heads, n // heads, h)
+        own_k, own_v = (x.reshape(b, a, block, heads, h) for x in (k, v))
+        to_context = jnp.einsum("bagkrh,bskh->bkrags", grouped, keys).astype(jnp.float32)
+        to_block = jnp.einsum("bagkrh,bajkh->bkragj", grouped, own_k).astype(jnp.float32)
+        before = jnp.arange(keys.shape[1]) < anchors[:, :, None]
+        to_context = jnp.where(before[:, None, None, :, None, :], to_context, -jnp.inf)
+        weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1) * layer.scale, axis=-1).astype(q.dtype)
+        on_context, on_block = jnp.split(weights, [keys.shape[1]], axis=-1)
+        out = jnp.einsum("bkrags,bskh->bagkrh", on_context, values) + jnp.einsum("bkragj,bajkh->bagkrh", on_block, own_v)
+        return out.reshape(b, t, n, h)
+
+    return attend
+
+
+class GrowingCache:
+    """Keys and values of all layers in dense arrays of a fixed length; lives inside one trace."""
+
+    def __init__(self, keys: list[Array], values: list[Array], at: Int[Array, ""] | int):
+        self.keys, self.values, self.at = list(keys), list(values), at
+
+    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
+        i, start = layer.index, (0, self.at, 0, 0)
+        self.keys[i] = jax.lax.dynamic_update_slice(self.keys[i], k, start)
+        self.values[i] = jax.lax.dynamic_update_slice(self.values[i], v, start)
+        ends = self.at + jnp.arange(q.shape[1])
+        visible = jnp.arange(self.keys[i].shape[1])[None, :] <= ends[:, None]
+        return masked_attention(q, self.keys[i], self.values[i], visible[None], layer.scale)

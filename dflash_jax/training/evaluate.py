@@ -1,0 +1,154 @@
+"""Acceptance length, measured offline: the target decodes alone, the drafter is asked at every position, cycles are replayed.
+
+A cycle at the pending token's position s proposes the tokens of s + 1 .. s + G - 1; the longest prefix that equals what the target
+decoded is accepted; the next cycle starts at s + accepted + 1. That is what an engine does, because what is emitted is always
+the target's own token, so the text does not depend on the drafter.
+
+At temperature 1 the target's token at position t is the argmax of its logits plus Gumbel noise that (seed, t) fixes. A drafter
+may propose its plain argmax, or its argmax plus the same noise (`shared`), optionally with its logits scaled first. Either way
+the emitted tokens are the target's samples.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models import bind
+from dflash_jax.training.drafter import block_hidden, target_pass
+from dflash_jax.training.optimizer import Params
+from dflash_jax.training.rollouts import continue_prompts, position_noise
+from dflash_jax.training.settings import EOS_ID, Settings
+
+LOOP_TAIL, LOOP_PERIOD = 48, 16
+SHARED_SCALES = (1.0, 1.3, 1.6, 2.0)
+_ANCHORS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens per cycle (accepted drafts + 1). The last cycle of a prompt counts whole, even past the last new token."""
+
+    cycles: list[list[int]]
+
+    def summary(self, block: int) -> dict:
+        every = [length for row in self.cycles for length in row]
+        rows = [float(np.mean(row)) for row in self.cycles if row]
+        if not every:
+            return {"prompts": 0, "cycles": 0}
+        histogram = np.bincount(every, minlength=block + 1)[1:].tolist()
+        return {
+            "prompts": len(rows),
+            "cycles": len(every),
+            "cycle_mean": float(np.mean(every)),
+            "prompt_mean": float(np.mean(rows)),
+            "histogram": histogram,
+        }
+
+    def only(self, keep: np.ndarray) -> "Acceptance":
+        return Acceptance([row for row, chosen in zip(self.cycles, keep, strict=True) if chosen])
+
+
+def loops(new: np.ndarray) -> np.ndarray:
+    """Which rows end in a loop: their last 48 tokens repeat with a period of at most 16."""
+    tail = new[:, -LOOP_TAIL:]
+    periods = range(1, min(LOOP_PERIOD, tail.shape[1] - 1) + 1)
+    return np.any([np.all(tail[:, p:] == tail[:, :-p], axis=1) for p in periods], axis=0)
+
+
+def replay(ids: np.ndarray, proposals: np.ndarray, prompt: int, new: int) -> Acceptance:
+    """Cycles over `ids [n, prompt + new + G]` with `proposals [n, new, G - 1]` for a pending token at prompt + i."""
+    slots, rows = proposals.shape[2], []
+    for tokens, drafts in zip(ids, proposals, strict=True):
+        ends = np.flatnonzero(tokens[prompt : prompt + new] == EOS_ID)
+        stop = prompt + (int(ends[0]) + 1 if len(ends) else new)
+        at, cycles = prompt, []
+        while at < stop:
+            hit = drafts[at - prompt] == tokens[at + 1 : at + 1 + slots]
+            accepted = int(np.argmin(np.append(hit, False)))
+            cycles.append(accepted + 1)
+            at += accepted + 1
+        rows.append(cycles)
+    return Acceptance(rows)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _draft_logits(
+    settings: Settings, target: Params, draft: Params, ids: Int[Array, "n T"], features: Array, anchors: Int[Array, "n A"]
+) -> Float[Array, "n A S V"]:
+    hidden = block_hidden(settings.draft_config, draft, target["embed.weight"], ids, features, anchors)
+    return bind(settings.draft_config, draft).logits(hidden[:, :, 1:], target["embed.weight"])
+
+
+@functools.partial(jax.jit, static_argnames=("settings", "scales"))
+def _proposals(
+    settings: Settings, target: Params, draft: Params, ids: Array, features: Array, at: Array, key: Array, scales: tuple
+) -> Int[Array, "mode n A S"]:
+    """Argmax proposals, then one set with shared noise for each scale, for anchors at positions `at [A]` of every row."""
+    logits = _draft_logits(settings, target, draft, ids, features, jnp.broadcast_to(at, (len(ids), len(at))))
+    modes = [jnp.argmax(logits, -1)]
+    if scales:
+        places = at[:, None] + 1 + jnp.arange(logits.shape[2])
+        noise = functools.partial(position_noise, key, rows=len(ids), vocab=logits.shape[-1])
+        drawn = jnp.moveaxis(jax.vmap(jax.vmap(noise))(places), 2, 0)
+        modes += [jnp.argmax(logits * scale + drawn, -1) for scale in scales]
+    return jnp.stack(modes)
+
+
+def measure(
+    settings: Settings, target: Params, draft: Params, prompts: np.ndarray, *, temperature: float, seed: int = 0, batch: int = 256
+) -> tuple[dict[str, Acceptance], np.ndarray]:
+    """Acceptance at temperature 0 or 1 of bfloat16 weights, per kind of proposal, and the new tokens `[n, new]`."""
+    sampled, new, block = temperature > 0, settings.evaluation_new, settings.block_size
+    scales = SHARED_SCALES if sampled else ()
+    names = ["argmax", *(f"shared x{scale:g}" for scale in scales)]
+    found: dict[str, list[list[int]]] = {name: [] for name in names}
+    texts = []
+    for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
+        key, width = jax.random.fold_in(jax.random.key(seed), index), rows.shape[1]
+        ids = continue_prompts(settings.target_config, target, jnp.asarray(rows), key, new=new + block, sampled=sampled)
+        _, features = target_pass_jit(settings, target, ids)
+        parts = []
+        for start in range(0, new, _ANCHORS_AT_ONCE):
+            at = jnp.arange(width + start, width + start + _ANCHORS_AT_ONCE)
+            parts.append(np.asarray(_proposals(settings, target, draft, ids, features, at, key, scales).astype(jnp.uint16)))
+        proposals, tokens = np.concatenate(parts, axis=2), np.asarray(ids)
+        for name, drafts in zip(names, proposals, strict=True):
+            found[name] += replay(tokens, drafts[:, :new], width, new).cycles
+        texts.append(tokens[:, width : width + new])
+    return {name: Acceptance(cycles) for name, cycles in found.items()}, np.concatenate(texts)
+
+
+target_pass_jit = jax.jit(target_pass, static_argnames="settings")
+
+
+def report_card(settings: Settings, target: Params, draft: Params, prompts: np.ndarray) -> dict:
+    """Both temperatures on `prompts`; the first `settings.shipped_prompts` of them also on their own.
+
+    Rows are `{"temperature", "proposals", "set", "loops", ...summary}`; `loops` is all, without or only.
+    """
+    rows = []
+    for temperature in (0.0, 1.0):
+        kinds, texts = measure(settings, target, draft, prompts, temperature=temperature)
+        looping = loops(texts)
+        shipped = np.arange(len(prompts)) < settings.shipped_prompts
+        for kind, acceptance in kinds.items():
+            for name, chosen in (("shipped", shipped), ("all", np.ones_like(shipped))):
+                for part, keep in (("all", chosen), ("without", chosen & ~looping), ("only", chosen & looping)):
+                    about = {"temperature": temperature, "proposals": kind, "set": name, "loops": part}
+                    rows.append(about | acceptance.only(keep).summary(settings.block_size))
+    return {"rows": rows, "new_tokens": settings.evaluation_new, "prompt_tokens": int(prompts.shape[1])}
+
+
+def lines(report: dict) -> list[str]:
+    """The report as text, one line a row."""
+    out = []
+    for row in report["rows"]:
+        about = f"T={row['temperature']:g} {row['proposals']:<12} {row['set']:<8} loops {row['loops']:<8} {row['prompts']:>5} prompts"
+        if row["prompts"]:
+            about += f"  cycle mean {row['cycle_mean']:.3f}  mean of prompt means {row['prompt_mean']:.3f}"
+        out.append(about)
+    return out

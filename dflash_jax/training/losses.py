@@ -1,0 +1,43 @@
+"""Losses over the drafted slots of a block."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+DPACE_FLOOR = 0.5
+
+
+def decay_weights(slots: int, gamma: float = 7.0) -> Float[Array, "S"]:
+    """exp(-(k - 1) / gamma) for slot k = 1 .. S (arXiv 2602.06036, section 4.2)."""
+    return jnp.exp(-jnp.arange(slots) / gamma)
+
+
+def dpace_weights(match: Float[Array, "M S"], floor: float = DPACE_FLOOR) -> Float[Array, "M S"]:
+    """What slot j adds to the expected accepted length: the sum over m >= j of the chance to get through slot m.
+
+    Chances are lifted to `(1 - floor) * match + floor`, so that late slots learn before early ones are right (arXiv 2605.18810).
+    """
+    through = jnp.cumprod((1 - floor) * jax.lax.stop_gradient(match) + floor, axis=-1)
+    return jnp.cumsum(through[..., ::-1], axis=-1)[..., ::-1]
+
+
+def hard_terms(logits: Float[Array, "M S V"], labels: Int[Array, "M S"]) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
+    """Cross-entropy against the given tokens, and the probability of each: the chance that the slot is accepted."""
+    log_q = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
+    return -picked, jnp.exp(picked)
+
+
+def soft_terms(logits: Float[Array, "M S V"], target: Float[Array, "M S V"]) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
+    """Cross-entropy against the target's distributions, and the mass both share.
+
+    For sampled continuations this is the expectation of `hard_terms` over the token that was drawn: the same optimum, less noise.
+    """
+    log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(target)
+    return -(p * log_q).sum(-1), jnp.minimum(p, jnp.exp(log_q)).sum(-1)
+
+
+def weighted(terms: Float[Array, "M S"], match: Float[Array, "M S"], kind: str) -> Float[Array, "M"]:
+    """Per block: the slots' terms under the weights of `kind`."""
+    weights = dpace_weights(match) if kind == "dpace" else decay_weights(terms.shape[-1])
+    return (weights * terms).mean(-1)

@@ -1,0 +1,43 @@
+"""AdamW whose learning rate is an argument, so that a compiled step does not depend on how long the run is."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+Params = dict[str, Array]
+
+
+def optimizer(weight_decay: float) -> optax.GradientTransformation:
+    """Clipped AdamW for a learning rate of one; matrices decay, norm weights do not. Updates are scaled by `apply`."""
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(weight_decay, mask=matrices),
+    )
+
+
+def matrices(params: Params) -> dict[str, bool]:
+    return {name: value.ndim > 1 for name, value in params.items()}
+
+
+def apply(params: Params, updates: Params, rate: Float[Array, ""]) -> Params:
+    return jax.tree.map(lambda value, update: value - rate * update, params, updates)
+
+
+def learning_rates(first: int, count: int, total: int, peak: float, warmup: float) -> np.ndarray:
+    """float32 rates of steps `first .. first + count - 1`: linear warm-up over the share `warmup`, then a cosine to zero."""
+    ramp = max(1, round(total * warmup))
+    rates = []
+    for step in range(first, first + count):
+        through = (step - ramp) / max(1, total - ramp)
+        rates.append(peak * ((step + 1) / ramp if step < ramp else 0.5 * (1 + math.cos(math.pi * through))))
+    return np.asarray(rates, np.float32)
+
+
+def half(params: Params) -> Params:
+    """The bfloat16 copy that computes; also what is exported."""
+    return {name: value.astype(jnp.bfloat16) for name, value in params.items()}

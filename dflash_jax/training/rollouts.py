@@ -1,0 +1,91 @@
+"""Batched continuations by the target over dense keys: what the drafter learns from and is measured on."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import Qwen3Config
+from dflash_jax.models import bind
+from dflash_jax.training.attention import GrowingCache
+from dflash_jax.training.optimizer import Params, half
+from dflash_jax.training.settings import Rollouts, Settings
+from dflash_jax.training.stages import Clock, Interrupted
+
+
+def position_noise(key: Array, position: Int[Array, ""] | int, rows: int, vocab: int) -> Float[Array, "B V"]:
+    """Gumbel noise of one absolute position; the token sampled there is the argmax of logits plus this noise."""
+    return jax.random.gumbel(jax.random.fold_in(key, position), (rows, vocab))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "new", "sampled"))
+def continue_prompts(
+    config: Qwen3Config, params: Params, prompts: Int[Array, "B P"], key: Array, *, new: int, sampled: bool
+) -> Int[Array, "B P+new"]:
+    """Prompts followed by `new` tokens of the target's, greedy or sampled at temperature 1."""
+    rows, prompt = prompts.shape
+    model = bind(config, params)
+    shape = (rows, prompt + new, config.num_kv_heads, config.head_dim)
+    empty = [jnp.zeros(shape, params["norm.weight"].dtype)] * config.num_layers
+
+    def forward(ids, at, keys, values):
+        cache = GrowingCache(keys, values, at)
+        positions = jnp.broadcast_to(at + jnp.arange(ids.shape[1]), ids.shape)
+        hidden, _ = model(ids, positions, cache)
+        logits = model.logits(hidden[:, -1])
+        if sampled:
+            logits = logits + position_noise(key, at + ids.shape[1], rows, config.vocab_size)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache.keys, cache.values
+
+    def step(carry, at):
+        token, keys, values = carry
+        return forward(token[:, None], at, keys, values), token
+
+    first = forward(prompts, 0, empty, empty)
+    _, tokens = jax.lax.scan(step, first, prompt + jnp.arange(new))
+    return jnp.concatenate([prompts, tokens.T], axis=1)
+
+
+def roll_out(settings: Settings, target: Params, tokens: np.ndarray, folder: Path, clock: Clock) -> list[dict[str, np.ndarray]]:
+    """Continuations of random training windows, per entry of `settings.rollouts`: `greedy` and `sampled`, uint16.
+
+    Raises:
+      Interrupted: the clock ran out; finished files are in `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    params = half(target)
+    out = []
+    for index, plan in enumerate(settings.rollouts):
+        parts = {}
+        for kind, count in (("greedy", plan.greedy), ("sampled", plan.sampled)):
+            path = folder / f"{plan.prompt}-{kind}.npy"
+            if not path.exists():
+                seed = settings.seed * 1000 + 10 * index + (kind == "sampled")
+                began = clock.elapsed()
+                ids = _continuations(settings, params, plan, tokens, count, seed, kind == "sampled", clock)
+                np.save(path, ids)
+                clock.note("rollouts", seconds=clock.elapsed() - began)
+                clock.report(f"rollouts: {len(ids)} {kind} continuations of {plan.prompt} + {plan.new} tokens")
+            parts[kind] = np.load(path)
+        out.append(parts)
+    return out
+
+
+def _continuations(
+    settings: Settings, params: Params, plan: Rollouts, tokens: np.ndarray, count: int, seed: int, sampled: bool, clock: Clock
+) -> np.ndarray:
+    rng, key = np.random.default_rng(seed), jax.random.key(seed)
+    parts = []
+    for batch in range(-(-count // plan.batch)):
+        if clock.expired():
+            raise Interrupted(f"rollouts: stopped before batch {batch}; finished kinds are kept")
+        starts = rng.integers(0, len(tokens) - plan.prompt, plan.batch)
+        prompts = jnp.asarray(tokens[starts[:, None] + np.arange(plan.prompt)].astype(np.int32))
+        ids = continue_prompts(
+            settings.target_config, params, prompts, jax.random.fold_in(key, batch), new=plan.new, sampled=sampled
+        )
+        parts.append(np.asarray(ids.astype(jnp.uint16)))
+    return np.concatenate(parts)[:count]

@@ -1,0 +1,117 @@
+"""Runs optimiser steps in compiled chunks, with checkpoints, a time limit and a log that together survive interruption."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from dflash_jax.training.optimizer import learning_rates
+from dflash_jax.training.settings import Settings
+
+_SAVE_EVERY_S = 150.0
+_SHOW_EVERY_S = 10.0
+
+
+class Interrupted(Exception):
+    """The time limit was reached. Everything needed to go on is in the work folder."""
+
+
+class Clock:
+    """Time limit and progress lines of one process, and the run's log across processes."""
+
+    def __init__(self, work: Path, report: Callable[[str], None], stop_after: float | None = None):
+        self.report_line, self.stop_after, self.started = report, stop_after, time.monotonic()
+        self.path = work / "log.json"
+        work.mkdir(parents=True, exist_ok=True)
+        self.log: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def expired(self) -> bool:
+        return self.stop_after is not None and self.elapsed() > self.stop_after
+
+    def report(self, line: str) -> None:
+        self.report_line(f"[{self.elapsed():6.1f} s] {line}")
+
+    def note(self, stage: str, **values: Any) -> None:
+        """Keeps `values` in the log of `stage`; `seconds` adds up over processes."""
+        entry = self.log.setdefault(stage, {})
+        values["seconds"] = entry.get("seconds", 0.0) + values.get("seconds", 0.0)
+        entry.update(values)
+        self.path.write_text(json.dumps(self.log, indent=1))
+
+
+def latest(folder: Path) -> int | None:
+    """The step of the newest complete checkpoint in `folder`."""
+    steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+    return max(steps, default=None)
+
+
+def save(folder: Path, step: int, state: Any) -> None:
+    """Writes a checkpoint (Orbax renames it into place when whole) and removes older ones."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute() / str(step), state, force=True)
+    for path in folder.glob("*"):
+        if path.name.isdigit() and int(path.name) < step:
+            shutil.rmtree(path)
+
+
+def restore(folder: Path, step: int, like: Any) -> Any:
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder.absolute() / str(step), abstract)
+
+
+def run_steps(
+    stage: str,
+    state: Any,
+    chunk: Callable[[Any, int, Any], tuple[Any, Mapping[str, Any]]],
+    folder: Path,
+    clock: Clock,
+    *,
+    total: int,
+    peak: float,
+    settings: Settings,
+) -> Any:
+    """Steps `0 .. total - 1` in chunks of `settings.chunk`, from the newest checkpoint in `folder` if there is one.
+
+    Args:
+      chunk: `(state, first step, learning rates) -> (state, metrics)`; what it draws may depend on the step number only, so
+        that a resumed run equals an uninterrupted one bit for bit.
+
+    Raises:
+      Interrupted: the clock ran out, after saving.
+    """
+    first = began_step = latest(folder) or 0
+    if first:
+        state = restore(folder, first, state)
+        clock.report(f"{stage}: going on from step {first}")
+    history = [row for row in clock.log.get(stage, {}).get("history", []) if row["step"] <= first]
+    began = saved = clock.elapsed()
+    shown = -math.inf
+    while first < total:
+        count = min(settings.chunk, total - first)
+        state, metrics = chunk(state, first, learning_rates(first, count, total, peak, settings.warmup))
+        first += count
+        metrics = {name: float(value) for name, value in metrics.items()}
+        now, stop = clock.elapsed(), clock.expired()
+        if now - shown > _SHOW_EVERY_S or first == total or stop:
+            values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            pace = (now - began) / (first - began_step) * 1e3
+            clock.report(f"{stage}: step {first} of {total}, {values}, {pace:.2f} ms a step")
+            history.append({"step": first, **metrics})
+            shown = now
+        if first == total or stop or now - saved > _SAVE_EVERY_S:
+            save(folder, first, state)
+            clock.note(stage, steps=first, history=history, seconds=clock.elapsed() - saved)
+            saved = clock.elapsed()
+        if stop and first < total:
+            raise Interrupted(f"{stage}: stopped at step {first} of {total}")
+    return state
