@@ -108,11 +108,14 @@ class RopeConfig:
         partial = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
         if not 0 < partial <= 1:
             raise ConfigError(f"{scaling.subject}: partial_rotary_factor must be in (0, 1], got {partial}")
+        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
+        if missing := [key for key in needed if merged.get(key) is None]:
+            raise ConfigError(f"{scaling.subject}: rope_type {kind} needs {', '.join(missing)}")
         original = scaling.integer("original_max_position_embeddings", max_position)
         factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
         if factor <= 0 or theta <= 0:
             raise ConfigError(f"{scaling.subject}: factor and rope_theta must be positive, got {factor} and {theta}")
-        attention_factor = scaling.get("attention_factor")
+        given = scaling.get("attention_factor") is not None
         rope = cls(
             kind=kind,
             theta=theta,
@@ -123,7 +126,7 @@ class RopeConfig:
             high_freq_factor=scaling.number("high_freq_factor", 4.0),
             beta_fast=scaling.number("beta_fast", 32.0),
             beta_slow=scaling.number("beta_slow", 1.0),
-            attention_factor=None if attention_factor is None else float(attention_factor),
+            attention_factor=scaling.number("attention_factor") if given else None,
             mscale=scaling.number("mscale", 0.0),
             mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
             truncate=scaling.flag("truncate", default=True),
@@ -193,7 +196,7 @@ def decoder_fields(keys: KeyReader) -> dict[str, Any]:
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ConfigError(f"{keys.subject}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
-    head_dim = keys.integer("head_dim", hidden // heads)
+    head_dim = keys.integer("head_dim", 128)
     if head_dim % 2:
         raise ConfigError(f"{keys.subject}: head_dim must be even for rotary embeddings, got {head_dim}")
     if (activation := keys.get("hidden_act", "silu")) != "silu":

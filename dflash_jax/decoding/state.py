@@ -34,6 +34,10 @@ class Setup:
     proposals: Proposals = "shared_noise"
     draft_temperature: float = 1.0
 
+    def for_prefill(self) -> "Setup":
+        """The fields a prefill depends on: every way of sampling shares its programs."""
+        return Setup(target=self.target, draft=self.draft)
+
     @property
     def taps(self) -> tuple[int, ...]:
         return () if self.draft is None else self.draft.target_layer_ids

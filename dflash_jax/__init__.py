@@ -1,0 +1,53 @@
+"""DFlash speculative decoding on NVIDIA GPUs in pure JAX.
+
+    import dflash_jax as dj
+    model = dj.load()
+    print(dj.generate(model, "def quicksort(", dj.SamplingParams(max_tokens=128)).text)
+
+Importing this package is cheap and starts no JAX backend; the names below load what they need on first use.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
+    from dflash_jax.errors import (
+        CapacityError, CheckpointError, ConfigError, DFlashError, PairError, ParameterError, PromptError, TokenizerError,
+        UnsupportedModelError,
+    )  # fmt: skip
+    from dflash_jax.generation import generate, stream
+    from dflash_jax.model import Model, load
+    from dflash_jax.sampling_params import SamplingParams
+
+_HOME = {
+    "completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
+    "errors": (
+        "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "PairError", "ParameterError", "PromptError",
+        "TokenizerError", "UnsupportedModelError",
+    ),
+    "generation": ("generate", "stream"),
+    "model": ("Model", "load"),
+    "sampling_params": ("SamplingParams",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "Model", "PairError", "ParameterError",
+    "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError", "UnsupportedModelError", "generate",
+    "load", "stream",
+]  # fmt: skip
+
+
+def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("dflash-jax")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'dflash_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"dflash_jax.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,88 @@
+"""What `generate` and `stream` give back."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where the time of one request went. Compilation is counted apart and in none of the other figures.
+
+    Attributes:
+      prefill_s: seconds of this prompt's prefill.
+      decode_s: seconds of device calls from the first token to the last, shared with the requests that ran beside it.
+      compile_s: seconds the whole call spent compiling.
+      time_to_first_token_s: seconds from the call to this request's first token, waiting included.
+      tokens_per_s: tokens after the first one for each second of `decode_s`; 0 where there was none.
+      target_steps: forward passes of the target after the prompt.
+      tokens_per_cycle: mean of `acceptance_lengths`; 0 where there was no cycle.
+      peak_bytes: most device memory in use so far, where the device tells.
+    """
+
+    prefill_s: float
+    decode_s: float
+    compile_s: float
+    time_to_first_token_s: float
+    tokens_per_s: float
+    target_steps: int
+    tokens_per_cycle: float
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target, and of the most probable tokens at its place, natural log."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One prompt's result.
+
+    Attributes:
+      text: what followed the prompt; empty without a tokenizer.
+      token_ids: emitted ids, an end token included.
+      finish_reason: "eos", "stop" (stop string or stop token id) or "length".
+      stop_reason: the stop string or id, None otherwise.
+      prompt_token_ids: the prompt as the model saw it.
+      acceptance_lengths: tokens gained in each cycle, the target's own included. Their sum and the prefill's one token make
+        `len(token_ids)`, unless a stop string ended the text inside a cycle.
+      from_draft: for each token, whether the drafter had proposed it.
+      seed: the seed that repeats a sampled text.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stop_reason: str | int | None
+    prompt_token_ids: list[int]
+    acceptance_lengths: list[int]
+    from_draft: list[bool]
+    seed: int
+    stats: Stats
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a text while it is made.
+
+    Attributes:
+      index: which prompt it belongs to.
+      text: new text, always whole characters; may be empty while a stop string could be beginning.
+      token_ids: new ids.
+      from_draft: for each of them, whether the drafter had proposed it.
+      accepted: tokens gained in each cycle this piece covers.
+      finish_reason: None until the last piece of a prompt.
+      completion: with the last piece, the whole result.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    from_draft: list[bool] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    completion: Completion | None = None

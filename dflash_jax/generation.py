@@ -1,0 +1,207 @@
+"""Strings in, results out. `generate` and `stream` are one thing: the first waits for what the second yields."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+import tqdm
+
+from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
+from dflash_jax.errors import ParameterError, PromptError, TokenizerError
+from dflash_jax.model import Model
+from dflash_jax.requests import Request, Update
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text import TextStream
+
+type Messages = Sequence[Mapping[str, Any]]
+type Prompt = str | Sequence[int] | Messages
+type Params = SamplingParams | Sequence[SamplingParams] | None
+
+GENERATE_CYCLES = 32
+STREAM_CYCLES = 4
+
+
+@overload
+def generate(model: Model, prompts: str, params: Params = None, **options: Any) -> Completion: ...
+@overload
+def generate(model: Model, prompts: Sequence[int], params: Params = None, **options: Any) -> Completion: ...
+@overload
+def generate(model: Model, prompts: Messages, params: Params = None, **options: Any) -> Completion: ...
+@overload
+def generate(model: Model, prompts: Sequence[str | Sequence[int] | Messages], params: Params = None, **options: Any) -> list[Completion]: ...  # fmt: skip # noqa: E501
+
+
+def generate(model, prompts, params=None, *, draft=True, chat=False, progress=False, chat_options=None):
+    """Continues one prompt or several.
+
+    Args:
+      model: from `load`.
+      prompts: a text, a list of token ids, a list of messages (`{"role": ..., "content": ...}`), or a list of any of those.
+      params: one `SamplingParams` for all prompts or a list with one each; greedy with 256 tokens where None.
+      draft: False decodes with the target alone.
+      chat: read each text as one user message and use the chat template.
+      progress: show a bar with tokens per second.
+      chat_options: names for the chat template, for example `{"enable_thinking": False}`.
+
+    Returns:
+      One `Completion` for one prompt, otherwise a list in the prompts' order.
+
+    Raises:
+      PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
+    """
+    single = is_single(prompts)
+    options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
+    pieces = _pieces(model, [prompts] if single else list(prompts), params, **options)
+    total = 1 if single else len(prompts)
+    done: list[Completion | None] = [None] * total
+    with tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
+        tokens, started = 0, time.perf_counter()
+        for piece in pieces:
+            tokens += len(piece.token_ids)
+            if piece.completion is not None:
+                done[piece.index] = piece.completion
+                bar.update()
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
+    return done[0] if single else done
+
+
+def stream(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    params: Params = None,
+    *,
+    draft: bool = True,
+    chat: bool = False,
+    chat_options: Mapping[str, Any] | None = None,
+    cycles: int = STREAM_CYCLES,
+) -> Iterator[Piece]:
+    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing the iterator gives every page back.
+
+    Args:
+      cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less.
+
+    Raises:
+      PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
+    """
+    single = is_single(prompts)
+    options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": cycles}
+    return _pieces(model, [prompts] if single else list(prompts), params, **options)
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt: a text, token ids, or messages."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+        raise PromptError(f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}")
+    return len(prompts) > 0 and (isinstance(prompts[0], Mapping) or _is_id(prompts[0]))
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Token ids of one prompt."""
+    if isinstance(prompt, str) and chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
+        return tuple(int(token) for token in prompt)
+    if model.tokenizer is None:
+        raise TokenizerError(f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder")
+    if isinstance(prompt, str):
+        return tuple(model.tokenizer.encode(prompt))
+    if isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt):
+        return tuple(model.tokenizer.encode_chat(prompt, **(options or {})))
+    raise PromptError(f"a prompt must be a text, token ids or messages, got {prompt!r:.80}")
+
+
+def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Iterator[Piece]:
+    each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts) or not all(isinstance(one, SamplingParams) for one in each):
+        raise ParameterError(f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {len(each)}")
+    if model.tokenizer is None and any(one.stop for one in each):
+        raise TokenizerError(f"{model.name} has no tokenizer.json: stop strings need one, stop_token_ids do not")
+    requests = [
+        Request(i, prompt_ids(model, prompt, chat=chat, options=chat_options), one, model.eos_ids)
+        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+    ]
+    run = model.engine.run(requests, draft=draft, cycles=cycles)
+    return _serve(model, requests, run)
+
+
+def _serve(model: Model, requests: list[Request], run) -> Iterator[Piece]:
+    writers = [_Writer(model, request) for request in requests]
+    try:
+        for update in run:
+            writer = writers[update.index]
+            if writer.finished:
+                continue
+            piece = writer.write(update)
+            if writer.stopped_by_text:
+                run.cancel(update.index)
+            yield piece
+    finally:
+        run.close()
+
+
+class _Writer:
+    """Turns one request's updates into pieces and, at the end, its completion."""
+
+    def __init__(self, model: Model, request: Request):
+        self.model, self.request = model, request
+        self.text = TextStream(model.tokenizer, request.params.stop, include_stop=request.params.include_stop)
+        self.tokens: list[int] = []
+        self.from_draft: list[bool] = []
+        self.counts: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.finished = self.stopped_by_text = False
+        self.prefill_s = self.decode_s = self.first_s = 0.0
+        self.started, self.compiled = time.perf_counter(), model.engine.programs.compile_s
+
+    def write(self, update: Update) -> Piece:
+        params, seen = self.request.params, len(self.tokens)
+        compile_s = self.model.engine.programs.compile_s - self.compiled
+        if update.first:
+            self.prefill_s, self.first_s = update.seconds, time.perf_counter() - self.started - compile_s
+        else:
+            self.decode_s += update.seconds
+        self.counts += update.counts
+        reason, stop = update.finish_reason, update.stop_reason
+        for place, token in enumerate(update.tokens):
+            self.tokens.append(token)
+            self.from_draft.append(update.from_draft[place])
+            if params.logprobs is not None:
+                self.logprobs.append(TokenLogprob(token, update.logprobs[place][0], tuple(update.logprobs[place][1])))
+            ends = reason == "stop" and place == len(update.tokens) - 1 and not params.include_stop
+            if not ends and self.text.add(token, watch=len(self.tokens) > params.min_tokens):
+                reason, stop, self.stopped_by_text = "stop", self.text.found, True
+                break
+        if reason is not None and self.text.finish(watch=len(self.tokens) > params.min_tokens):
+            reason, stop, self.stopped_by_text = "stop", self.text.found, True
+        self.finished = reason is not None
+        shown = self.text.take(everything=self.finished)
+        result = self._completion(reason, stop, compile_s) if reason is not None else None
+        return Piece(
+            update.index, shown, self.tokens[seen:], self.from_draft[seen:], list(update.counts), reason, result
+        )
+
+    def _completion(self, reason: str, stop: str | int | None, compile_s: float) -> Completion:
+        after_first = len(self.tokens) - 1
+        memory = jax.local_devices()[0].memory_stats() or {}
+        stats = Stats(
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            compile_s=compile_s,
+            time_to_first_token_s=self.first_s,
+            tokens_per_s=after_first / self.decode_s if self.decode_s > 0 else 0.0,
+            target_steps=len(self.counts),
+            tokens_per_cycle=sum(self.counts) / len(self.counts) if self.counts else 0.0,
+            peak_bytes=memory.get("peak_bytes_in_use"),
+        )
+        return Completion(
+            text=self.text.text, token_ids=self.tokens, finish_reason=reason, stop_reason=stop,
+            prompt_token_ids=list(self.request.prompt), acceptance_lengths=self.counts, from_draft=self.from_draft,
+            seed=self.request.seed, stats=stats, logprobs=self.logprobs if self.request.params.logprobs is not None else None,
+        )  # fmt: skip

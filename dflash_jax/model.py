@@ -1,0 +1,221 @@
+"""A model ready to generate: `load` finds the checkpoints, checks that target and drafter fit, and places them on the device."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import tqdm
+from jaxtyping import Array
+
+from dflash_jax.checkpoint import Checkpoint, open_checkpoint
+from dflash_jax.config import DecoderConfig
+from dflash_jax.engine import Engine
+from dflash_jax.errors import CheckpointError, PairError, ParameterError
+from dflash_jax.models import DFlashConfig, fuse_context_projection
+from dflash_jax.tokenizer import Tokenizer, end_token_ids
+
+DEFAULT_MODEL_LEN = 4096
+
+# Published drafters, by the target they were trained for (hub ids).
+KNOWN_DRAFTERS: Mapping[str, str] = {
+    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
+    "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
+}
+
+
+@dataclass
+class Model:
+    """A loaded target, its drafter where it has one, and the engine that serves them.
+
+    Attributes:
+      name: the path or id it was loaded from.
+      eos_ids: end-of-text ids.
+      notices: what loading left out on purpose, for example code in a model folder.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer | None
+    eos_ids: tuple[int, ...]
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def target(self) -> DecoderConfig:
+        return self.engine.target
+
+    @property
+    def draft(self) -> DFlashConfig | None:
+        return self.engine.draft
+
+    def warmup(
+        self,
+        *,
+        modes: Iterable[Literal["greedy", "sampled", "full"]] = ("greedy", "sampled"),
+        draft: Iterable[bool] = (True, False),
+        batch: Iterable[int] | None = None,
+        progress: bool = False,
+    ) -> float:
+        """Compiles every program that requests of these kinds can need, and returns the seconds it took.
+
+        Args:
+          modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens.
+          draft: with the drafter, without it, or both.
+          batch: numbers of slots; None for every bucket up to max_batch.
+          progress: show a bar.
+        """
+        before = self.engine.programs.compile_s
+        drafts = [flag for flag in draft if self.draft is not None or not flag]
+        setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
+        jobs = list(self.engine.warmup_jobs(setups, batch))
+        for job in tqdm.tqdm(jobs, unit="program", desc="compiling", disable=not progress):
+            job()
+        return self.engine.programs.compile_s - before
+
+    def compiled_shapes(self) -> list[str]:
+        """One line for each program compiled so far."""
+        return self.engine.programs.shapes()
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    draft: str | Path | bool | None = None,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+    max_batch: int = 8,
+    page_size: int = 64,
+    num_pages: int | None = None,
+    proposals: Literal["shared_noise", "argmax", "rejection"] = "shared_noise",
+    revision: str | None = None,
+    draft_revision: str | None = None,
+) -> Model:
+    """Loads a target and its drafter.
+
+    Args:
+      path: a folder made by `dflash-convert`, a local Hugging Face folder, or a hub id; None for the pair that ships.
+      draft: a drafter's path or id. None takes the one beside the target (a `draft` folder in it) or the published one for a
+        hub id, where there is one; True insists on that; False loads none.
+      dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
+      max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
+      max_batch: requests that run side by side.
+      page_size: tokens of one page.
+      num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length.
+      proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
+        "rejection" for its own samples judged by p/q rejection.
+      revision, draft_revision: of hub ids.
+
+    Raises:
+      CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
+      PairError: target and drafter do not belong together.
+      ParameterError: an option is outside its range.
+    """
+    for name, value in {"max_batch": max_batch, "page_size": page_size}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
+            raise ParameterError(f"{name} must be an integer from 1 to 4096, got {value!r}")
+    if proposals not in ("shared_noise", "argmax", "rejection"):
+        raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
+    shipped = path is None
+    folder = shipped_pair() if shipped else path
+    target = open_checkpoint(folder / "target" if shipped else folder, revision=revision)
+    if target.family.role != "target":
+        raise PairError(f"{path} is a drafter ({target.family.name}): load its target and name this one as draft=")
+    if shipped and draft is None:
+        draft = folder / "draft"
+    drafter = _open_drafter(path, target, draft, draft_revision)
+    kind = choose_dtype(dtype)
+    weights: dict[str, dict[str, Array]] = {"target": target.load(kind)}
+    dtype_used = weights["target"]["norm.weight"].dtype
+    if drafter is not None:
+        check_pair(target.config, drafter.config)
+        params = drafter.load(str(dtype_used))
+        check_draft_vocabulary(drafter.config, params)
+        weights["draft"] = fuse_context_projection(drafter.config, params)
+    limit = target.config.max_position
+    length = min(limit, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
+    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= limit:
+        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
+    engine = Engine(
+        target=target.config,
+        draft=None if drafter is None else drafter.config,
+        weights=weights,
+        dtype=dtype_used,
+        max_model_len=length,
+        max_batch=max_batch,
+        page_size=page_size,
+        num_pages=num_pages,
+        proposals=proposals,
+    )
+    tokenizer = Tokenizer.from_folder(target.folder)
+    notices = [*target.notices, *(() if drafter is None else drafter.notices)]
+    name = "the shipped pair" if shipped else str(path)
+    return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), notices)
+
+
+def shipped_pair() -> Path:
+    """Folder of the pair that comes with the package."""
+    return Path(str(resources.files("dflash_jax"))) / "pair"
+
+
+def choose_dtype(dtype: str | None) -> str | None:
+    """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
+    if dtype is None:
+        return None if jax.default_backend() != "cpu" else "float32"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    return dtype
+
+
+def _open_drafter(
+    path: Any, target: Checkpoint, draft: str | Path | bool | None, revision: str | None
+) -> Checkpoint | None:
+    if draft is False:
+        return None
+    if draft is None or draft is True:
+        beside = target.folder / "draft"
+        known = KNOWN_DRAFTERS.get(str(path))
+        if beside.is_dir():
+            draft = beside
+        elif known is not None:
+            draft = known
+        elif draft is True:
+            known_ids = ", ".join(f"{theirs} for {ours}" for ours, theirs in KNOWN_DRAFTERS.items())
+            raise PairError(f"no drafter is known for {path}; known: {known_ids}. Name one as draft=")
+        else:
+            return None
+    drafter = open_checkpoint(draft, revision=revision)
+    if drafter.family.role != "draft":
+        raise PairError(f"{draft} is a {drafter.family.name} target, not a DFlash drafter")
+    return drafter
+
+
+def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
+    """Raises PairError, with every reason, unless `draft` can draft for `target`."""
+    wrong = []
+    if draft.target_hidden_size != target.hidden_size:
+        wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {target.hidden_size}")
+    if draft.num_target_layers not in (0, target.num_layers):
+        wrong.append(f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}")
+    if max(draft.target_layer_ids) >= target.num_layers:
+        wrong.append(f"it taps layers {list(draft.target_layer_ids)}, the target has {target.num_layers}")
+    if draft.hidden_size != target.hidden_size and not (draft.own_embedding and draft.own_head):
+        wrong.append(f"it borrows the target's embedding or head but is {draft.hidden_size} wide, not {target.hidden_size}")
+    if draft.vocab_size != target.vocab_size:
+        wrong.append(f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}")
+    if draft.mask_token_id >= draft.vocab_size and not draft.mask_embedding:
+        wrong.append(f"its mask_token_id {draft.mask_token_id} is outside the embedding table of {draft.vocab_size}")
+    if wrong:
+        raise PairError("target and drafter do not fit: " + "; ".join(wrong))
+
+
+def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:
+    """Raises CheckpointError where a draft vocabulary (`d2t`) points outside the target's or twice at one token."""
+    if draft.draft_vocab_size:
+        ids = np.arange(draft.draft_vocab_size) + np.asarray(params["d2t"])
+        if ids.min() < 0 or ids.max() >= draft.vocab_size or len(np.unique(ids)) != len(ids):
+            raise CheckpointError("drafter", f"d2t must map each row to its own token below {draft.vocab_size}")
+

@@ -1,0 +1,153 @@
+"""What goes into the engine and what comes out of it, and how a request looks on the device."""
+
+import secrets
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.cache import Pages
+from dflash_jax.decoding.sampling import Mode, RequestArrays
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.sampling_params import SamplingParams
+
+
+@dataclass
+class Request:
+    """One prompt as token ids.
+
+    Attributes:
+      index: the caller's number for it, repeated in every update.
+      eos_ids: the model's end tokens.
+      seed: drawn here when the parameters name none.
+      produced: tokens emitted so far, kept by the engine.
+    """
+
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    eos_ids: tuple[int, ...] = ()
+    seed: int = -1
+    produced: int = 0
+
+    def __post_init__(self):
+        if self.seed < 0:
+            self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        eos = () if self.params.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys((*eos, *self.params.stop_token_ids)))
+
+    @property
+    def mode(self) -> Mode:
+        """The simplest program that serves it."""
+        p = self.params
+        if p.min_tokens > 0 or (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)):
+            return "full"
+        return "sampled" if p.temperature > 0 else "greedy"
+
+
+@dataclass
+class Update:
+    """What one request gained since its last update.
+
+    Attributes:
+      tokens: new token ids.
+      from_draft: for each token, whether the drafter proposed it.
+      counts: tokens gained in each cycle; empty for the first token, which the prompt's prefill gives.
+      logprobs: for each token its log-probability and the most probable `(id, log-probability)` pairs, where asked for.
+      finish_reason: "eos", "stop" (a stop token id), "length", or None while it goes on.
+      stop_reason: the id that ended it.
+      seconds: time of the device call that gave this update, compilation excluded.
+    """
+
+    index: int
+    tokens: list[int]
+    from_draft: list[bool]
+    counts: list[int]
+    first: bool
+    seconds: float
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    @classmethod
+    def collect(cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float) -> "Update":
+        """From emitted rows `[cycles, slots, ...]` on the host, one slot's column."""
+        update = cls(request.index, [], [], [], first, seconds)
+        wanted = request.params.logprobs
+        for cycle in range(rows.counts.shape[0]):
+            count = int(rows.counts[cycle, column])
+            if count == 0:
+                continue
+            accepted = int(rows.accepted[cycle, column])
+            update.tokens += rows.tokens[cycle, column, :count].tolist()
+            update.from_draft += [place < accepted for place in range(count)]
+            if not first:
+                update.counts.append(count)
+            if wanted is not None:
+                for place in range(count):
+                    ids = rows.top_ids[cycle, column, place, :wanted].tolist()
+                    tops = rows.top_logprobs[cycle, column, place, :wanted].tolist()
+                    update.logprobs.append((float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True))))
+        return update
+
+    def finish(self, request: Request) -> None:
+        """Sets the finish reason from the last token and the count; `request.produced` includes this update."""
+        last = self.tokens[-1] if self.tokens else None
+        if last is not None and last in request.stop_ids and request.produced > request.params.min_tokens:
+            ends = last in request.eos_ids and not request.params.ignore_eos
+            self.finish_reason, self.stop_reason = ("eos" if ends else "stop"), last
+        elif request.produced >= request.params.max_tokens:
+            self.finish_reason = "length"
+
+
+def request_arrays(requests: list[Request | None], stop_width: int) -> RequestArrays:
+    """Sampling parameters of slots; an empty slot is greedy without stops."""
+    rows = [SamplingParams() if request is None else request.params for request in requests]
+    seeds = np.array([0 if request is None else request.seed for request in requests], np.uint64)
+    stops = np.full((len(requests), stop_width), -1, np.int32)
+    for row, request in enumerate(requests):
+        ids = () if request is None else request.stop_ids
+        stops[row, : len(ids)] = ids
+    return RequestArrays(
+        seed=np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32),
+        temperature=np.array([row.temperature for row in rows], np.float32),
+        top_p=np.array([row.top_p for row in rows], np.float32),
+        top_k=np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),
+        min_p=np.array([row.min_p for row in rows], np.float32),
+        min_tokens=np.array([row.min_tokens for row in rows], np.int32),
+        stop_ids=stops,
+    )
+
+
+def _slots(setup: Setup, requests: list[Request | None], stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]):
+    count = len(requests)
+    features = 0 if setup.draft is None else len(setup.taps) * setup.draft.target_hidden_size
+    zeros = np.zeros((count,), np.int32)
+    return DecodeState(
+        pending=zeros,
+        seq_lens=np.array([0 if request is None else len(request.prompt) for request in requests], np.int32),
+        features=np.zeros((count, setup.width, features), dtype),
+        fresh=zeros,
+        produced=zeros,
+        remaining=np.array([0 if request is None else request.params.max_tokens for request in requests], np.int32),
+        done=np.array([request is None for request in requests]),
+        request=request_arrays(requests, stop_width),
+        target_pages=pools[0],
+        draft_pages=pools[1],
+    )
+
+
+def empty_state(
+    setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]
+) -> DecodeState:
+    """A state of empty slots that owns the pools."""
+    return jax.device_put(_slots(setup, [None] * slots, stop_width, dtype, pools))
+
+
+def request_row(setup: Setup, request: Request, stop_width: int, dtype: jnp.dtype) -> DecodeState:
+    """A prefilled request as a state of one slot, without pages, on the host."""
+    return _slots(setup, [request], stop_width, dtype, (Pages((), ()), Pages((), ())))

@@ -1,0 +1,76 @@
+"""From a growing list of token ids to text that is safe to show: whole characters only, nothing a stop string may still take back."""
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from dflash_jax.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Text of one request, piece by piece.
+
+    What has been given out never changes: bytes of an unfinished character and a possible beginning of a stop string wait.
+
+    Args:
+      tokenizer: None for requests without text; every piece is then empty.
+      stops: strings that end the text.
+      include_stop: keep the stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, include_stop: bool = False):
+        self.tokenizer, self.stops, self.include_stop = tokenizer, tuple(stops), include_stop
+        self.text = ""
+        self.found: str | None = None
+        self._ids: list[int] = []
+        self._given = 0
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def add(self, token: int, *, watch: bool = True) -> bool:
+        """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
+        if self.tokenizer is None:
+            return False
+        self._ids.append(token)
+        piece = self._stream.step(self.tokenizer.backend, token)
+        return piece is not None and self._extend(piece, watch=watch)
+
+    def finish(self, *, watch: bool = True) -> bool:
+        """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""
+        if self.tokenizer is None or self.found is not None:
+            return False
+        whole = self.tokenizer.decode(self._ids)
+        return whole.startswith(self.text) and self._extend(whole[len(self.text) :], watch=watch)
+
+    def take(self, *, everything: bool = False) -> str:
+        """The text not given out before that can no longer be taken back; all of it at the end."""
+        end = len(self.text)
+        if not everything and self.found is None:
+            end = max(end - self._held_back(), self._given)
+        piece, self._given = self.text[self._given : end], end
+        return piece
+
+    def _extend(self, piece: str, *, watch: bool) -> bool:
+        before = len(self.text)
+        self.text += piece
+        if not watch or not piece:
+            return False
+        hits = []
+        for stop in self.stops:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                hits.append((at, at + len(stop), stop))
+        if not hits:
+            return False
+        start, end, self.found = min(hits)
+        self.text = self.text[: end if self.include_stop else start]
+        return True
+
+    def _held_back(self) -> int:
+        """Characters at the end that a stop string could still begin with."""
+        longest = 0
+        for stop in self.stops:
+            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

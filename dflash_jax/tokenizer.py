@@ -1,0 +1,130 @@
+"""The boundary between strings and token ids: `tokenizer.json`, chat templates, end tokens."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dflash_jax.errors import ConfigError, TokenizerError
+
+MAX_TEMPLATE_BYTES = 1 << 20
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer with its chat template.
+
+    Attributes:
+      backend: the `tokenizers.Tokenizer`.
+      template: the chat template's source, or None.
+      special: named special tokens for the template (`bos_token`, `eos_token`, ...).
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str | None = None, special: Mapping[str, str] | None = None):
+        self.backend, self.template, self.special = backend, template, dict(special or {})
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """The tokenizer of a model folder, or None where it has no `tokenizer.json`.
+
+        Raises:
+          TokenizerError: a file is there and cannot be used.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
+        settings = read_json(folder / "tokenizer_config.json")
+        template = settings.get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        separate = folder / "chat_template.jinja"
+        if separate.is_file():
+            if separate.stat().st_size > MAX_TEMPLATE_BYTES:
+                raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
+            template = separate.read_text(encoding="utf-8")
+        special = {}
+        for key, value in settings.items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(text, str):
+                special[key] = text
+        return cls(backend, template if isinstance(template, str) else None, special)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, with the tokens its post-processor adds unless `special` is False."""
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of messages through the chat template, ready for the answer.
+
+        The template runs in Jinja's immutable sandbox: it is data from a model folder.
+
+        Args:
+          messages: objects with at least `role` and `content`.
+          **options: further names for the template, for example `enable_thinking=False`.
+
+        Raises:
+          TokenizerError: there is no template, or it fails on these messages.
+        """
+        if self.template is None:
+            raise TokenizerError("this model has no chat template: pass a string, or a folder whose tokenizer has one")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
+        names = {**self.special, "messages": list(messages), "add_generation_prompt": True, **options}
+        try:
+            text = environment.from_string(self.template).render(**names)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise TokenizerError(f"the chat template refused these messages: {error}") from error
+        return self.encode(text, special=False)
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty where there is none.
+
+    Raises:
+      ConfigError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-text ids: `generation_config.json`, then `config.json`, then the tokenizer's `eos_token`."""
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+                return tuple(ids)
+            raise ConfigError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {ids!r}")
+    if tokenizer is not None and (text := tokenizer.special.get("eos_token")):
+        token = tokenizer.backend.token_to_id(text)
+        return () if token is None else (token,)
+    return ()
