@@ -1,0 +1,216 @@
+"""Pages, slots and the state between cycles: what is read, what is written, and what is given back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.errors import CapacityError, DFlashError, PromptError
+from dflash_jax.models import bind
+from dflash_jax.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+
+def poison(engine):
+    """NaN in every slot of every page."""
+    engine._pools = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), engine.take_pools())
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_nan_in_unused_slots_changes_nothing(pair, make_prompts, draft):
+    prompts = make_prompts((3, 40, 17, 90, 1))
+    clean = pair.run(prompts, draft=draft)
+    poison(pair.engine)
+    assert pair.run(prompts, draft=draft)[:2] == clean[:2]
+
+
+def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_prompts):
+    """After cycles that rejected proposals, the drafter's pages equal those computed from the committed text alone."""
+    pair = make_pair()
+    engine = pair.engine
+    prompt = make_prompts((21,))[0]
+    run = engine.run([Request(0, tuple(prompt), SamplingParams(max_tokens=60))], cycles=7)
+    tokens = list(prompt)
+    for update in run:
+        tokens += update.tokens
+        if not update.first:
+            break
+    state, table = run.state, run.tables[0]
+    length = int(state.seq_lens[0]) - int(state.fresh[0])
+    assert sum(update.counts) < len(update.counts) * pair.draft.block_size, "nothing was rejected: the test shows nothing"
+    target, drafter = bind(pair.target, engine.weights["target"]), bind(pair.draft, engine.weights["draft"])
+    ids, positions = jnp.array([tokens[:length]]), jnp.arange(length)[None]
+    _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
+    keys, values = drafter.context_kv(drafter.context(features), positions)
+    for layer in range(pair.draft.num_layers):
+        for pool, expected in ((state.draft_pages.k, keys), (state.draft_pages.v, values)):
+            rows = jnp.moveaxis(pool[layer][table[: -(-length // engine.page_size)]], 2, 1)
+            found = rows.reshape(-1, *rows.shape[2:])[:length]
+            np.testing.assert_allclose(found, expected[layer, 0], rtol=1e-4, atol=1e-5)
+    run.close()
+    pair.assert_free()
+
+
+def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
+    """Requests wait for slots and pages, are served in order, and give the same text as alone."""
+    pair = make_pair(max_batch=2, num_pages=9)
+    prompts = make_prompts((30, 5, 60, 1, 44, 12, 80))
+    mixed = [SamplingParams(max_tokens=n) for n in (10, 33, 7, 25, 1, 40, 12)]
+    together = pair.run(prompts, mixed)[0]
+    assert [len(tokens) for tokens in together] == [10, 33, 7, 25, 1, 40, 12]
+    assert together == [pair.run([prompt], one)[0][0] for prompt, one in zip(prompts, mixed, strict=True)]
+
+
+def test_stop_ids_end_inside_a_block(pair, make_prompts):
+    prompt = make_prompts((25,))[0]
+    whole = pair.run([prompt])[0][0]
+    for place in (0, 1, 7, 20):
+        stop = whole[place]
+        first = whole.index(stop)
+        params = SamplingParams(max_tokens=40, stop_token_ids=[stop])
+        tokens, _, last = pair.run([prompt], params)
+        assert tokens[0] == whole[: first + 1]
+        assert (last[0].finish_reason, last[0].stop_reason) == ("stop", stop)
+        tokens, _, last = pair.run([prompt], eos=(stop,))
+        assert tokens[0] == whole[: first + 1]
+        assert last[0].finish_reason == "eos"
+        assert pair.run([prompt], SamplingParams(max_tokens=40, ignore_eos=True), eos=(stop,))[0][0] == whole
+
+
+def test_min_tokens_holds_stops_back(pair, make_prompts):
+    prompt = make_prompts((25,))[0]
+    stop = pair.run([prompt])[0][0][3]
+    params = SamplingParams(max_tokens=40, min_tokens=12, stop_token_ids=[stop])
+    drafted, _, last = pair.run([prompt], params)
+    assert stop not in drafted[0][:12]
+    assert drafted[0] == pair.run([prompt], params, draft=False)[0][0]
+    assert last[0].finish_reason == ("stop" if stop in drafted[0] else "length")
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_logprobs_are_the_targets(pair, make_prompts, draft):
+    prompt = make_prompts((25,))[0]
+    params = SamplingParams(max_tokens=20, temperature=0.9, seed=2, logprobs=4)
+    rows, tokens = [], []
+    for update in pair.engine.run([Request(0, tuple(prompt), params)], draft=draft):
+        rows += update.logprobs
+        tokens += update.tokens
+    assert len(rows) == len(tokens) == 20
+    target = bind(pair.target, pair.engine.weights["target"])
+    ids = jnp.array([prompt + tokens])
+    hidden, _ = target(ids, jnp.arange(ids.shape[1])[None], dense_attend())
+    table = np.asarray(jax.nn.log_softmax(target.logits(hidden))[0, len(prompt) - 1 : -1])
+    for place, (chosen, top) in enumerate(rows):
+        assert chosen == pytest.approx(table[place, tokens[place]], abs=1e-3)
+        assert [token for token, _ in top] == np.argsort(-table[place], kind="stable")[:4].tolist()
+        assert [value for _, value in top] == pytest.approx(np.sort(table[place])[::-1][:4].tolist(), abs=1e-3)
+
+
+def test_seed_repeats_and_none_does_not(pair, make_prompts):
+    prompts = make_prompts((12,))
+    seeded = SamplingParams(max_tokens=30, temperature=1.0, seed=7)
+    assert pair.run(prompts, seeded)[0] == pair.run(prompts, seeded)[0]
+    free = SamplingParams(max_tokens=30, temperature=1.0)
+    assert pair.run(prompts, free)[0] != pair.run(prompts, free)[0]
+
+
+def test_closing_early_gives_every_page_back(pair, make_prompts):
+    prompts = make_prompts((12, 30, 50, 7, 9))
+    for stop_after in range(1, 9):
+        run = pair.engine.run([Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=2)
+        for seen, _ in enumerate(run, 1):
+            if seen == stop_after:
+                break
+        run.close()
+        pair.assert_free()
+
+
+def test_interrupt_at_every_program_call(pair, make_prompts, monkeypatch):
+    """Ctrl-C inside any device call, also one that has consumed the pools, leaves the next call right."""
+    prompts = make_prompts((12, 30, 50))
+    expected = pair.run(prompts)[0]
+    call = pair.engine.programs.call
+    for deadly in range(12):
+        calls = iter(range(10**6))
+
+        def interrupted(*args, deadly=deadly, calls=calls):
+            result = call(*args)
+            if next(calls) == deadly:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(pair.engine.programs, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.run(prompts, cycles=2)
+        monkeypatch.undo()
+        pair.assert_free()
+        assert pair.run(prompts)[0] == expected
+
+
+def test_cancelled_requests_leave_at_once(pair, make_prompts):
+    prompts = make_prompts((12, 30, 50, 9, 9, 9))
+    run = pair.engine.run([Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=1)
+    seen = {i: 0 for i in range(6)}
+    for update in run:
+        seen[update.index] += len(update.tokens)
+        if update.index == 1 and seen[1] > 4:
+            run.cancel(1)
+            run.cancel(5)
+    assert seen[1] < 12
+    assert seen[5] == 0
+    assert all(seen[i] == 40 for i in (0, 2, 3, 4))
+    pair.assert_free()
+
+
+def test_no_compilation_after_warmup(make_pair, make_prompts):
+    """Over 50 random prompt lengths, in batches, greedy and sampled, with and without drafting: nothing is compiled."""
+    pair = make_pair(max_batch=2, max_model_len=300)
+    engine = pair.engine
+    for job in engine.warmup_jobs([engine.setup(mode=m, draft=d) for m in ("greedy", "sampled") for d in (True, False)]):
+        job()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    jax.jit(lambda x: x + 41)(1.0)
+    assert compiled, "the listener hears nothing: the test shows nothing"
+    compiled.clear()
+    rng = np.random.default_rng(0)
+    for trial in range(50):
+        prompts = make_prompts(rng.integers(1, 280, 1 + trial % 3), seed=trial)
+        params = SamplingParams(max_tokens=int(rng.integers(1, 20)), temperature=float(trial % 2), seed=trial)
+        pair.run(prompts, params, draft=trial % 5 > 0, cycles=4)
+    assert compiled == []
+
+
+def test_requests_that_can_never_run_are_refused_first(make_pair, make_prompts):
+    pair = make_pair(num_pages=4)
+    good = make_prompts((5,))[0]
+    cases = [
+        ([], SamplingParams(max_tokens=5), PromptError, "no tokens"),
+        ([5, 97], SamplingParams(max_tokens=5), PromptError, "97"),
+        ([5, -1], SamplingParams(max_tokens=5), PromptError, "-1"),
+        ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), PromptError, "97"),
+        (make_prompts((155,))[0], SamplingParams(max_tokens=6), CapacityError, "161"),
+        (make_prompts((100,))[0], SamplingParams(max_tokens=6), CapacityError, "pages"),
+    ]
+    for prompt, params, error, said in cases:
+        with pytest.raises(error, match=said):
+            pair.run([good, prompt], [SamplingParams(max_tokens=5), params])
+    pair.assert_free()
+    assert len(pair.run([good], SamplingParams(max_tokens=5))[0][0]) == 5
+
+
+def test_two_runs_at_once_are_refused(pair, make_prompts):
+    request = Request(0, tuple(make_prompts((5,))[0]), SamplingParams(max_tokens=20))
+    first = pair.engine.run([request], cycles=1)
+    next(iter(first))
+    with pytest.raises(DFlashError, match="generating already"):
+        next(iter(pair.engine.run([request])))
+    first.close()
+    pair.run([list(request.prompt)])
+
+
+def test_no_requests(pair):
+    assert list(pair.engine.run([])) == []

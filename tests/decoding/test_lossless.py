@@ -1,0 +1,119 @@
+"""Drafting changes the speed of a text, never the text."""
+
+import numpy as np
+import pytest
+
+from dflash_jax.sampling_params import SamplingParams
+
+LENGTHS = (3, 40, 17, 90, 1, 64, 16, 15)
+
+
+def spread_embedding(weights):
+    """A drafter that is right now and then: it shares the target's embedding, and its own layers say little."""
+    for name in weights["draft"]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights["draft"][name] = weights["draft"][name] * 0.0
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=5),
+        SamplingParams(max_tokens=40, temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=9),
+    ],
+    ids=["greedy", "sampled", "filtered"],
+)
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_same_tokens_with_and_without_drafting(pair, make_prompts, params, batch):
+    prompts = make_prompts(LENGTHS[:batch])
+    drafted, counts, _ = pair.run(prompts, params)
+    plain, ones, _ = pair.run(prompts, params, draft=False)
+    assert drafted == plain
+    assert all(set(row) == {1} for row in ones)
+    for tokens, row in zip(drafted, counts, strict=True):
+        assert len(tokens) == 40 == 1 + sum(row)
+        assert min(row) >= 1, "a cycle without progress"
+
+
+def test_alone_equals_in_a_batch(pair, make_prompts):
+    prompts = make_prompts(LENGTHS)
+    together, _, _ = pair.run(prompts)
+    assert together == [pair.run([prompt])[0][0] for prompt in prompts]
+
+
+def test_accepting_drafter_speeds_up_and_stays_lossless(make_pair, make_prompts):
+    """With proposals that often stand, cycles end at every place of the block."""
+    pair = make_pair(edit=spread_embedding)
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=3)
+    prompts = make_prompts(LENGTHS)
+    drafted, counts, _ = pair.run(prompts, params)
+    assert drafted == pair.run(prompts, params, draft=False)[0]
+    lengths = np.concatenate(counts)
+    assert lengths.mean() > 1.5
+    assert {1, 2, 3, 5} <= set(lengths.tolist())
+
+
+def test_always_wrong_drafter(make_pair, make_prompts, make_config):
+    """The drafter proposes only id 0; the target's row for id 0 is zero, so its argmax, which is positive, is never id 0."""
+
+    def edit(weights):
+        weights["target"]["lm_head.weight"] = weights["target"]["lm_head.weight"].at[0].set(0)
+        weights["draft"]["lm_head.weight"] = weights["draft"]["lm_head.weight"] * 0
+
+    target, draft = make_config
+    pair = make_pair(target(tie_embeddings=False), draft(own_head=True), edit=edit)
+    prompts = make_prompts(LENGTHS)
+    drafted, counts, _ = pair.run(prompts)
+    assert drafted == pair.run(prompts, draft=False)[0]
+    assert set(np.concatenate(counts).tolist()) == {1}
+
+
+@pytest.mark.parametrize("proposals", ["argmax", "rejection"])
+def test_other_proposals(make_pair, make_prompts, proposals):
+    """Argmax proposals keep a seed's text; rejection keeps greedy texts (its sampled law is tested with the acceptors)."""
+    pair = make_pair(proposals=proposals)
+    prompts = make_prompts(LENGTHS[:4])
+    mixed = [SamplingParams(max_tokens=30, temperature=t, seed=1) for t in (0.0, 1.0, 0.0, 0.8)]
+    drafted, plain = (pair.run(prompts, mixed, draft=draft)[0] for draft in (True, False))
+    kept = range(4) if proposals == "argmax" else (0, 2)
+    assert all(drafted[i] == plain[i] for i in kept)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (4, 7), "causal": (True, False)},
+        {"sample_from_anchor": True},
+        {"sinks": True, "value_scale": 0.6, "logit_softcap": 5.0},
+        {"block_size": 16},
+        {"own_head": True, "draft_vocab_size": 31},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_drafter_variants(make_pair, make_prompts, make_config, changes):
+    pair = make_pair(draft=make_config[1](**changes))
+    prompts = make_prompts((9, 33))
+    assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
+
+
+def test_sliding_target(make_pair, make_prompts, make_config):
+    pair = make_pair(make_config[0](windows=(None, 6, 20)))
+    prompts = make_prompts((9, 33))
+    assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
+
+
+@pytest.mark.parametrize("page_size", [4, 64])
+def test_page_size_does_not_matter(pair, make_pair, make_prompts, page_size):
+    prompts = make_prompts((9, 33, 70))
+    assert make_pair(page_size=page_size).run(prompts)[0] == pair.run(prompts)[0]
+
+
+def test_cycles_per_call_do_not_matter(pair, make_prompts):
+    prompts = make_prompts((9, 33, 70))
+    assert pair.run(prompts, cycles=1) [0]== pair.run(prompts, cycles=32)[0]
+
+
+def test_chunked_prefill_equals_whole(pair, make_pair, make_prompts):
+    prompts = make_prompts((100, 33, 64))
+    assert make_pair(max_chunk=16).run(prompts)[0] == pair.run(prompts)[0]
