@@ -1,0 +1,110 @@
+"""Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the memory floor.
+
+    python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
+
+Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
+Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance.
+"""
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import jax
+import numpy as np
+from record import Record, arguments
+
+from dflash_jax.engine import MAX_CYCLES, Engine
+from dflash_jax.models import count, family_named, fuse_context_projection, init_params
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
+PAIRS = {"qwen3-4b": ("Qwen3-4B", "Qwen3-4B-DFlash-b16"), "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16")}
+# Published peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
+PEER = {
+    ("qwen3-4b", "step"): {1: 3.63, 8: 3.99, 32: 5.14}, ("qwen3-4b", "cycle"): {1: 6.09, 8: 6.08, 32: 11.4},
+    ("qwen3-8b", "step"): {1: 5.19, 8: 5.72, 32: 6.64}, ("qwen3-8b", "cycle"): {1: 6.50, 8: 7.54, 32: 16.6},
+}  # fmt: skip
+
+
+def build(name: str, context: int, batch: int) -> Engine:
+    """An engine over random weights made on the device."""
+    target, draft = TARGETS[PAIRS[name][0]], DRAFTERS[PAIRS[name][1]]
+    tables = {"target": ("qwen3", target), "draft": ("dflash", draft)}
+    weights = {}
+    for role, (family, config) in tables.items():
+        table = family_named(family).parameters(config)
+        weights[role] = jax.jit(lambda key, table=table: init_params(table, key, "bfloat16"))(jax.random.key(len(role)))
+    weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
+    return Engine(
+        target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
+        max_batch=batch, page_size=64, max_chunk=1024,
+    )  # fmt: skip
+
+
+def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
+    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft."""
+    target, drafter = engine.target, engine.draft
+    read = 2 * count(family_named("qwen3").parameters(target))
+    read += 4 * batch * context * target.num_layers * target.num_kv_heads * target.head_dim
+    if draft:
+        read += 2 * count(family_named("dflash").parameters(drafter)) + 2 * target.vocab_size * target.hidden_size
+        read += 4 * batch * context * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+    return read / BANDWIDTH * 1e3
+
+
+def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> list[float]:
+    """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES), ignore_eos=True)
+    requests = [
+        Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)
+    ]
+    run, times = engine.run(requests, draft=draft), []
+    updates = iter(run)
+    for update in updates:
+        if not update.first and update.index == 0 and len(update.counts) == MAX_CYCLES:
+            times.append(update.seconds / MAX_CYCLES * 1e3)
+        if len(times) >= calls + 2:
+            break
+    run.close()
+    return times[2:]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(PAIRS))
+    parser.add_argument("--context", nargs="+", type=int, default=[1024])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--calls", type=int, default=8)
+    options = parser.parse_args()
+    record = Record("decode", options)
+    for name in options.models:
+        for context in options.context:
+            engine = build(name, context, max(options.batch))
+            for batch in options.batch:
+                for kind, draft in (("step", False), ("cycle", True)):
+                    started = time.perf_counter()
+                    times = measure(engine, draft=draft, context=context, batch=batch, calls=options.calls)
+                    model = name if not draft else f"{name}-b16"
+                    record.add(
+                        f"{kind} {model} ctx{context // 1024}k B{batch}", "time per " + kind,
+                        round(statistics.median(times), 3), "ms",
+                        floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
+                        peer="vLLM 0.23.0, published run" if context == 1024 and batch in PEER[name, kind] else None,
+                        peer_value=PEER[name, kind].get(batch) if context == 1024 else None,
+                        spread=[round(min(times), 3), round(max(times), 3)],
+                        wall_s=round(time.perf_counter() - started, 1),
+                    )  # fmt: skip
+            record.add(f"compile {name} ctx{context // 1024}k", "compile time, all programs", round(engine.programs.compile_s, 1), "s")
+            del engine
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Rows of evidence: one JSON list for each benchmark, as the README quotes them.
+
+A row is `{"case", "metric", "value", "unit", "floor", "peer", "peer_value", "device", "versions", "date", "commit", "command"}`.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser with the options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--commit", default=None, help="commit measured, where the tree has no .git")
+    return parser
+
+
+class Record:
+    """Collects rows and writes them as one file, whole."""
+
+    def __init__(self, name: str, options: argparse.Namespace):
+        self.name, self.out, self.rows = name, options.out, []
+        packages = ("jax", "jaxlib", "flax", "numpy")
+        self.common = {
+            "device": jax.devices()[0].device_kind,
+            "versions": {package: metadata.version(package) for package in packages},
+            "date": datetime.date.today().isoformat(),
+            "commit": options.commit or _commit(),
+            "command": f"python {shlex.join(arg for arg in sys.argv if not arg.startswith(('--commit', '--out')))}",
+        }
+
+    def add(self, case: str, metric: str, value, unit: str, *, floor=None, peer=None, peer_value=None, **more) -> None:
+        """One figure; prints it too. `more` keeps what does not fit a column, for example a histogram."""
+        row = {"case": case, "metric": metric, "value": value, "unit": unit, "floor": floor, "peer": peer}
+        self.rows.append(row | {"peer_value": peer_value} | more | self.common)
+        print(f"{case:34s} {metric:34s} {value!s:>12} {unit}" + (f"  floor {floor}" if floor else ""), flush=True)
+
+    def write(self) -> Path:
+        """Writes `<name>.json`; an interrupted run leaves the old file."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / f"{self.name}.json"
+        scratch = path.with_suffix(".json.tmp")
+        scratch.write_text(json.dumps(self.rows, indent=1) + "\n")
+        os.replace(scratch, path)
+        return path
+
+
+def _commit() -> str | None:
+    answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None
