@@ -1,0 +1,121 @@
+"""The pair that ships, on prompts from files it was never trained on, through the functions a user calls."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+
+PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
+TOKENS = 128
+
+
+@pytest.fixture(scope="module")
+def model() -> dj.Model:
+    return dj.load(dtype="float32", max_batch=8, max_model_len=256)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    texts = [row["text"] for row in json.loads(PROMPTS.read_text())]
+    assert len(texts) == 100
+    return texts
+
+
+def ragged(prompts: list[str]):
+    """The prompts in batches of 1, 2, ... 8, 1, 2, ..."""
+    rest = iter(prompts)
+    for size in itertools.cycle(range(1, 9)):
+        batch = list(itertools.islice(rest, size))
+        if not batch:
+            return
+        yield batch
+
+
+def test_greedy_text_is_the_targets_own(model, prompts):
+    """100 prompts x 128 tokens, float32: alone with drafting = ragged batches with drafting = without drafting."""
+    params = dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    plain = [row.token_ids for row in dj.generate(model, prompts, params, draft=False)]
+    alone = [dj.generate(model, prompt, params) for prompt in prompts]
+    batched = [row.token_ids for batch in ragged(prompts) for row in dj.generate(model, batch, params)]
+    assert [row.token_ids for row in alone] == plain
+    assert batched == plain
+    assert all(len(tokens) == TOKENS for tokens in plain)
+    lengths = np.concatenate([row.acceptance_lengths for row in alone])
+    assert lengths.mean() > 4, "the drafter no longer follows its target"
+    assert model.engine.allocator.num_free == model.engine.num_pages
+
+
+def test_sampled_text_is_the_seeds_own(model, prompts):
+    params = [dj.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=i, ignore_eos=True) for i in range(16)]
+    drafted, plain = (dj.generate(model, prompts[:16], params, draft=draft) for draft in (True, False))
+    assert [row.text for row in drafted] == [row.text for row in plain]
+    assert np.concatenate([row.acceptance_lengths for row in drafted]).mean() > 1.3
+
+
+def test_stream_is_generate_in_pieces(model, prompts):
+    params = dj.SamplingParams(max_tokens=80, stop=("\n\n\n", "return None"))
+    whole = dj.generate(model, prompts[:5], params)
+    pieces = {i: [] for i in range(5)}
+    for piece in dj.stream(model, prompts[:5], params, cycles=1):
+        pieces[piece.index].append(piece)
+    for expected, got in zip(whole, pieces.values(), strict=True):
+        assert "".join(piece.text for piece in got) == expected.text
+        assert sum((piece.token_ids for piece in got), []) == expected.token_ids
+        assert [piece.finish_reason for piece in got[:-1]] == [None] * (len(got) - 1)
+        assert got[-1].finish_reason == expected.finish_reason
+        assert got[-1].completion.text == expected.text
+        assert all(stop not in expected.text for stop in params.stop)
+
+
+def test_completion_tells_what_happened(model, prompts):
+    params = dj.SamplingParams(max_tokens=50, logprobs=2, ignore_eos=True)
+    out = dj.generate(model, prompts[0], params)
+    assert len(out.token_ids) == 50 == 1 + sum(out.acceptance_lengths) == len(out.from_draft) == len(out.logprobs)
+    assert out.finish_reason == "length"
+    assert out.text == model.tokenizer.decode(out.token_ids)
+    assert sum(out.from_draft) == 50 - 1 - len(out.acceptance_lengths) or out.from_draft[-1]
+    assert all(row.logprob == pytest.approx(row.top[0][1]) for row in out.logprobs), "greedy takes the most probable"
+    stats = out.stats
+    assert stats.target_steps == len(out.acceptance_lengths)
+    assert stats.tokens_per_cycle == pytest.approx(np.mean(out.acceptance_lengths))
+    assert 0 < stats.prefill_s <= stats.time_to_first_token_s < 10
+    assert stats.tokens_per_s == pytest.approx(49 / stats.decode_s)
+
+
+def test_one_in_one_out_list_in_list_out(model, prompts):
+    params = dj.SamplingParams(max_tokens=4)
+    one = dj.generate(model, prompts[0], params)
+    assert isinstance(one, dj.Completion)
+    listed = dj.generate(model, [prompts[0]], params)
+    assert [row.token_ids for row in listed] == [one.token_ids]
+    ids = one.prompt_token_ids
+    assert dj.generate(model, ids, params).token_ids == one.token_ids
+    assert dj.generate(model, np.array(ids).tolist(), params).token_ids == one.token_ids
+    mixed = dj.generate(model, [prompts[1], ids], [params, dj.SamplingParams(max_tokens=2)])
+    assert [len(row.token_ids) for row in mixed] == [4, 2]
+    assert dj.generate(model, [], params) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", None, dj.PromptError),
+        ([[]], None, dj.PromptError),
+        (7, None, dj.PromptError),
+        ({"role": "user"}, None, dj.PromptError),
+        ([{"role": "user", "content": "hi"}], None, dj.TokenizerError),
+        ("x" * 4000, None, dj.CapacityError),
+        ("x", dj.SamplingParams(max_tokens=10_000), dj.CapacityError),
+        (["x", "y"], [dj.SamplingParams()], dj.ParameterError),
+    ],
+)
+def test_bad_prompts_are_named_errors(model, prompt, params, error):
+    with pytest.raises(error):
+        dj.generate(model, prompt, params)
+    with pytest.raises(error):
+        dj.stream(model, prompt, params)
+    assert model.engine.allocator.num_free == model.engine.num_pages
