@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.decoding.cycle import Weights, cycle
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 def loop(
@@ -22,8 +23,7 @@ def loop(
     Stops early when every slot is done, or, with `until_any`, as soon as another one is: its place can be given to a request
     that waits. Rows of cycles that did not run have counts of 0.
     """
-    _, shapes = jax.eval_shape(lambda s: cycle(setup, weights, page_table, s), state)
-    empty = jax.tree.map(lambda leaf: jnp.zeros((max_cycles, *leaf.shape), leaf.dtype), shapes)
+    empty = no_rows(setup, max_cycles, state.done.shape[0])
     done_before = jnp.sum(state.done)
 
     def more(carry):
@@ -38,3 +38,16 @@ def loop(
 
     _, state, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state, empty))
     return state, rows
+
+
+def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
+    """What cycles that did not run gave out."""
+    rows, top = (cycles, slots, setup.width), min(MAX_LOGPROBS, setup.target.vocab_size) if setup.logprobs else 0
+    return Emitted(
+        tokens=jnp.zeros(rows, jnp.int32),
+        counts=jnp.zeros(rows[:2], jnp.int32),
+        accepted=jnp.zeros(rows[:2], jnp.int32),
+        logprobs=jnp.zeros(rows, jnp.float32),
+        top_ids=jnp.zeros((*rows, top), jnp.int32),
+        top_logprobs=jnp.zeros((*rows, top), jnp.float32),
+    )
