@@ -114,9 +114,10 @@ def load(
       PairError: target and drafter do not belong together.
       ParameterError: an option is outside its range.
     """
-    for name, value in {"max_batch": max_batch, "page_size": page_size}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096:
-            raise ParameterError(f"{name} must be an integer from 1 to 4096, got {value!r}")
+    wanted = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (1 if num_pages is None else num_pages, 2**31 - 1)}
+    for name, (value, most) in wanted.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
     if proposals not in ("shared_noise", "argmax", "rejection"):
         raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
     shipped = path is None

@@ -1,0 +1,103 @@
+"""`load`: which drafter is taken, what must fit, and what a folder without a tokenizer can still do."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import dflash_jax as dj
+from dflash_jax.models import family_of, to_huggingface
+
+TARGET = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 40, "intermediate_size": 64,
+    "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
+    "max_position_embeddings": 128, "eos_token_id": [3, 4],
+}  # fmt: skip
+DRAFT = {
+    **{key: TARGET[key] for key in TARGET if key not in ("eos_token_id", "tie_word_embeddings")},
+    "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 4, "num_target_layers": 3,
+    "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 2]},
+}  # fmt: skip
+
+
+def write(folder, config, seed=0, dtype=np.float32):
+    """A Hugging Face folder with random weights."""
+    folder.mkdir(parents=True)
+    family = family_of(config)
+    table = family.parameters(family.config(config))
+    rng = np.random.default_rng(seed)
+    params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(dtype) for row in table}
+    save_file({name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write(tmp_path / "target", TARGET)
+
+
+PARAMS = dj.SamplingParams(max_tokens=9)
+
+
+def test_token_ids_need_no_tokenizer_and_text_does(tmp_path, target):
+    model = dj.load(target, draft=write(tmp_path / "draft", DRAFT), max_batch=1)
+    assert model.eos_ids == (3, 4)
+    out = dj.generate(model, [5, 6, 7], PARAMS)
+    assert out.text == ""
+    assert out.token_ids == dj.generate(model, [5, 6, 7], PARAMS, draft=False).token_ids
+    with pytest.raises(dj.TokenizerError, match=r"tokenizer\.json"):
+        dj.generate(model, "text", PARAMS)
+    with pytest.raises(dj.TokenizerError, match="stop strings"):
+        dj.generate(model, [5], dj.SamplingParams(stop="x"))
+
+
+def test_drafter_beside_the_target_is_taken(target):
+    assert dj.load(target).draft is None
+    write(target / "draft", DRAFT)
+    assert dj.load(target).draft is not None
+    assert dj.load(target, draft=False).draft is None
+
+
+def test_dtype(target):
+    assert dj.load(target).engine.dtype == np.float32
+    half = dj.load(target, dtype="bfloat16", max_batch=1)
+    assert half.engine.dtype == ml_dtypes.bfloat16
+    assert len(dj.generate(half, [5, 6], dj.SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 32}, "features of width 32"),
+        ({"num_target_layers": 9}, "9 layers"),
+        ({"num_target_layers": 0, "dflash_config": {"mask_token_id": 96, "target_layer_ids": [0, 7]}}, "taps layers"),
+        ({"vocab_size": 98}, "98 tokens"),
+        ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [0, 2]}}, "mask_token_id 97"),
+        ({"hidden_size": 32, "target_hidden_size": 40}, "borrows the target's embedding"),
+    ],
+)
+def test_pairs_that_do_not_fit(tmp_path, target, change, said):
+    draft = write(tmp_path / "draft", DRAFT | change)
+    with pytest.raises(dj.PairError, match=said):
+        dj.load(target, draft=draft)
+
+
+def test_wrong_roles_and_options(tmp_path, target):
+    draft = write(tmp_path / "draft", DRAFT)
+    with pytest.raises(dj.PairError, match="is a drafter"):
+        dj.load(draft)
+    with pytest.raises(dj.PairError, match="not a DFlash drafter"):
+        dj.load(target, draft=target)
+    with pytest.raises(dj.PairError, match="no drafter is known"):
+        dj.load(target, draft=True)
+    for options, name in (
+        ({"dtype": "int8"}, "dtype"), ({"max_batch": 0}, "max_batch"), ({"page_size": 0}, "page_size"),
+        ({"max_model_len": 129}, "max_model_len"), ({"max_model_len": 1}, "max_model_len"), ({"num_pages": 0}, "num_pages"),
+    ):  # fmt: skip
+        with pytest.raises(dj.ParameterError, match=name):
+            dj.load(target, **options)
+    with pytest.raises(dj.CheckpointError):
+        dj.load(tmp_path / "nothing")
