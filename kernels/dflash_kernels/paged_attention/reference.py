@@ -57,9 +57,11 @@ def paged_attention_reference(
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
     values = jnp.where((keys < seq_lens[:, None])[:, None, :, None], gather(v_pages), jnp.zeros((), v_pages.dtype))
     share = weights / jnp.where(total > 0, total, 1.0)
+    # Moved to [B, T, K, G, H] afterwards: written as one einsum, XLA's CPU backend refuses bfloat16.
     out = jnp.einsum(
-        "bkgts,bksh->btkgh", share.astype(v_pages.dtype), values, precision=precision, preferred_element_type=jnp.float32
+        "bkgts,bksh->bkgth", share.astype(v_pages.dtype), values, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
     live = (rows < q_lens[:, None])[:, None, None, :, None]
     lse = jnp.where(live, top + jnp.log(total), -jnp.inf)
-    return out.reshape(b, t, n, h).astype(q.dtype), jnp.moveaxis(lse[..., 0], 3, 1).reshape(b, t, n)
+    out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse[..., 0], 3, 1)
+    return out.reshape(b, t, n, h).astype(q.dtype), lse.reshape(b, t, n)

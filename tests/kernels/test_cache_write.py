@@ -1,0 +1,131 @@
+"""Every implementation of the cache write: which slots change, and that the pool is never copied."""
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import NoImplementationError, cache_write
+from dflash_kernels.cache_write.api import IMPLEMENTATIONS
+
+# A GPU implementation joins as `pytest.param("its name", marks=pytest.mark.gpu)`.
+TESTED = ("xla",)
+PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 7, 2, 16, 24
+DTYPES = pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["float32", "bfloat16", "float16"]
+)
+
+
+@pytest.fixture(params=TESTED)
+def implementation(request: pytest.FixtureRequest) -> str:
+    assert request.param in IMPLEMENTATIONS
+    return request.param
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnums=(0, 1))
+def write(k_pages, v_pages, k, v, slots, *, implementation):
+    return cache_write(k_pages, v_pages, k, v, slots, implementation=implementation)
+
+
+def bits(array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    return array.view(f"u{array.itemsize}")
+
+
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Every bit pattern is as likely as any other, so NaNs with payloads are among them."""
+    dtype = np.dtype(dtype)
+    return rng.integers(0, 2 ** (8 * dtype.itemsize), shape, np.dtype(f"u{dtype.itemsize}")).view(dtype)
+
+
+def expected(pool: np.ndarray, new: np.ndarray, slots: list[int]) -> np.ndarray:
+    pool = pool.copy()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            pool[slot // PAGE_SIZE, :, slot % PAGE_SIZE] = new[token].astype(pool.dtype)
+    return pool
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "slots",
+    [[5], [0, PAGES * PAGE_SIZE - 1, -1, 40, -5, 17, 16, -2_147_483_648], [-1, -1, -1]],
+    ids=["one", "mixed", "none"],
+)
+def test_only_the_named_slots_change(slots: list[int], dtype: Any, implementation: str) -> None:
+    rng = np.random.default_rng(len(slots))
+    pools = [random_bits(rng, (PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype) for _ in range(2)]
+    assert np.isnan(pools[0].astype(np.float32)).any()
+    new = [rng.standard_normal((len(slots), KV_HEADS, HEAD_DIM)).astype(dtype) for _ in range(2)]
+    written = write(*pools, *new, jnp.array(slots, jnp.int32), implementation=implementation)
+    for pool, tokens, result in zip(pools, new, written, strict=True):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(bits(result), bits(expected(pool, tokens, slots)))
+
+
+def test_tokens_are_cast_to_the_pools_dtype(implementation: str) -> None:
+    rng = np.random.default_rng(0)
+    pool = np.zeros((PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM), jnp.bfloat16)
+    new = rng.standard_normal((3, KV_HEADS, HEAD_DIM)).astype(np.float32)
+    written, _ = write(pool, pool, new, new, jnp.array([3, -1, 99], jnp.int32), implementation=implementation)
+    np.testing.assert_array_equal(bits(written), bits(expected(pool, new, [3, -1, 99])))
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnums=(0, 1))
+def write_often(k_pages, v_pages, k, v, slots, *, implementation):
+    def body(i, pools):
+        return cache_write(*pools, k + i.astype(k.dtype), v, slots + i, implementation=implementation)
+
+    return jax.lax.fori_loop(0, 5, body, (k_pages, v_pages))
+
+
+@DTYPES
+@pytest.mark.parametrize("program", [write, write_often], ids=["once", "loop"])
+def test_a_donated_pool_is_written_in_place(program: Any, dtype: Any, implementation: str) -> None:
+    shape = (64, KV_HEADS, PAGE_SIZE, HEAD_DIM)
+    pools = [jax.device_put(jnp.ones(shape, dtype)), jax.device_put(jnp.zeros(shape, dtype))]
+    new = jnp.full((4, KV_HEADS, HEAD_DIM), 2, dtype)
+    slots = jnp.array([40, -100, 90, 700], jnp.int32)
+    text = program.lower(*pools, new, new, slots, implementation=implementation).compile().as_text()
+    whole = ",".join(map(str, shape))
+    copies = re.findall(rf"= \w+\[{whole}\]\S* (?:copy|copy-start|convert|transpose)\(.*", text)
+    assert not copies
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools]
+    written = program(*pools, new, new, slots, implementation=implementation)
+    assert [pool.unsafe_buffer_pointer() for pool in written] == addresses
+    assert all(pool.is_deleted() for pool in pools)
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    pool, new = jnp.zeros((2, 1, 4, 8)), jnp.zeros((1, 1, 8))
+    with pytest.raises(
+        NoImplementationError, match=r"cache_write: no implementation named \['cuda'\]; there are .*xla"
+    ):
+        cache_write(pool, pool, new, new, jnp.array([1], jnp.int32), implementation=["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": (3, 2, 8)}, r"k \(3, 2, 8\) and v \(4, 2, 8\)"),
+        ({"v_pages": (5, 2, 16, 8)}, "do not fit pages"),
+        ({"k": (4, 1, 8), "v": (4, 1, 8)}, "do not fit pages"),
+        ({"slots": (5,)}, "one slot for each of 4 tokens"),
+    ],
+)
+def test_shapes_that_do_not_agree(changes: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = {
+        "k_pages": (6, 2, 16, 8),
+        "v_pages": (6, 2, 16, 8),
+        "k": (4, 2, 8),
+        "v": (4, 2, 8),
+        "slots": (4,),
+    } | changes
+    arrays = {name: jnp.zeros(shape, jnp.int32 if name == "slots" else jnp.float32) for name, shape in shapes.items()}
+    # The function itself: in test runs a shape checker around it would speak first.
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(cache_write)(**arrays)

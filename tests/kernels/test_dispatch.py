@@ -1,0 +1,63 @@
+"""Which implementation runs, and what is said when none does."""
+
+from typing import Any
+
+import pytest
+from dflash_kernels import NoImplementationError
+from dflash_kernels.dispatch import first_fitting
+
+
+def refuses(reason: str) -> Any:
+    def implementation(*args: Any, **options: Any) -> None:
+        raise NotImplementedError(reason)
+
+    return implementation
+
+
+def takes(name: str) -> Any:
+    def implementation(*args: Any, **options: Any) -> tuple[Any, ...]:
+        return name, args, options
+
+    return implementation
+
+
+TABLE = {"fast": refuses("head_dim 72 is not a multiple of 64"), "old": refuses("needs a GPU"), "plain": takes("plain")}
+
+
+def test_the_first_that_fits_gets_the_arguments() -> None:
+    assert first_fitting("op", TABLE, None, 1, 2, scale=3) == ("plain", (1, 2), {"scale": 3})
+    assert first_fitting("op", TABLE | {"more": takes("more")}, None)[0] == "plain"
+    assert first_fitting("op", TABLE | {"more": takes("more")}, ("old", "more", "plain"))[0] == "more"
+
+
+def test_what_is_named_is_never_replaced() -> None:
+    with pytest.raises(NoImplementationError, match="needs a GPU"):
+        first_fitting("op", TABLE, "old")
+
+
+def test_every_refusal_is_listed() -> None:
+    with pytest.raises(NoImplementationError) as caught:
+        first_fitting("op", TABLE, ("fast", "old"))
+    text = str(caught.value)
+    assert "op: no implementation takes this call" in text
+    assert "fast: head_dim 72 is not a multiple of 64" in text
+    assert "old: needs a GPU" in text
+
+
+@pytest.mark.parametrize("wanted", ["cuda", ("plain", "cuda")])
+def test_unknown_names_are_refused_before_anything_runs(wanted: Any) -> None:
+    with pytest.raises(NoImplementationError, match=r"no implementation named \['cuda'\]; there are fast, old, plain"):
+        first_fitting("op", TABLE, wanted)
+
+
+def test_naming_none_at_all_is_an_error() -> None:
+    with pytest.raises(NoImplementationError, match="there are fast, old, plain"):
+        first_fitting("op", TABLE, ())
+
+
+def test_errors_that_are_no_refusal_pass_through() -> None:
+    def broken(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        first_fitting("op", {"broken": broken, "plain": takes("plain")}, None)

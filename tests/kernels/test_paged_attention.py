@@ -1,0 +1,239 @@
+"""Every implementation of paged attention against loops in float64, and what callers rely on beyond closeness."""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import NoImplementationError, paged_attention
+from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
+
+from .attention_oracle import Case, make_case, oracle
+
+# A GPU implementation joins as `pytest.param("its name", marks=pytest.mark.gpu)`.
+TESTED = ("xla",)
+TOLERANCE = 2e-6
+# What a batch of another size may change. XLA picks a dot's code by its size, so "xla" may round differently; kernels may not.
+ALONE = {"xla": TOLERANCE}
+
+SINKS = np.linspace(-1.5, 2.5, 64, dtype=np.float32)
+MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True},
+    {"causal": False},
+    {"causal": True, "window": (9, 0)},
+    {"causal": False, "window": (6, 3), "sinks": SINKS},
+    {"causal": False, "window": (None, 2), "soft_cap": 1.5},
+    {"causal": True, "window": (0, None), "sinks": SINKS},
+    {"causal": True, "soft_cap": 0.7, "sinks": SINKS, "scale": 0.25},
+)
+HEAD_DIMS, PAGE_SIZES = (64, 72, 80, 128, 16), (16, 32, 64, 5, 1, 61)
+
+
+@pytest.fixture(params=TESTED)
+def implementation(request: pytest.FixtureRequest) -> str:
+    assert request.param in IMPLEMENTATIONS
+    return request.param
+
+
+@functools.partial(jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "implementation"))
+def call(q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks=None, **options):
+    return paged_attention(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens=q_lens, sinks=sinks, return_lse=True, **options
+    )
+
+
+def run(case: Case, implementation: str) -> tuple[np.ndarray, np.ndarray]:
+    out, lse = call(*case.arrays(), **case.options, implementation=implementation)
+    assert out.dtype == case.q.dtype
+    assert lse.dtype == jnp.float32
+    return np.asarray(out), np.asarray(lse)
+
+
+def same_bits(ours: tuple[np.ndarray, ...], theirs: tuple[np.ndarray, ...]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(ours, theirs, strict=True))
+
+
+def shape_case(index: int) -> Case:
+    """Case number `index` of 17: T = index + 1, and every group size from 1 to 16 comes up."""
+    t, group = index + 1, index * 5 % 16 + 1
+    mask = dict(MASKS[index % len(MASKS)])
+    kv_heads = 1 + index % 3
+    if "sinks" in mask:
+        mask["sinks"] = SINKS[: kv_heads * group]
+    q_lens = [t, max(t - 3, 1), 0, t, min(2, t), t]
+    seq_lens = [t + 21, 47, 5, 0, 16, max(t // 2, 1)]
+    return make_case(
+        seq_lens, q_lens, t=t, kv_heads=kv_heads, group=group, head_dim=HEAD_DIMS[index % 5], page_size=PAGE_SIZES[index % 6],
+        seed=index, **mask,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("index", range(17))
+def test_agrees_with_float64(index: int, implementation: str) -> None:
+    case = shape_case(index)
+    (out, lse), (true_out, true_lse) = run(case, implementation), oracle(case)
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=TOLERANCE * max(np.abs(true_out).max(), 1))
+    np.testing.assert_allclose(lse, true_lse, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids="-".join)
+def test_every_mask(mask: dict[str, Any], implementation: str) -> None:
+    mask = mask | ({"sinks": SINKS[:8]} if "sinks" in mask else {})
+    case = make_case([40, 130, 3, 17], [8, 8, 3, 4], t=8, group=4, **mask)
+    (out, lse), (true_out, true_lse) = run(case, implementation), oracle(case)
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=2 * TOLERANCE)
+    np.testing.assert_allclose(lse, true_lse, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_defaults_are_causal_scaled_and_without_lse(implementation: str) -> None:
+    case = make_case([20, 9], t=4)
+    q, k, v, table, lens, _ = case.arrays()
+    out = paged_attention(q, k, v, table, lens, implementation=implementation)
+    np.testing.assert_allclose(np.asarray(out), oracle(case)[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS[:4]], ids=["plain", "sinks"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_without_a_visible_key(implementation: str, causal: bool, sinks: np.ndarray | None) -> None:
+    # Row 0: five queries, two keys, so the first three stand before the sequence. Row 1: no keys. Row 2: no queries.
+    mask = (
+        {"causal": causal, "window": (2, 0), "sinks": sinks}
+        if sinks is not None
+        else {"causal": causal, "window": (2, 0)}
+    )
+    case = make_case([2, 0, 8], [5, 5, 0], t=5, **mask)
+    out, lse = run(case, implementation)
+    blind = np.zeros((3, 5), bool)
+    blind[0, :3] = blind[1] = True
+    assert (out[blind] == 0).all()
+    assert (out[2] == 0).all()
+    expected = np.broadcast_to(-np.inf if sinks is None else sinks, lse[blind].shape)
+    np.testing.assert_array_equal(lse[blind], expected)
+    assert (lse[2] == -np.inf).all()
+    np.testing.assert_allclose(out, oracle(case)[0], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_nothing_unused_is_read(implementation: str, dtype: Any) -> None:
+    build = functools.partial(make_case, [33, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=dtype, causal=False, seed=3)
+    dirty = [build(garbage=garbage) for garbage in (np.nan, np.inf, -np.inf)]
+    clean = build(garbage=0.0)
+    clean.page_table = np.where(clean.page_table % len(clean.k_pages) == clean.page_table, clean.page_table, 0)
+    expected = run(clean, implementation)
+    assert np.isfinite(expected[0].astype(np.float32)).all()
+    for case in dirty:
+        assert same_bits(run(case, implementation), expected)
+
+
+def test_page_order_does_not_matter(implementation: str) -> None:
+    build = functools.partial(make_case, [70, 45, 16], t=3, width=6, seed=5)
+    assert same_bits(run(build(), implementation), run(build(shuffled=False), implementation))
+
+
+def test_other_requests_leave_no_trace(implementation: str) -> None:
+    case = make_case([70, 45, 0, 16, 3], [7, 5, 7, 0, 3], t=7, group=3, head_dim=72, seed=6)
+    out, lse = run(case, implementation)
+    order = [3, 0, 4, 2, 1]
+    assert same_bits(run(case.rows(order), implementation), (out[order], lse[order]))
+    for row in range(5):
+        alone = dataclasses.replace(case, seq_lens=case.seq_lens * (np.arange(5) == row))
+        assert same_bits([part[row] for part in run(alone, implementation)], (out[row], lse[row]))
+
+
+def test_a_request_alone_equals_itself_in_a_batch(implementation: str) -> None:
+    case = make_case([70, 45, 16], [7, 5, 7], t=7, group=3, head_dim=72, seed=6)
+    out, lse = run(case, implementation)
+    for row in range(3):
+        alone = run(case.rows([row]), implementation)
+        np.testing.assert_allclose(alone[0], out[[row]], rtol=0, atol=ALONE.get(implementation, 0.0))
+        np.testing.assert_allclose(alone[1], lse[[row]], rtol=0, atol=ALONE.get(implementation, 0.0))
+
+
+def test_twice_the_same(implementation: str) -> None:
+    case = make_case([200, 31], t=16, group=8, head_dim=128, dtype=jnp.bfloat16)
+    assert same_bits(run(case, implementation), run(case, implementation))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 4e5])
+def test_logits_shifted_by_a_large_constant(implementation: str, soft_cap: float | None) -> None:
+    # Small integers and a scale of 1/8: every product and partial sum is exact, so the shift must cancel almost exactly.
+    case = make_case([50, 19, 4], [5, 2, 4], t=5, head_dim=64, scale=0.125, soft_cap=soft_cap)
+    live = ~np.isnan(case.k_pages)
+    case.k_pages[live] = np.clip(np.round(case.k_pages[live] * 2), -3, 3)
+    case.q = np.clip(np.round(case.q * 2), -3, 3)
+    case.q[..., 0] = 8.0
+    shifted = dataclasses.replace(case, k_pages=case.k_pages.copy())
+    shifted.k_pages[..., 0] -= 100_000.0
+    (out, lse), (near_out, near_lse) = run(shifted, implementation), oracle(shifted)
+    assert near_lse[0, 0].max() < -90_000
+    np.testing.assert_allclose(out, near_out, rtol=0, atol=TOLERANCE if soft_cap is None else 0.1)
+    np.testing.assert_allclose(lse, near_lse, rtol=2e-7)
+
+
+def naive(case: Case) -> np.ndarray:
+    """Textbook attention on gathered keys in the inputs' dtype, softmax in float32."""
+    rows = []
+    for row, length in enumerate(case.seq_lens):
+        places = np.arange(length)
+        pages, at = case.page_table[row, places // case.k_pages.shape[2]], places % case.k_pages.shape[2]
+        groups = case.q.shape[2] // case.k_pages.shape[1]
+        k, v = (jnp.repeat(jnp.asarray(pool[pages, :, at]), groups, axis=1) for pool in (case.k_pages, case.v_pages))
+        scores = jnp.einsum("tnh,snh->nts", jnp.asarray(case.q[row]), k).astype(jnp.float32) * case.scale
+        behind = jnp.arange(case.q.shape[1])[:, None] + length - case.q.shape[1] - places
+        weights = jax.nn.softmax(jnp.where(behind >= 0, scores, -jnp.inf), axis=-1)
+        rows.append(jnp.einsum("nts,snh->tnh", weights.astype(v.dtype), v))
+    return np.asarray(jnp.stack(rows)).astype(np.float64)
+
+
+@pytest.mark.parametrize("t", [1, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_half_precision_is_as_good_as_the_textbook(implementation: str, dtype: Any, t: int) -> None:
+    case = make_case([300, 64], t=t, group=4, head_dim=128, page_size=32, dtype=dtype, seed=9)
+    true, lse = oracle(case)
+    out, our_lse = run(case, implementation)
+    ulp = float(jnp.finfo(dtype).eps) * 2.0 ** np.floor(np.log2(np.abs(true).max()))
+    allowed = 2 * np.abs(naive(case) - true).max() + 2 * ulp
+    assert np.abs(out.astype(np.float64) - true).max() <= allowed
+    np.testing.assert_allclose(our_lse, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_an_unknown_implementation_is_named() -> None:
+    case = make_case([4], t=1)
+    with pytest.raises(
+        NoImplementationError, match=r"paged_attention: no implementation named \['cuda'\]; there are .*xla"
+    ):
+        paged_attention(*case.arrays()[:5], implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": (2, 1, 3, 64)}, r"q heads 3 x 64 do not fit"),
+        ({"q": (2, 1, 4, 32)}, r"q heads 4 x 32 do not fit"),
+        ({"v_pages": (6, 2, 8, 64)}, r"\(6, 2, 8, 64\)"),
+        ({"page_table": (1, 2)}, r"must start with 2 sequences"),
+        ({"seq_lens": (3,)}, r"must start with 2 sequences"),
+        ({"q_lens": (1,)}, r"must start with 2 sequences"),
+    ],
+)
+def test_shapes_that_do_not_agree(changes: dict[str, tuple[int, ...]], message: str) -> None:
+    shapes = {
+        "q": (2, 1, 4, 64),
+        "k_pages": (6, 2, 16, 64),
+        "v_pages": (6, 2, 16, 64),
+        "page_table": (2, 2),
+        "seq_lens": (2,),
+    }
+    floats = ("q", "k_pages", "v_pages")
+    arrays = {
+        name: jnp.zeros(shape, jnp.float32 if name in floats else jnp.int32)
+        for name, shape in (shapes | changes).items()
+    }
+    # The function itself: in test runs a shape checker around it would speak first.
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(paged_attention)(**arrays)
