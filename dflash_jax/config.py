@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from dflash_jax.errors import ConfigError
 
@@ -94,7 +94,7 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def from_keys(cls, keys: KeyReader, max_position: int) -> Self:
+    def from_keys(cls, keys: KeyReader, max_position: int) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
         merged: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
@@ -160,7 +160,7 @@ class DecoderConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> "DecoderConfig":
         """Inverse of `to_dict`, also after a trip through JSON."""
         fields = {field.name for field in dataclasses.fields(cls)}
         if set(values) != fields:
@@ -177,7 +177,7 @@ class Qwen3Config(DecoderConfig):
     tie_embeddings: bool = False
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> Self:
+    def from_hf(cls, values: Mapping[str, Any]) -> "Qwen3Config":
         """Reads a Qwen3 `config.json`.
 
         Raises:

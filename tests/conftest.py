@@ -1,31 +1,33 @@
 """What every test shares: the platform, exact float32, shape checks, and a compilation cache for this run alone.
 
-Environment variables rather than `jax.config`, so that processes started by a test inherit them.
+Set in the environment, so that processes started by a test inherit it, and on import of this file: pytest imports the conftest
+files of folders named on its command line, and with them the package, before it calls any hook.
 """
 
+import atexit
 import importlib.util
 import os
 import shutil
 import tempfile
 
 import pytest
+from jaxtyping import install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
 
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dflash-jax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if importlib.util.find_spec("beartype") is not None:
+    install_import_hook(CHECKED, "beartype.beartype")
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Runs before any test module, and so before JAX, is imported."""
-    wants_gpu = "gpu" in config.option.markexpr.replace("not gpu", "")
-    if not wants_gpu:
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="dflash-jax-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        config.add_cleanup(lambda: os.environ.pop("JAX_COMPILATION_CACHE_DIR", None))
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
-    if importlib.util.find_spec("beartype") is not None:
-        from jaxtyping import install_import_hook
+    """The CPU, unless the tests asked for need a GPU."""
+    import jax
 
-        config.add_cleanup(install_import_hook(CHECKED, "beartype.beartype").uninstall)
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")

@@ -1,6 +1,7 @@
 """Page pools: for each layer one key pool and one value pool `[P, K, p, H]`, as a pytree that programs donate."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import DecoderConfig
 
 
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:

@@ -7,7 +7,7 @@ sample, so drafting cannot change the law of the text.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 Mode = Literal["greedy", "sampled", "full"]
 
 
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RequestArrays:

@@ -1,7 +1,7 @@
 """The state of a decode loop: one pytree of device arrays, donated to every program that changes it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, no_type_check
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -48,6 +48,7 @@ class Setup:
         return 1 if self.draft is None else self.draft.num_drafts + 1
 
 
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
@@ -76,6 +77,7 @@ class DecodeState:
     draft_pages: Pages
 
 
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:

@@ -51,7 +51,7 @@ class DFlash(nnx.Module):
         keys = rms_norm(both[:, 0], jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
         return apply_rope(keys, jnp.broadcast_to(positions, keys.shape[:-2]), c.rope), both[:, 1]
 
-    def block_embeddings(self, pending: Int[Array, "B"], embed_weight: Float[Array, "V D"]) -> Float[Array, "B G D"]:
+    def block_embeddings(self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"]) -> Float[Array, "B G D"]:
         """Embeddings of `[pending, MASK, ..., MASK]`. `embed_weight` is the target's table; ignored with a table of its own."""
         c = self.config
         table = embed_weight if self.embed is None else self.embed.weight[...]
@@ -79,7 +79,7 @@ class DFlash(nnx.Module):
 
         return scaled
 
-    def logits(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V D"]) -> Float[Array, "... V"]:
+    def logits(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"]) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
 from dflash_jax.errors import ConfigError
@@ -60,7 +60,7 @@ class DFlashConfig(DecoderConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], tensor_names: Collection[str] = ()) -> Self:
+    def from_hf(cls, values: Mapping[str, Any], tensor_names: Collection[str] = ()) -> "DFlashConfig":
         """Reads a drafter's `config.json`.
 
         Args:

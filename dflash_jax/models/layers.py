@@ -5,7 +5,7 @@ dense array, nowhere) is the caller's business, so one set of modules serves tra
 """
 
 import math
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Attention over whatever keys the caller keeps: `q [B,T,N,H]`, `k` and `v [B,T,K,H]` of the same tokens, to `[B,T,N,H]`."""
 
