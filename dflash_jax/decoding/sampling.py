@@ -47,12 +47,14 @@ def noise_at(seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: in
 
 
 def filtered_logits(logits: Float[Array, "B T V"], request: RequestArrays, mode: Mode) -> Float[Array, "B T V"]:
-    """Logits after temperature, and in mode full after min_p, top_k and top_p in that order; refused tokens are -inf.
+    """Logits after temperature (less their maximum), and in mode full after min_p, top_k and top_p in that order; refused: -inf.
 
     Rows of temperature 0 are returned unscaled: their argmax is the greedy choice.
     """
-    temperature = jnp.where(request.temperature > 0, request.temperature, 1.0)[:, None, None]
-    logits = logits / temperature
+    temperature = request.temperature[:, None, None]
+    # Shifted before it is divided: at a very small temperature every logit would become infinite, and none the greatest.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    logits = jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)
     if mode != "full":
         return logits
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -65,7 +67,9 @@ def filtered_logits(logits: Float[Array, "B T V"], request: RequestArrays, mode:
     ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
     share = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(share, axis=-1) - share
-    smallest = jnp.where(before < request.top_p[:, None, None], ordered, jnp.inf)
+    # Rounded sums may reach 1 early, and a top_p below float32's smallest number is 0: neither may refuse what must stay.
+    reach = jnp.where(request.top_p >= 1, jnp.inf, jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny))
+    smallest = jnp.where(before < reach[:, None, None], ordered, jnp.inf)
     return jnp.where(logits < jnp.maximum(kth, jnp.min(smallest, axis=-1, keepdims=True)), -jnp.inf, logits)
 
 
