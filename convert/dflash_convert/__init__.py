@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints in, converted checkpoints out, and back. The command line is `dflash-convert`."""

@@ -1,0 +1,264 @@
+"""The command `dflash-convert`.
+
+    dflash-convert Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --output qwen3-8b
+    dflash-convert Qwen3-8B --dry-run
+    dflash-convert qwen3-8b --reverse --output Qwen3-8B
+
+Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists, 130 interrupted.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Converting moves bytes on the host. Without this, Orbax would start JAX's GPU backend, which takes most of the card's memory.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from tqdm import tqdm
+
+from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
+from dflash_convert.plan import KEEP
+from dflash_convert.reverse import write_huggingface
+from dflash_convert.verify import VerificationError, verify_hash, verify_logits
+from dflash_convert.write import OutputExistsError, output_folder, write_converted
+from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted, resolve_source
+from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
+from dflash_jax.model import check_pair
+from dflash_jax.models import DFlashConfig
+
+OK, UNEXPECTED, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+
+
+class UsageError(DFlashError):
+    """The arguments contradict each other."""
+
+
+# Most special first: a failed verification is a CheckpointError too.
+_FAILURES: tuple[tuple[type[BaseException], int, str], ...] = (
+    (KeyboardInterrupt, INTERRUPTED, "interrupted"),
+    (UsageError, USAGE, "usage"),
+    (OutputExistsError, EXISTS, "output exists"),
+    (VerificationError, VERIFY, "verification failed"),
+    (CheckpointError, SOURCE, "source not usable"),
+    (ConfigError, SOURCE, "source not usable"),
+    (PairError, SOURCE, "source not usable"),
+    (Exception, UNEXPECTED, "unexpected"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One checkpoint of a run: its role in the output, its folder, and what the marker says of its origin."""
+
+    part: str
+    folder: Path
+    origin: dict[str, Any]
+
+
+class Console:
+    """What the command shows: text on stdout unless quiet, bars on stderr, or one JSON object on stdout at the end."""
+
+    def __init__(self, *, quiet: bool, as_json: bool):
+        self.quiet, self.as_json = quiet, as_json
+        self.report: dict[str, Any] = {"status": "ok"}
+
+    def say(self, line: str) -> None:
+        if not self.quiet and not self.as_json:
+            print(line)
+
+    @contextmanager
+    def progress(self, phase: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
+        with tqdm(total=nbytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, disable=self.quiet) as bar:
+            yield bar.update
+
+    def finish(self, code: int) -> int:
+        if self.as_json:
+            print(json.dumps(self.report | {"exit_code": code, "peak_rss_bytes": peak_rss()}))
+        return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    console = Console(quiet=options.quiet, as_json=options.json)
+    try:
+        return console.finish(_run(options, console))
+    except (Exception, KeyboardInterrupt) as error:
+        code, label = next((code, label) for kind, code, label in _FAILURES if isinstance(error, kind))
+        message = str(error) or type(error).__name__
+        if code == UNEXPECTED:
+            traceback.print_exc()
+        console.report |= {"status": label, "error": message, "problems": list(getattr(error, "problems", ()))}
+        print(f"dflash-convert: {label}: {message}", file=sys.stderr)
+        return console.finish(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dflash-convert",
+        description="Converts a Hugging Face checkpoint (and its drafter) into a folder that dflash_jax loads.",
+        epilog="Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists, "
+        "130 interrupted.",
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder with config.json and safetensors files, or owner/name on the hub")
+    add("--output", metavar="DIR", type=Path, help="the folder to write; it appears whole or not at all")
+    add("--draft", metavar="SOURCE", help="the DFlash drafter to convert along, into DIR/draft")
+    add("--revision", metavar="REV", help="branch, tag or commit of SOURCE on the hub")
+    add("--draft-revision", metavar="REV", help="the same for --draft")
+    add("--dtype", choices=(KEEP, *FLOAT_DTYPES), default=KEEP, help="dtype of the weights (default: keep)")
+    add("--dry-run", action="store_true", help="print the plan and write nothing")
+    add(
+        "--verify",
+        choices=("none", "hash", "logits"),
+        default="hash",
+        help="hash: read everything back and compare every bit; logits: that, and run both checkpoints (default: hash)",
+    )
+    add("--overwrite", action="store_true", help=f"replace DIR if it is a converted folder, one with {MARKER}")
+    add("--reverse", action="store_true", help="SOURCE is a converted folder; write a Hugging Face folder")
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    add("--quiet", action="store_true", help="print errors only")
+    return parser
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    started = time.monotonic()
+    if options.output is None and not options.dry_run:
+        raise UsageError("--output DIR is needed (or --dry-run, which writes nothing)")
+    if options.reverse:
+        foreign = options.draft or options.revision or options.dry_run or options.dtype != KEEP
+        if foreign or options.overwrite or options.verify == "logits":
+            raise UsageError("--reverse goes with --output, --verify none|hash, --json and --quiet only")
+        _reverse(options, console)
+    else:
+        sources = [Source("target", *_resolve(options.source, options.revision))]
+        if options.draft:
+            sources.append(Source("draft", *_resolve(options.draft, options.draft_revision)))
+        if options.dry_run:
+            return _dry_run(sources, options, console)
+        _convert(sources, options, console)
+    seconds, peak = time.monotonic() - started, peak_rss()
+    console.report["seconds"] = round(seconds, 3)
+    console.say(f"wrote {options.output} in {seconds:.1f} s; peak memory {peak / 2**20:,.0f} MiB")
+    return OK
+
+
+def _resolve(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
+    folder, commit = resolve_source(source, revision)
+    # A local path says nothing to others and may say too much; the folder's own name is enough.
+    given = folder.resolve().name if Path(source).expanduser().exists() else source
+    return folder, {"given": given, "revision": commit}
+
+
+def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Console) -> int:
+    code, parts = OK, {}
+    for source in sources:
+        checkpoint, problems = inspect(source.folder, options.dtype)
+        part: dict[str, Any] = {"problems": problems}
+        console.say(f"{source.part}: {source.folder}")
+        if checkpoint is not None:
+            plan = checkpoint.plan
+            part |= {
+                "family": checkpoint.family.name,
+                "rows": plan.rows(),
+                "missing": list(plan.missing),
+                "unexpected": list(plan.unexpected),
+                "parameters": len(plan.steps),
+                "bytes": plan.nbytes,
+                "predicted_peak_bytes": plan.peak_bytes,
+                "notices": checkpoint.notices,
+            }
+            for line in [*plan.table(), *(f"notice: {notice}" for notice in checkpoint.notices)]:
+                console.say(line)
+        if problems:
+            code = SOURCE
+            print(f"dflash-convert: {CheckpointError(str(source.folder), problems)}", file=sys.stderr)
+        parts[source.part] = part
+    console.report |= {"status": "source not usable" if code else "ok", "dry_run": True, "plan": parts}
+    return code
+
+
+def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Console) -> None:
+    output: Path = options.output
+    for source in sources:
+        _refuse_nesting(output, source.folder)
+    checkpoints = [open_checkpoint(source.folder, options.dtype) for source in sources]
+    _check_roles(checkpoints)
+    with output_folder(output, overwrite=options.overwrite) as temporary:
+        for source, checkpoint in zip(sources, checkpoints, strict=True):
+            folder = temporary if source is sources[0] else temporary / DRAFT
+            folder.mkdir(exist_ok=True)
+            for notice in checkpoint.notices:
+                console.say(f"notice: {notice}")
+            write_converted(folder, checkpoint, source.origin | {"dtype": options.dtype}, console.progress)
+            result = {
+                "parameters": len(checkpoint.plan.steps),
+                "bytes": checkpoint.plan.nbytes,
+                "notices": checkpoint.notices,
+            }
+            if options.verify != "none":
+                verify_hash(folder, checkpoint.plan, console.progress)
+            if options.verify == "logits":
+                result["logit_difference"] = verify_logits(folder, source.folder, checkpoint.plan, options.dtype)
+                console.say(f"{source.part}: outputs differ by {result['logit_difference']:.3g} of the largest value")
+            console.report[source.part] = result
+    console.report |= {"output": str(output), "verified": options.verify}
+
+
+def _check_roles(checkpoints: Sequence[HuggingFaceCheckpoint]) -> None:
+    """Whether the second checkpoint drafts for the first."""
+    if len(checkpoints) == 1:
+        return
+    target, draft = checkpoints
+    if target.family.role != "target" or not isinstance(draft.config, DFlashConfig):
+        raise PairError(
+            f"SOURCE must be a target and --draft a drafter, got families {target.family.name} and {draft.family.name}; "
+            "swap them or drop --draft"
+        )
+    check_pair(target.config, draft.config)
+
+
+def _reverse(options: argparse.Namespace, console: Console) -> None:
+    _refuse_nesting(options.output, Path(options.source))
+    converted = open_converted(options.source)
+    parts = [converted, *([open_converted(converted.draft)] if converted.draft else [])]
+    with output_folder(options.output) as temporary:
+        for part in parts:
+            folder = temporary if part is converted else temporary / DRAFT
+            folder.mkdir(exist_ok=True)
+            write_huggingface(folder, part, console.progress)
+            if lost := part.marker["left_out"]:
+                console.say(f"notice: left out by the conversion, so not written: {', '.join(lost)}")
+            if options.verify == "hash":
+                verify_hash(part.folder, open_checkpoint(folder).plan, console.progress)
+    console.report |= {"output": str(options.output), "verified": options.verify}
+
+
+def _refuse_nesting(output: Path, source: Path) -> None:
+    """An output inside its source (or around it) would read what it writes."""
+    ours, theirs = output.resolve(), source.resolve()
+    if ours == theirs or theirs in ours.parents or ours in theirs.parents:
+        raise UsageError(f"--output {output} and source {source} lie inside one another; name another output")
+
+
+def peak_rss() -> int:
+    """The largest memory this process held, in bytes.
+
+    Linux's own counter where it is there: the one of `getrusage` starts at the parent's size after a fork.
+    """
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) << 10
+    except (OSError, StopIteration):
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,142 @@
+"""Hugging Face folders as checkpoints: the reader that `dflash_jax.open_checkpoint` finds through its entry point.
+
+checkpoint = open_checkpoint("path/to/Qwen3-8B")
+params = checkpoint.load("bfloat16")
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_convert.hf_folder import HuggingFaceFolder, read_folder
+from dflash_convert.plan import KEEP, Plan, Step, make_plan
+from dflash_convert.safetensors_reader import Tensor, chunks
+from dflash_jax.checkpoint import check_dtype
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import Family, family_of
+
+
+class HuggingFaceCheckpoint:
+    """An opened Hugging Face folder; see `dflash_jax.checkpoint.Checkpoint`.
+
+    Attributes:
+      files: what was read from disk, as found.
+      plan: how its tensors become parameters.
+    """
+
+    def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
+        self.files, self.family, self.config, self.plan = files, family, config, plan
+        self.folder = files.folder
+        self.notices = [*files.notices]
+        self.notices += [f"{name} is not needed and left out" for name in plan.ignored]
+        self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]
+
+    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+        """See `dflash_jax.checkpoint.Checkpoint.load`."""
+        check_dtype(dtype)
+        params: dict[str, jax.Array] = {}
+        for step in self.plan.steps:
+            target = step.parameter.dtype or dtype or step.dtype
+            params[step.parameter.name] = jax.device_put(assemble(step, target))
+            # Frees the host's copy before the next array needs room for its own.
+            params[step.parameter.name].block_until_ready()
+        return params
+
+
+def open_checkpoint(path: str | Path, dtype: str = KEEP) -> HuggingFaceCheckpoint:
+    """Opens a folder with config.json and safetensors files, checked against its family's parameter table.
+
+    Args:
+      dtype: what the plan turns parameters into, `keep` or the name of a floating point type.
+
+    Raises:
+      CheckpointError: the folder is not usable; lists every problem of files, tensors and configuration.
+      ConfigError: the files are sound, but the configuration asks for something that is not implemented.
+    """
+    checkpoint, problems = inspect(path, dtype)
+    if problems or checkpoint is None:
+        raise CheckpointError(str(path), problems)
+    return checkpoint
+
+
+def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint | None, list[str]]:
+    """Like `open_checkpoint`, but hands back what could be made of the folder together with its problems."""
+    files = read_folder(path)
+    problems = list(files.problems)
+    if not files.config:
+        return None, problems or ["config.json is empty; fetch it again"]
+    try:
+        family = family_of(files.config)
+        config = family.config(files.config, [*files.tensors, *files.unreadable])
+    except ConfigError as error:
+        if not problems:
+            raise
+        return None, [*problems, str(error)]
+    parameters = family.parameters(config)
+    tied = {}
+    if getattr(config, "tie_embeddings", False):
+        embedding = next(parameter for parameter in parameters if parameter.name == "embed.weight")
+        tied = {"lm_head.weight": embedding.sources[0].name}
+    plan = make_plan(parameters, family.canonical, files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable)
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan)
+    if not files.complete:
+        return checkpoint, problems
+    problems += plan.problems
+    problems += [
+        f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
+        "or remove the tensor"
+        for copy, other in plan.tied
+        if not same_bytes(copy, other)
+    ]
+    return checkpoint, problems
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(
+        np.array_equal(left.view(np.uint8), right.view(np.uint8))
+        for left, right in zip(chunks(a), chunks(b), strict=True)
+    )
+
+
+def assemble(step: Step, dtype: str, advance: Callable[[int], Any] | None = None) -> np.ndarray:
+    """The parameter as one host array of `dtype`: its tensors' rows one after the other.
+
+    Args:
+      advance: told of every piece's bytes.
+
+    Raises:
+      CheckpointError: an integer does not fit into the parameter's type.
+    """
+    array = np.empty(step.parameter.shape, jnp.dtype(dtype))
+    flat, position = array.reshape(-1), 0
+    for tensor in step.tensors:
+        for piece in chunks(tensor):
+            part = flat[position : position + piece.size]
+            part[:] = cast(piece, part.dtype, tensor)
+            position += piece.size
+            if advance is not None:
+                advance(part.nbytes)
+    return array
+
+
+def cast(piece: np.ndarray, dtype: np.dtype, tensor: Tensor) -> np.ndarray:
+    """`piece` in `dtype`; the one definition of a conversion's arithmetic, shared with its verification.
+
+    Raises:
+      CheckpointError: an integer of `tensor` does not fit into `dtype`.
+    """
+    if jnp.issubdtype(dtype, jnp.integer) and piece.size:
+        limits = np.iinfo(dtype)
+        if int(piece.min()) < limits.min or int(piece.max()) > limits.max:
+            problem = f"tensor {tensor.name} holds {piece.min()} .. {piece.max()}, which does not fit into {dtype.name}"
+            raise CheckpointError(str(tensor.path), f"{problem}; the file is damaged, fetch it again")
+    with np.errstate(over="ignore"):
+        return piece.astype(dtype, copy=False)

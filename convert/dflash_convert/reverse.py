@@ -1,0 +1,78 @@
+"""The way back: a converted folder as a Hugging Face folder, every tensor under its first name with its first bits.
+
+Tensors keep the converted folder's dtype; only arrays whose dtype the family fixes return to the source's. The file is
+written front to back while arrays are read, so the whole model is never held.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_convert.hf_folder import SINGLE
+from dflash_convert.safetensors_reader import DTYPE_NAMES
+from dflash_convert.write import Progress, copy_sidecars, silent
+from dflash_jax.checkpoint import Converted
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to write: rows of a parameter, under a name."""
+
+    name: str
+    parameter: str
+    row: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def write_huggingface(folder: Path, converted: Converted, progress: Progress = silent) -> None:
+    """Writes config.json, tokenizer files and model.safetensors into an existing empty folder."""
+    pieces = list(_pieces(converted))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for piece in pieces:
+        end = position + piece.nbytes
+        header[piece.name] = {
+            "dtype": DTYPE_NAMES[piece.dtype],
+            "shape": list(piece.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with progress("writing", position) as advance, (folder / SINGLE).open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        remaining = iter(pieces)
+        piece = next(remaining, None)
+        for arrays in converted.groups():
+            for name in list(arrays):
+                array = arrays.pop(name)
+                while piece is not None and piece.parameter == name:
+                    whole = piece.shape == array.shape
+                    rows = array if whole else array[piece.row : piece.row + piece.shape[0]]
+                    flat = np.ascontiguousarray(rows.astype(piece.dtype, copy=False)).reshape(-1)
+                    file.write(flat.view(np.uint8).data)
+                    advance(piece.nbytes)
+                    piece = next(remaining, None)
+    copy_sidecars(converted.folder, folder)
+
+
+def _pieces(converted: Converted) -> Iterator[_Piece]:
+    """Every tensor of the source in the order of the parameters, copies of tied tensors behind what they repeat."""
+    parameters, copies = converted.marker["parameters"], {}
+    for copy, other in converted.marker["tied"].items():
+        copies.setdefault(other, []).append(copy)
+    fixed = {parameter.name for parameter in converted.parameters if parameter.dtype is not None}
+    for row in converted.marker["tensors"]:
+        name = row["parameter"]
+        dtype = jnp.dtype(row["from"] if name in fixed else parameters[name]["dtype"])
+        for source in (row["source"], *copies.get(row["source"], ())):
+            yield _Piece(source, name, row["row"], tuple(row["shape"]), dtype)

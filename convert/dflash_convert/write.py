@@ -1,0 +1,219 @@
+"""Writing folders that appear whole or not at all.
+
+Everything is written to a temporary sibling, forced to disk, and renamed; whenever the process dies, the output's name either does
+not exist or is a whole folder. A converted folder is recognised by its marker, which is the last file written.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from dflash_convert.hf_folder import SIDECARS
+from dflash_convert.hf_reader import HuggingFaceCheckpoint, assemble
+from dflash_jax.checkpoint import FORMAT, MARKER, PARAMS, group_names, release_memory, sha256_of
+from dflash_jax.errors import DFlashError
+
+# Called with a phase's name and its bytes; the context gives a function to call with every piece's bytes.
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
+
+# Larger arrays are stored in several pieces, which are written and read side by side without a second copy of the whole.
+_PIECE_BYTES = 64 << 20
+
+
+class OutputExistsError(DFlashError):
+    """The output is already there and may not be replaced."""
+
+
+def silent(phase: str, nbytes: int) -> AbstractContextManager[Callable[[int], Any]]:
+    """The `Progress` that shows nothing."""
+    return nullcontext(lambda count: None)
+
+
+@contextmanager
+def output_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder that becomes `output` when the block ends well, and disappears when it does not.
+
+    Args:
+      overwrite: replace an existing converted folder.
+
+    Raises:
+      OutputExistsError: `output` exists and is not a converted folder, or `overwrite` is false.
+    """
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    _clean(output)
+    _refuse_existing(output, overwrite)
+    temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
+    temporary.mkdir()
+    old = temporary.with_name(temporary.name + ".old")
+    lock = _lock(temporary)
+    try:
+        yield temporary
+        _sync(temporary)
+        _refuse_existing(output, overwrite)
+        if output.exists():
+            output.rename(old)
+        temporary.rename(output)
+        _sync_path(output.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _refuse_existing(output: Path, overwrite: bool) -> None:
+    if not (output.exists() or output.is_symlink()):
+        return
+    if output.is_symlink() or not (output / MARKER).is_file():
+        raise OutputExistsError(
+            f"{output} exists and is not a converted folder ({MARKER}); remove it or name another output"
+        )
+    if not overwrite:
+        raise OutputExistsError(
+            f"{output} already holds a converted checkpoint; name another output or pass --overwrite"
+        )
+
+
+def _lock(folder: Path) -> int | None:
+    """A lock on the folder that ends with this process, or None when another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _clean(output: Path) -> None:
+    """Removes what earlier runs for the same output left when they were killed.
+
+    A run that was killed between its two renames has moved the folder it replaces aside; that folder is put back.
+    """
+    prefix = f"{output.name}.tmp-"
+    for entry in sorted(output.parent.iterdir()):
+        pid = entry.name.removeprefix(prefix).removesuffix(".old")
+        if not entry.name.startswith(prefix) or not pid.isdecimal() or entry.is_symlink() or not entry.is_dir():
+            continue
+        lock = _lock(entry)
+        if lock is None or (int(pid) != os.getpid() and _alive(int(pid))):
+            if lock is not None:
+                os.close(lock)
+            continue
+        if entry.name.endswith(".old") and not output.exists():
+            entry.rename(output)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+        os.close(lock)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Forces every file and folder below `folder` to disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync_path(Path(root, name))
+        _sync_path(Path(root))
+
+
+def _sync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_converted(
+    folder: Path, checkpoint: HuggingFaceCheckpoint, origin: dict[str, Any], progress: Progress = silent
+) -> None:
+    """Writes a converted checkpoint into an existing empty folder, the marker last.
+
+    Args:
+      checkpoint: opened with the dtype to convert to.
+      origin: where it came from, kept in the marker beside the hashes of its files.
+    """
+    _write_params(folder / PARAMS, checkpoint, progress)
+    copy_sidecars(checkpoint.folder, folder)
+    inputs = checkpoint.files.files
+    with progress("hashing source", sum(path.stat().st_size for path in inputs)) as advance:
+        sources = {path.name: _entry(path, advance) for path in inputs}
+    outputs = sorted(path for path in folder.rglob("*") if path.is_file())
+    with progress("hashing output", sum(path.stat().st_size for path in outputs)) as advance:
+        written = {str(path.relative_to(folder)): _entry(path, advance) for path in outputs}
+    plan = checkpoint.plan
+    marker = {
+        "format": FORMAT,
+        "package": f"dflash-jax {version('dflash-jax')}",
+        "family": checkpoint.family.name,
+        "config": checkpoint.config.to_dict(),
+        "source": {**origin, "files": sources},
+        "outputs": written,
+        "parameters": {
+            step.parameter.name: {"shape": list(step.parameter.shape), "dtype": step.dtype} for step in plan.steps
+        },
+        "tensors": [{key: row[key] for key in ("source", "parameter", "row", "shape", "from")} for row in plan.rows()],
+        "tied": {copy.name: other.name for copy, other in plan.tied},
+        "left_out": list(plan.ignored),
+        "notices": checkpoint.notices,
+    }
+    (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
+
+
+def _entry(path: Path, advance: Callable[[int], Any]) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path, advance)}
+
+
+def copy_sidecars(source: Path, target: Path) -> None:
+    """Copies configuration and tokenizer files that are present."""
+    for name in SIDECARS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def _write_params(target: Path, checkpoint: HuggingFaceCheckpoint, progress: Progress) -> None:
+    """One Orbax checkpoint, built group by group so that one group's arrays are all that is held."""
+    steps = {step.parameter.name: step for step in checkpoint.plan.steps}
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.scoped_storage_options_creator = _storage
+    context.memory.deepcopy_host_arrays = False
+    with progress("converting", checkpoint.plan.nbytes) as advance, context:
+        for names in group_names({name: step.nbytes for name, step in steps.items()}):
+            # Orbax stores no empty arrays; readers make them from the marker.
+            arrays = {name: assemble(steps[name], steps[name].dtype, advance) for name in names if steps[name].nbytes}
+            if arrays:
+                ocp.partial.save(str(target), arrays)
+            del arrays
+            release_memory()
+        ocp.partial.finalize(str(target))
+
+
+def _storage(key: object, value: np.ndarray) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
+    """In how many pieces an array is stored: Orbax splits at divisors of the axes, so only where they have small ones."""
+    if value.nbytes <= _PIECE_BYTES or any(size % 128 for size in value.shape):
+        return None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_PIECE_BYTES)

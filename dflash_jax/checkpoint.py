@@ -1,0 +1,283 @@
+"""Checkpoints on disk: this package's converted folders, and the door to every other kind.
+
+A converted folder holds
+
+    conversion.json   the marker, written last: family, our configuration, every array's dtype and shape, sha256 of all files
+    params/           one Orbax checkpoint of the flat parameter dict
+    config.json, tokenizer.json, ...   copied from the source
+    draft/            the same again for a drafter, where one was converted along
+
+A folder without the marker is not a checkpoint: an interrupted conversion never looks like a finished one. Hugging Face
+folders are read by whatever is installed under the entry point `dflash_jax.readers`; this package knows only its own format.
+"""
+
+import ctypes
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CheckpointError, ParameterError
+from dflash_jax.models import Family, family_named
+
+MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
+FORMAT = 1
+# Arrays are written and read in groups: one Orbax call for each array would cost more than the small arrays themselves.
+MIN_GROUP_BYTES = 64 << 20
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# A drafter's mask_embedding.pt comes along so that the reader sees it and refuses; no pickle is ever opened.
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
+_HUB_IGNORED = ["*/*", "tokenizer*.py", "tokenizer*.bin", "tokenizer*.pt", "tokenizer*.pkl"]
+
+
+@runtime_checkable
+class Checkpoint(Protocol):
+    """An opened checkpoint: checked, not yet loaded.
+
+    Attributes:
+      notices: what was ignored or decided on opening, one sentence each.
+    """
+
+    family: Family
+    config: DecoderConfig
+    folder: Path
+    notices: list[str]
+
+    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+        """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
+
+        Args:
+          dtype: what parameters without a fixed dtype become; None keeps the stored one.
+        """
+        ...
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """Opens a converted folder, a Hugging Face folder, or a model of the Hugging Face hub.
+
+    Args:
+      source: a folder, or `owner/name` on the hub where no such folder exists.
+      revision: branch, tag or commit on the hub.
+
+    Raises:
+      CheckpointError: nothing usable is there; lists every problem.
+      ConfigError: the configuration asks for something that is not implemented.
+    """
+    folder, _ = resolve_source(source, revision)
+    if (folder / MARKER).exists():
+        return open_converted(folder)
+    readers = entry_points(group="dflash_jax.readers", name="huggingface")
+    if not readers:
+        problem = f"has no {MARKER}, and no reader for Hugging Face folders is installed; install dflash-jax as a whole"
+        raise CheckpointError(str(folder), problem)
+    return next(iter(readers)).load()(folder)
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder that `source` means, fetched from the hub where it is no folder, and its commit where that is known.
+
+    Only safetensors, configuration and tokenizer files are fetched, no code.
+
+    Raises:
+      CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
+    """
+    folder, subject = Path(source).expanduser(), str(source)
+    if folder.exists():
+        if not folder.is_dir():
+            raise CheckpointError(subject, "is a file; give the folder that holds it")
+        if revision is not None:
+            raise CheckpointError(subject, f"is a local folder, so revision {revision!r} has no meaning; leave it out")
+        real = folder.resolve()
+        return folder, real.name if real.parent.name == "snapshots" else None
+    if not _HUB_ID.fullmatch(subject):
+        raise CheckpointError(subject, "is neither an existing folder nor a model id of the form owner/name")
+    try:
+        import huggingface_hub
+    except ImportError:
+        problem = "is no folder here, and models are fetched with huggingface_hub: pip install 'dflash-jax[hub]'"
+        raise CheckpointError(subject, problem) from None
+    try:
+        fetched = huggingface_hub.snapshot_download(
+            subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        problem = (
+            f"is no folder here and could not be fetched ({reason}); check the name, the revision and the network, "
+        )
+        raise CheckpointError(subject, problem + "or download the model elsewhere and give its folder") from error
+    return Path(fetched), Path(fetched).name
+
+
+def open_converted(folder: str | Path, *, hashes: bool = False) -> "Converted":
+    """Opens a converted folder and checks it against its marker.
+
+    Args:
+      hashes: also compare every file's sha256; otherwise only presence and size.
+
+    Raises:
+      CheckpointError: no marker, or the folder is not what the marker says; lists every problem.
+    """
+    folder = Path(folder)
+    try:
+        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problem = f"has no {MARKER}: not a converted checkpoint, or its conversion did not finish; run dflash-convert"
+        raise CheckpointError(str(folder), problem) from None
+    except ValueError as error:
+        raise CheckpointError(str(folder), f"{MARKER} is not valid JSON ({error}); convert again") from None
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        found = marker.get("format") if isinstance(marker, dict) else marker
+        raise CheckpointError(str(folder), f"{MARKER} has format {found!r}, expected {FORMAT}; convert again")
+    try:
+        checkpoint = Converted(folder, marker)
+        problems = _table_problems(checkpoint) + _file_problems(folder, marker["outputs"], hashes)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(str(folder), f"{MARKER} is malformed ({error!r}); convert again") from error
+    if problems:
+        raise CheckpointError(str(folder), [f"{problem}; convert again" for problem in problems])
+    return checkpoint
+
+
+class Converted:
+    """A converted folder. Made by `open_converted`; see `Checkpoint` for the attributes.
+
+    Attributes:
+      marker: the content of conversion.json.
+      parameters: the family's parameter table for this configuration.
+      draft: the folder of the drafter that was converted along, or None.
+    """
+
+    def __init__(self, folder: Path, marker: dict[str, Any]):
+        self.folder, self.marker = folder, marker
+        self.family: Family = family_named(marker["family"])
+        self.config: DecoderConfig = self.family.config_class.from_dict(marker["config"])
+        self.parameters = self.family.parameters(self.config)
+        self.notices: list[str] = list(marker["notices"])
+        self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
+
+    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+        """See `Checkpoint.load`."""
+        check_dtype(dtype)
+        params: dict[str, jax.Array] = {}
+        fixed = {parameter.name: parameter.dtype for parameter in self.parameters}
+        for arrays in self.groups():
+            for name in list(arrays):
+                array = arrays.pop(name)
+                target = fixed[name] or dtype
+                params[name] = jax.device_put(array if target is None else array.astype(target, copy=False))
+                # Frees the host's copy before the next array needs room for its own.
+                params[name].block_until_ready()
+                del array
+        return params
+
+    def groups(self) -> Iterator[dict[str, np.ndarray]]:
+        """All arrays as stored, on the host, in the marker's order and in groups of a bounded size.
+
+        The caller may take arrays out of a group.
+        """
+        stored = {name: _virtual(entry) for name, entry in self.marker["parameters"].items()}
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        for names in group_names({name: array.nbytes for name, array in stored.items()}):
+            wanted = {name: stored[name] for name in names if stored[name].size}
+            try:
+                with context:
+                    found = ocp.load(str(self.folder.resolve() / PARAMS), wanted) if wanted else {}
+            except (ValueError, KeyError, OSError, RuntimeError) as error:
+                raise CheckpointError(str(self.folder), f"{PARAMS}/ cannot be read ({error}); convert again") from error
+            for name in names:
+                if name not in wanted:
+                    found[name] = np.zeros(stored[name].shape, stored[name].dtype)
+            # Taken out of `found`, so that nothing here keeps alive what the caller lets go of.
+            yield {name: found.pop(name) for name in names}
+            release_memory()
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raises ParameterError unless `dtype` is None or a floating point type that parameters may have."""
+    if dtype is not None and str(dtype) not in FLOAT_DTYPES:
+        raise ParameterError(
+            f"dtype must be one of {', '.join(FLOAT_DTYPES)} or None for the stored one, got {dtype!r}"
+        )
+
+
+def group_names(nbytes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in order, in groups of at most as many bytes as the largest array has (but not below `MIN_GROUP_BYTES`)."""
+    limit = max([MIN_GROUP_BYTES, *nbytes.values()])
+    group, held = list[str](), 0
+    for name, size in nbytes.items():
+        if group and held + size > limit:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def release_memory() -> None:
+    """Hands freed host memory back to the system.
+
+    glibc keeps freed buffers for the thread that used them; with a thread for each core that is more than what is in use.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def sha256_of(path: Path, advance: Callable[[int], Any] | None = None) -> str:
+    """The file's sha256 in hex. `advance` is told of every piece's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            if advance is not None:
+                advance(len(piece))
+    return digest.hexdigest()
+
+
+def _virtual(entry: Mapping[str, Any]) -> np.ndarray:
+    """An array of an entry's shape and dtype that takes no memory."""
+    return np.broadcast_to(np.zeros((), jnp.dtype(entry["dtype"])), tuple(entry["shape"]))
+
+
+def _table_problems(checkpoint: Converted) -> list[str]:
+    """Where the arrays that the marker lists differ from the family's parameter table."""
+    stored, problems = dict(checkpoint.marker["parameters"]), []
+    for parameter in checkpoint.parameters:
+        entry = stored.pop(parameter.name, None)
+        if entry is None:
+            problems.append(f"parameter {parameter.name} is missing")
+        elif tuple(entry["shape"]) != parameter.shape:
+            problems.append(f"parameter {parameter.name} has shape {entry['shape']}, expected {list(parameter.shape)}")
+        elif entry["dtype"] not in ((parameter.dtype,) if parameter.dtype else FLOAT_DTYPES):
+            problems.append(f"parameter {parameter.name} has dtype {entry['dtype']}")
+    return problems + [f"parameter {name} is not one of family {checkpoint.family.name}" for name in stored]
+
+
+def _file_problems(folder: Path, outputs: Mapping[str, Mapping[str, Any]], hashes: bool) -> list[str]:
+    """Files that are missing or differ from what the marker recorded."""
+    problems = []
+    for name, entry in outputs.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            problems.append(f"file {name} lies outside the folder")
+        elif not path.is_file():
+            problems.append(f"file {name} is missing")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(f"file {name} has {path.stat().st_size:,} bytes, expected {entry['bytes']:,}")
+        elif hashes and sha256_of(path) != entry["sha256"]:
+            problems.append(f"file {name} has changed: its sha256 is not the recorded one")
+    return problems
