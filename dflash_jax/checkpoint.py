@@ -46,12 +46,14 @@ class Checkpoint(Protocol):
     """An opened checkpoint: checked, not yet loaded.
 
     Attributes:
+      dtype: of the stored final norm, which activations take unless `load` is told otherwise.
       notices: what was ignored or decided on opening, one sentence each.
     """
 
     family: Family
     config: DecoderConfig
     folder: Path
+    dtype: str
     notices: list[str]
 
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
@@ -164,6 +166,7 @@ class Converted:
         self.family: Family = family_named(marker["family"])
         self.config: DecoderConfig = self.family.config_class.from_dict(marker["config"])
         self.parameters = self.family.parameters(self.config)
+        self.dtype: str = marker["parameters"].get("norm.weight", {}).get("dtype", "float32")
         self.notices: list[str] = list(marker["notices"])
         self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
 

@@ -120,26 +120,17 @@ def load(
             raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
     if proposals not in ("shared_noise", "argmax", "rejection"):
         raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
-    shipped = path is None
-    folder = shipped_pair() if shipped else path
-    target = open_checkpoint(folder / "target" if shipped else folder, revision=revision)
-    if target.family.role != "target":
-        raise PairError(f"{path} is a drafter ({target.family.name}): load its target and name this one as draft=")
-    if shipped and draft is None:
-        draft = folder / "draft"
-    drafter = _open_drafter(path, target, draft, draft_revision)
+    target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    if drafter is not None:
+        check_pair(target.config, drafter.config)
+    length = choose_model_len(target.config, max_model_len)
     kind = choose_dtype(dtype)
     weights: dict[str, dict[str, Array]] = {"target": target.load(kind)}
     dtype_used = weights["target"]["norm.weight"].dtype
     if drafter is not None:
-        check_pair(target.config, drafter.config)
         params = drafter.load(str(dtype_used))
         check_draft_vocabulary(drafter.config, params)
         weights["draft"] = fuse_context_projection(drafter.config, params)
-    limit = target.config.max_position
-    length = min(limit, DEFAULT_MODEL_LEN) if max_model_len is None else max_model_len
-    if isinstance(length, bool) or not isinstance(length, int) or not 2 <= length <= limit:
-        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
@@ -153,8 +144,26 @@ def load(
     )
     tokenizer = Tokenizer.from_folder(target.folder)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
-    name = "the shipped pair" if shipped else str(path)
+    name = "the shipped pair" if path is None else str(path)
     return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), notices)
+
+
+def open_pair(
+    path: str | Path | None = None,
+    draft: str | Path | bool | None = None,
+    *,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoints that `load` would read, checked one by one and not yet loaded. Arguments and errors are those of `load`."""
+    if path is None:
+        if draft is None or draft is True:
+            draft = shipped_pair() / "draft"
+        path = shipped_pair() / "target"
+    target = open_checkpoint(path, revision=revision)
+    if target.family.role != "target":
+        raise PairError(f"{path} is a drafter ({target.family.name}): load its target and name this one as draft=")
+    return target, _open_drafter(path, target, draft, draft_revision)
 
 
 def shipped_pair() -> Path:
@@ -169,6 +178,19 @@ def choose_dtype(dtype: str | None) -> str | None:
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
     return dtype
+
+
+def choose_model_len(config: DecoderConfig, length: int | None) -> int:
+    """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
+
+    Raises:
+      ParameterError: the model was not made for that length.
+    """
+    limit = config.max_position
+    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else length
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 2 <= chosen <= limit:
+        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
+    return chosen
 
 
 def _open_drafter(

@@ -32,6 +32,7 @@ class HuggingFaceCheckpoint:
     def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
         self.files, self.family, self.config, self.plan = files, family, config, plan
         self.folder = files.folder
+        self.dtype = next((step.dtype for step in plan.steps if step.parameter.name == "norm.weight"), "float32")
         self.notices = [*files.notices]
         self.notices += [f"{name} is not needed and left out" for name in plan.ignored]
         self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]

@@ -1,0 +1,43 @@
+# make demo    generates code with the pair that ships
+# make test    runs the tests (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
+# make lint    ruff check, ruff format --check, pyright
+#
+# Each sets up .venv on first use and installs again when pyproject.toml changes. PYTHON=... names the interpreter to use.
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PYTHON
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# On a machine with an NVIDIA driver the demo wants the GPU; the tests run on the CPU either way.
+CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed-demo
+	$(BIN)/dflash-jax demo
+
+test: $(VENV)/installed-test
+	$(BIN)/pytest
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(BIN)/python:
+	@python=$$(.ci/find-python) && echo "$(VENV): $$python" && "$$python" -m venv $(VENV)
+
+$(VENV)/installed-demo: pyproject.toml | $(BIN)/python
+	@echo "installing dflash-jax into $(VENV) (a minute or two on first use)"
+	@$(BIN)/python -m pip install --quiet --editable '.$(CUDA:%=[%])'
+	@touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+	@echo "installing dflash-jax and its test tools into $(VENV) (a few minutes on first use)"
+	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

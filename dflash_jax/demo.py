@@ -1,0 +1,64 @@
+"""What `dflash-jax demo` shows: text as it comes, then speed with and without drafting, and whether both texts are one."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dflash_jax.generation import generate, stream
+from dflash_jax.model import Model, load
+from dflash_jax.models import count, dflash_parameters, qwen3_parameters
+from dflash_jax.report import acceptance_histogram, mean_acceptance, tokens_per_second
+from dflash_jax.sampling_params import SamplingParams
+
+PROMPTS = (
+    "def quicksort(items):\n",
+    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+)
+
+
+def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *, bars: bool = True) -> int:
+    """Prints the demonstration; `options` are `load`'s. Exact float32 unless they say otherwise. Returns the exit code."""
+    model = load(**{**options, "dtype": options.get("dtype") or "float32", "max_batch": 1})
+    params = SamplingParams(max_tokens=max_tokens)
+    prompts = list(prompts) or list(PROMPTS)
+    introduce(model)
+    # Once through everything, so that no figure below holds a compilation or a first run.
+    print("compiling ...", end=" ", flush=True)
+    compile_s = sum(generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in (True, False))
+    print(f"{compile_s:.1f} s\n")
+
+    for prompt in prompts:
+        print(f"{'-' * 80}\n{prompt}", end="", flush=True)
+        for piece in stream(model, prompt, params, cycles=1):
+            print(piece.text, end="", flush=True)
+        print()
+    print("-" * 80)
+    drafted, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in (True, False))
+    speeds = [tokens_per_second(completions) for completions in (drafted, plain)]
+    print(f"with drafting     {speeds[0]:8.0f} tokens/s   ({speeds[0] / speeds[1]:.2f} times as fast)")
+    print(f"without           {speeds[1]:8.0f} tokens/s")
+    if model.draft is not None:
+        longest = model.draft.num_drafts + 1
+        lengths = list(itertools.chain.from_iterable(completion.acceptance_lengths for completion in drafted))
+        print(f"mean acceptance   {mean_acceptance(drafted):8.2f} tokens in a cycle, of {longest} at most")
+        print(f"cycles by length  {acceptance_histogram(lengths, longest, bars=bars)}")
+    equal = sum(ours.token_ids == theirs.token_ids for ours, theirs in zip(drafted, plain, strict=True))
+    verdict = "yes" if equal == len(prompts) else "NO"
+    print(f"same text         {verdict}: {equal} of {len(prompts)} equal token for token")
+    if jax.default_backend() == "cpu":
+        print("(on a CPU, checking 16 tokens costs much more than one; a GPU checks them in the time of one)")
+    exact = model.engine.dtype == "float32"
+    return 0 if equal == len(prompts) or not exact else 1
+
+
+def introduce(model: Model) -> None:
+    """One line: what runs, and where."""
+    device = jax.local_devices()[0]
+    about = f"{model.name} on {device.device_kind} in {model.engine.dtype}: "
+    about += f"a target of {count(qwen3_parameters(model.target)) / 1e6:.1f} million parameters"
+    if model.draft is not None:
+        about += f", a drafter of {count(dflash_parameters(model.draft)) / 1e6:.1f} million, blocks of {model.draft.block_size}"
+    print(about, flush=True)

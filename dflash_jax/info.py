@@ -1,0 +1,127 @@
+"""What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.engine import Engine
+from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair
+from dflash_jax.models import DFlashConfig, count
+
+PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
+
+
+def collect(
+    path: str | Path | None = None,
+    *,
+    draft: str | Path | bool | None = None,
+    dtype: str | None = None,
+    max_model_len: int | None = None,
+) -> dict[str, Any]:
+    """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
+    target, drafter = open_pair(path, draft)
+    if drafter is not None:
+        check_pair(target.config, drafter.config)
+    checkpoints = [target] if drafter is None else [target, drafter]
+    engine = Engine(
+        target=target.config,
+        draft=None if drafter is None else drafter.config,
+        weights={},
+        dtype=jnp.dtype(choose_dtype(dtype) or target.dtype),
+        max_model_len=choose_model_len(target.config, max_model_len),
+    )
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() or {}
+    return {
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.local_device_count(),
+            "memory_bytes": memory.get("bytes_limit"),
+        },
+        "models": [_model(checkpoint, engine.dtype) for checkpoint in checkpoints],
+        "pages": {
+            "dtype": str(engine.dtype),
+            "max_model_len": engine.max_model_len,
+            "max_batch": engine.max_batch,
+            "page_size": engine.page_size,
+            "num_pages": engine.num_pages,
+            "pool_bytes": engine.pool_bytes,
+        },
+        "notices": [notice for checkpoint in checkpoints for notice in checkpoint.notices],
+    }
+
+
+def _model(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Any]:
+    config, parameters = checkpoint.config, checkpoint.family.parameters(checkpoint.config)
+    weight_bytes = sum(parameter.size * jnp.dtype(parameter.dtype or dtype).itemsize for parameter in parameters)
+    facts = {
+        "role": checkpoint.family.role,
+        "family": checkpoint.family.name,
+        "folder": str(checkpoint.folder),
+        "parameters": count(parameters),
+        "weight_bytes": weight_bytes,
+        "stored_dtype": checkpoint.dtype,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "max_position": config.max_position,
+    }
+    if isinstance(config, DFlashConfig):
+        facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as aligned text."""
+    device, pages = facts["device"], facts["pages"]
+    memory = "" if device["memory_bytes"] is None else f", {size(device['memory_bytes'])}"
+    rows = [
+        ("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())),
+        ("device", f"{device['count']} x {device['kind']} ({device['platform']}{memory})"),
+    ]
+    for model in facts["models"]:
+        shape = (
+            f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
+            f"{model['kv_heads']} key/value heads of {model['head_dim']}, vocabulary {model['vocabulary']}"
+        )
+        rows += [
+            (model["role"], f"{model['family']} from {model['folder']}"),
+            ("", f"{model['parameters']:,} parameters stored in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded"),
+            ("", shape),
+        ]
+        if "block_size" in model:
+            rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
+    rows += [
+        ("pages", f"{size(pages['pool_bytes'])} in {pages['dtype']}: {pages['num_pages']} pages of {pages['page_size']} tokens"),
+        ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens"),
+        *(("note", notice) for notice in facts["notices"]),
+    ]
+    return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that keeps a digit before the point."""
+    amount = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
