@@ -1,10 +1,11 @@
-"""From a growing list of token ids to text that is safe to show: whole characters only, nothing a stop string may still take back."""
+"""Text that is safe to show from a growing list of token ids: whole characters, nothing a stop string may still take back."""
 
 from collections.abc import Sequence
 
-from tokenizers.decoders import DecodeStream
-
 from dflash_jax.tokenizer import Tokenizer
+
+# What decoders write for bytes that are no character, or not yet one.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
@@ -14,7 +15,7 @@ class TextStream:
 
     Args:
       tokenizer: None for requests without text; every piece is then empty.
-      stops: strings that end the text.
+      stops: strings that end the text: the first to be completed, the longest of several that are completed at once.
       include_stop: keep the stop string.
     """
 
@@ -22,24 +23,23 @@ class TextStream:
         self.tokenizer, self.stops, self.include_stop = tokenizer, tuple(stops), include_stop
         self.text = ""
         self.found: str | None = None
-        self._ids: list[int] = []
         self._given = 0
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # Tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand alone.
+        self._ids: list[int] = []
+        self._read, self._known = 0, ""
 
     def add(self, token: int, *, watch: bool = True) -> bool:
         """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
         if self.tokenizer is None:
             return False
         self._ids.append(token)
-        piece = self._stream.step(self.tokenizer.backend, token)
-        return piece is not None and self._extend(piece, watch=watch)
+        return self._extend(self._decoded(), watch=watch)
 
     def finish(self, *, watch: bool = True) -> bool:
         """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""
         if self.tokenizer is None or self.found is not None:
             return False
-        whole = self.tokenizer.decode(self._ids)
-        return whole.startswith(self.text) and self._extend(whole[len(self.text) :], watch=watch)
+        return self._extend(self._decoded(everything=True), watch=watch)
 
     def take(self, *, everything: bool = False) -> str:
         """The text not given out before that can no longer be taken back; all of it at the end."""
@@ -47,6 +47,20 @@ class TextStream:
         if not everything and self.found is None:
             end = max(end - self._held_back(), self._given)
         piece, self._given = self.text[self._given : end], end
+        return piece
+
+    def _decoded(self, *, everything: bool = False) -> str:
+        """What the newest tokens add to the text; nothing while the last character may be unfinished.
+
+        Decoded together with the piece before, because decoders treat a text's first token in ways of their own. A decoder that
+        changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.
+        """
+        text = self.tokenizer.decode(self._ids)
+        if len(text) <= len(self._known) or (text.endswith(REPLACEMENT) and not everything):
+            return ""
+        piece = text[len(self._known) :]
+        del self._ids[: self._read]
+        self._read, self._known = len(self._ids), self.tokenizer.decode(self._ids)
         return piece
 
     def _extend(self, piece: str, *, watch: bool) -> bool:
@@ -58,10 +72,10 @@ class TextStream:
         for stop in self.stops:
             at = self.text.find(stop, max(0, before - len(stop) + 1))
             if at >= 0:
-                hits.append((at, at + len(stop), stop))
+                hits.append((at + len(stop), at, stop))
         if not hits:
             return False
-        start, end, self.found = min(hits)
+        end, start, self.found = min(hits)
         self.text = self.text[: end if self.include_stop else start]
         return True
 

@@ -32,6 +32,7 @@ class Tokenizer:
 
         Raises:
           TokenizerError: a file is there and cannot be used.
+          ConfigError: `tokenizer_config.json` is no JSON object.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -49,7 +50,10 @@ class Tokenizer:
         if separate.is_file():
             if separate.stat().st_size > MAX_TEMPLATE_BYTES:
                 raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
-            template = separate.read_text(encoding="utf-8")
+            try:
+                template = separate.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise TokenizerError(f"{separate} must be UTF-8 text: {error}") from error
         special = {}
         for key, value in settings.items():
             text = value.get("content") if isinstance(value, dict) else value
@@ -79,13 +83,14 @@ class Tokenizer:
         """
         if self.template is None:
             raise TokenizerError("this model has no chat template: pass a string, or a folder whose tokenizer has one")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        extensions = ["jinja2.ext.loopcontrols"]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _to_json
         names = {**self.special, "messages": list(messages), "add_generation_prompt": True, **options}
         try:
             text = environment.from_string(self.template).render(**names)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # a template can fail in every way an expression can
             raise TokenizerError(f"the chat template refused these messages: {error}") from error
         return self.encode(text, special=False)
 

@@ -1,0 +1,175 @@
+"""Text that grows token by token: whole characters, nothing taken back, stop strings wherever tokens are cut."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.text import TextStream
+
+from .tokenizers_for_tests import PIECES, byte_fallback, byte_level, ids_of
+
+TOKENIZER = byte_level()
+SPECIAL_ID = 256 + len(PIECES)
+UNKNOWN_IDS = (SPECIAL_ID + 1, 100_000)
+
+ANY_IDS = st.lists(st.one_of(st.integers(0, SPECIAL_ID), st.integers(256, SPECIAL_ID), st.sampled_from(UNKNOWN_IDS)))
+LETTERS = st.text("abé你 😀", max_size=12)
+# Text cut into tokens in a random way, so that words and characters straddle them.
+CUT_TEXT = st.tuples(st.text("abcstop é你😀\ufffd\n", max_size=20), st.sets(st.sampled_from(PIECES))).map(
+    lambda drawn: ids_of(drawn[0], sorted(drawn[1]))
+)
+STOPS = st.lists(st.text("abcstop é你\ufffd", min_size=1, max_size=4), max_size=3)
+
+
+def feed(ids: list[int], stops=(), **options) -> tuple[TextStream, list[str]]:
+    """The stream and its pieces: one after each token up to a stop string, then the rest."""
+    stream, pieces = TextStream(TOKENIZER, stops, **options), []
+    for token in ids:
+        found = stream.add(token)
+        pieces.append(stream.take())
+        if found:
+            break
+    else:
+        stream.finish()
+    pieces.append(stream.take(everything=True))
+    return stream, pieces
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.one_of(ANY_IDS, CUT_TEXT))
+def test_pieces_make_the_whole_text(ids: list[int]) -> None:
+    whole = TOKENIZER.decode(ids)
+    stream, pieces = feed(ids)
+    assert "".join(pieces) == stream.text == whole
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.one_of(ANY_IDS, CUT_TEXT), STOPS)
+def test_nothing_given_is_taken_back_and_no_character_is_cut(ids: list[int], stops: list[str]) -> None:
+    whole = TOKENIZER.decode(ids)
+    stream, pieces = feed(ids, stops)
+    shown = ""
+    for piece in pieces:
+        shown += piece
+        assert whole.startswith(shown)
+        assert stream.text.startswith(shown)
+    assert shown == stream.text
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(LETTERS, st.sets(st.sampled_from(PIECES)))
+def test_text_is_not_held_back_without_reason(text: str, pieces: set[bytes]) -> None:
+    ids = ids_of(text, sorted(pieces))
+    stream, given_so_far = TextStream(TOKENIZER), ""
+    for place, token in enumerate(ids):
+        stream.add(token)
+        given_so_far += stream.take()
+        so_far = TOKENIZER.decode(ids[: place + 1])
+        if not so_far.endswith("\ufffd"):
+            assert given_so_far == so_far
+
+
+def cut(whole: str, stops: list[str], *, include_stop: bool) -> tuple[str, str | None]:
+    """The definition, one character at a time: the first stop string to be complete, the longest of several at once."""
+    for end in range(1, len(whole) + 1):
+        hits = [stop for stop in stops if whole[:end].endswith(stop)]
+        if hits:
+            longest = max(hits, key=len)
+            return whole[: end if include_stop else end - len(longest)], longest
+    return whole, None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.one_of(ANY_IDS, CUT_TEXT), STOPS, st.booleans())
+def test_stop_strings_end_the_text_wherever_tokens_are_cut(ids: list[int], stops: list[str], include: bool) -> None:
+    stream, pieces = feed(ids, stops, include_stop=include)
+    text, found = cut(TOKENIZER.decode(ids), stops, include_stop=include)
+    assert (stream.text, stream.found) == (text, found)
+    assert "".join(pieces) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stops", "text", "found"),
+    [
+        ([b"STOP here"], ["P h"], "STO", "P h"),
+        (["a", "b", "c", "d"], ["bcx", "cd"], "ab", "cd"),
+        (["x", "a", "b", "a", "b", "c"], ["abc"], "xab", "abc"),
+        (["a", "a", "a", "b"], ["aab"], "a", "aab"),
+        (["x", b"abc"], ["abc", "b"], "xa", "b"),
+        (["x", b"ab", "c"], ["abc", "b"], "xa", "b"),
+        (["x", "a", "b"], ["b", "ab"], "x", "ab"),
+        (["é", "s", "t", "o", "p"], ["éstop"], "", "éstop"),
+        (["a", b" \xe4", b"\xbd\xa0", "!"], ["你"], "a ", "你"),
+    ],
+)
+def test_examples_of_stop_strings(tokens: list, stops: list[str], text: str, found: str) -> None:
+    ids = [token for part in tokens for token in ids_of(part, PIECES)]
+    stream, _ = feed(ids, stops)
+    assert (stream.text, stream.found) == (text, found)
+
+
+def test_a_stop_string_in_the_bytes_that_were_waiting() -> None:
+    # The last token ends inside a character, so the whole token waits until no other follows.
+    stream = TextStream(TOKENIZER, ["stop"])
+    for token in ids_of(b"go stop\xc3", [b"stop\xc3"]):
+        assert not stream.add(token)
+    assert stream.take() == "go "
+    assert stream.finish()
+    assert (stream.take(everything=True), stream.text, stream.found) == ("", "go ", "stop")
+    assert not stream.finish()
+
+
+def test_a_possible_beginning_of_a_stop_string_waits() -> None:
+    stream, shown = TextStream(TOKENIZER, ["stop", "ab\n\n"]), []
+    for character in "xstoab\n!sto":
+        stream.add(ord(character))
+        shown.append(stream.take())
+    assert shown == ["x", "", "", "", "sto", "", "", "ab\n!", "", "", ""]
+    assert not stream.finish()
+    assert stream.take(everything=True) == "sto"
+
+
+def test_the_stop_string_is_kept_where_asked() -> None:
+    for include, text in ((True, "xab"), (False, "x")):
+        stream, pieces = feed(ids_of("xabc"), ["ab"], include_stop=include)
+        assert "".join(pieces) == stream.text == text
+
+
+def test_nothing_is_looked_for_before_min_tokens() -> None:
+    stream = TextStream(TOKENIZER, ["ab"])
+    for character in "abab":
+        assert not stream.add(ord(character), watch=False)
+    assert not stream.add(ord("a"))
+    assert stream.add(ord("b"))
+    assert stream.text == "abab"
+
+
+def test_special_and_unknown_tokens_are_no_text() -> None:
+    ids = [SPECIAL_ID, ord("a"), UNKNOWN_IDS[0], 0xC3, SPECIAL_ID, UNKNOWN_IDS[1], 0xA9, SPECIAL_ID]
+    stream, pieces = feed(ids)
+    assert stream.text == "".join(pieces) == "aé"
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    stream = TextStream(None)
+    assert not stream.add(5)
+    assert not stream.finish()
+    assert stream.take(everything=True) == ""
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.one_of(st.integers(250, 260), st.sampled_from([0xE4, 0xBD, 0xA0, 0xC3]))))
+def test_decoders_that_change_their_mind_do_no_harm(ids: list[int]) -> None:
+    # Byte fallback turns all bytes of a run into replacement characters once one of them fits nothing.
+    tokenizer = byte_fallback()
+    stream, shown = TextStream(tokenizer), ""
+    for token in ids:
+        stream.add(token)
+        shown += stream.take()
+        assert stream.text.startswith(shown)
+    stream.finish()
+    shown += stream.take(everything=True)
+    whole = tokenizer.decode(ids)
+    assert [c for c in shown if c.isascii()] == [c for c in whole if c.isascii()]
+    if "\ufffd" not in whole:
+        assert shown == whole

@@ -1,0 +1,193 @@
+"""Tokenizer files, chat templates (data from a model folder, run in a sandbox) and end tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_jax.errors import ConfigError, TokenizerError
+from dflash_jax.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
+
+from .tokenizers_for_tests import SPECIAL, byte_level
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Héllo?"}]
+TEMPLATE = """{%- for message in messages %}
+[{{ message.role }}] {{ message['content'] | trim }}
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% if not thinking | default(true) %} (no thinking){% endif %}{% endif %}"""
+RENDERED = "[system] Be brief.\n[user] Héllo?\n[assistant]"
+
+
+def folder_with(path: Path, **files: Any) -> Path:
+    """A model folder with a tokenizer and the given files; dicts become JSON, `chat_template` the separate file."""
+    byte_level().backend.save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        if name == "chat_template":
+            (path / "chat_template.jinja").write_bytes(content if isinstance(content, bytes) else content.encode())
+        else:
+            (path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def chat(template: str | None, messages: list[dict[str, Any]] = MESSAGES, **options: Any) -> str:
+    tokenizer = byte_level()
+    tokenizer.template = template
+    return tokenizer.backend.decode(tokenizer.encode_chat(messages, **options), skip_special_tokens=False)
+
+
+def test_encode_and_decode_are_inverse() -> None:
+    tokenizer = byte_level()
+    text = "A naïve 😀 test\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode(f"a{SPECIAL}") == [ord("a"), tokenizer.backend.token_to_id(SPECIAL)]
+    assert tokenizer.decode(tokenizer.encode(f"a{SPECIAL}b")) == "ab"
+
+
+def test_chat_messages_go_through_the_template() -> None:
+    assert chat(TEMPLATE) == RENDERED
+    assert chat(TEMPLATE, thinking=False) == RENDERED + " (no thinking)"
+    assert chat("{{ eos_token }}{{ messages[-1].content }}") == f"{SPECIAL}Héllo?"
+    assert chat("{{ {'b': 1, 'a': 'é<'} | tojson }}") == '{"b": 1, "a": "é<"}'
+
+
+def test_templates_may_leave_loops_early() -> None:
+    assert (
+        chat("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}") == "system"
+    )
+
+
+def test_a_missing_template_says_what_to_do() -> None:
+    with pytest.raises(TokenizerError, match="no chat template: pass a string"):
+        chat(None)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ ''['__class__']['__mro__'] }}",
+        "{{ ''|attr('__class__')|attr('__mro__') }}",
+        "{{ messages.append({'role': 'x', 'content': 'y'}) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ ('%s' % messages.__class__) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+    ],
+)
+def test_payloads_neither_run_nor_leak(payload: str) -> None:
+    try:
+        text = chat(payload)
+    except TokenizerError:
+        return
+    assert not any(word in text for word in ("class", "object", "globals", "root:", "function", "xxxx"))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{% for m in messages %}",
+        "{{ nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 'a'.encode('no such encoding') }}",
+        "{{ messages | sort(attribute='missing') | join(1, 2, 3) }}",
+        "{{ [1, 2].index(7) }}",
+        "{{ 'abc' | slice('x') | list }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    ],
+)
+def test_a_template_that_fails_is_a_tokenizer_error(broken: str) -> None:
+    with pytest.raises(TokenizerError, match="chat template refused these messages"):
+        chat(broken)
+
+
+def test_what_a_template_says_itself_is_in_the_message() -> None:
+    with pytest.raises(TokenizerError, match="roles must alternate"):
+        chat("{{ raise_exception('roles must alternate') }}")
+
+
+def test_templates_are_found_where_folders_keep_them(tmp_path: Path) -> None:
+    def loaded(name: str, **files: Any) -> Tokenizer:
+        (tmp_path / name).mkdir()
+        tokenizer = Tokenizer.from_folder(folder_with(tmp_path / name, **files))
+        assert tokenizer is not None
+        return tokenizer
+
+    assert loaded("none").template is None
+    assert loaded("string", tokenizer_config={"chat_template": "s"}).template == "s"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert loaded("list", tokenizer_config={"chat_template": named}).template == "d"
+    assert loaded("no default", tokenizer_config={"chat_template": named[:1]}).template is None
+    both = loaded("separate", tokenizer_config={"chat_template": "s"}, chat_template=TEMPLATE)
+    assert both.template == TEMPLATE
+    assert both.decode(both.encode_chat(MESSAGES)) == RENDERED
+
+
+def test_named_special_tokens_come_from_the_settings(tmp_path: Path) -> None:
+    settings = {
+        "bos_token": None, "eos_token": {"content": SPECIAL, "special": True}, "pad_token": "<pad>", "add_bos_token": False,
+        "model_max_length": 9,
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config=settings))
+    assert tokenizer is not None
+    assert tokenizer.special == {"eos_token": SPECIAL, "pad_token": "<pad>"}
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "not json", '{"version": "1.0"}', "[1, 2]", '{"model": {"type": "Odd"}}']
+)
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer this version"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer this version"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '"text"'])
+def test_broken_settings_are_named(tmp_path: Path, content: str) -> None:
+    with pytest.raises((TokenizerError, ConfigError), match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config=content))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfeabc", b"x" * (MAX_TEMPLATE_BYTES + 1)], ids=["no text", "too large"])
+def test_a_separate_template_that_cannot_be_one_is_named(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
+        Tokenizer.from_folder(folder_with(tmp_path, chat_template=content))
+
+
+def test_end_tokens_are_looked_up_in_order(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    special = tokenizer.backend.token_to_id(SPECIAL)
+    assert end_token_ids(tmp_path, None) == ()
+    assert end_token_ids(tmp_path, tokenizer) == (special,)
+    tokenizer.special["eos_token"] = "not in the vocabulary"
+    assert end_token_ids(tmp_path, tokenizer) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_token_ids(tmp_path, tokenizer) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": null}')
+    assert end_token_ids(tmp_path, tokenizer) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 11]}')
+    assert end_token_ids(tmp_path, tokenizer) == (9, 7, 11)
+
+
+@pytest.mark.parametrize("value", ["[1, true]", '"5"', "[1.5]", '["x"]', "{}"])
+def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: str) -> None:
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id must be an id"):
+        end_token_ids(tmp_path, None)
