@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
     """
 
     family: Family
-    config: DecoderConfig
+    config: Any  # of the family's config_class
     folder: Path
     dtype: str
     notices: list[str]

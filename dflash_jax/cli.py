@@ -19,7 +19,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.completion import Completion, Piece
 from dflash_jax.errors import (
-    CapacityError, CheckpointError, ConfigError, DFlashError, PairError, ParameterError, PromptError, TokenizerError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DFlashError,
+    PairError,
+    ParameterError,
+    PromptError,
+    TokenizerError,
 )  # fmt: skip
 from dflash_jax.sampling_params import SamplingParams
 

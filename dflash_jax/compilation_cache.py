@@ -42,7 +42,9 @@ def refuse_shared(folder: Path) -> None:
     """Raises PermissionError unless `folder` is the user's own and nobody else can write to it or replace it."""
     folder = folder.resolve()
     if (owner := folder.stat().st_uid) != os.getuid():
-        raise PermissionError(f"{folder} belongs to user {owner}, not to you: set XDG_CACHE_HOME to a folder of your own")
+        raise PermissionError(
+            f"{folder} belongs to user {owner}, not to you: set XDG_CACHE_HOME to a folder of your own"
+        )
     for place in (folder, *folder.parents):
         mode = place.stat().st_mode
         # In a sticky folder, such as /tmp, others can make entries but not replace ours.

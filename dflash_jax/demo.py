@@ -27,7 +27,9 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
     introduce(model)
     # Once through everything, so that no figure below holds a compilation or a first run.
     print("compiling ...", end=" ", flush=True)
-    compile_s = sum(generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in (True, False))
+    compile_s = sum(
+        generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in (True, False)
+    )
     print(f"{compile_s:.1f} s\n")
 
     for prompt in prompts:

@@ -104,13 +104,19 @@ def lines(facts: dict[str, Any]) -> list[str]:
         )
         rows += [
             (model["role"], f"{model['family']} from {model['folder']}"),
-            ("", f"{model['parameters']:,} parameters stored in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded"),
+            (
+                "",
+                f"{model['parameters']:,} parameters stored in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
+            ),
             ("", shape),
         ]
         if "block_size" in model:
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
     rows += [
-        ("pages", f"{size(pages['pool_bytes'])} in {pages['dtype']}: {pages['num_pages']} pages of {pages['page_size']} tokens"),
+        (
+            "pages",
+            f"{size(pages['pool_bytes'])} in {pages['dtype']}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+        ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens"),
         *(("note", notice) for notice in facts["notices"]),
     ]

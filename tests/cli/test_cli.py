@@ -1,0 +1,163 @@
+"""The command `dflash-jax`: what it prints where, its exit codes, and how it stops."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.cli import main
+
+COMMAND = [sys.executable, "-m", "dflash_jax.cli"]
+
+
+def generated(target: Path, prompt: str, **changes) -> dj.Completion:
+    return dj.generate(dj.load(target), prompt, dj.SamplingParams(max_tokens=24, **changes))
+
+
+def test_generate_prints_the_text_and_nothing_else(target, capsys):
+    assert main(["generate", "ab", "--model", str(target), "--max-tokens", "24"]) == 0
+    out, err = capsys.readouterr()
+    assert out == generated(target, "ab").text + "\n"
+    assert err == ""
+
+
+def test_several_prompts_come_in_order(target, capsys):
+    prompts = ["first", "second one", "3"]
+    assert main(["generate", *prompts, "--model", str(target), "--max-tokens", "24"]) == 0
+    expected = [f"==> {prompt!r} <==\n{generated(target, prompt).text}\n" for prompt in prompts]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+def test_json_holds_the_whole_completion(target, capsys):
+    options = ["--temperature", "0.9", "--seed", "7", "--json", "--max-tokens", "24"]
+    assert main(["generate", "ab", "c", "--model", str(target), *options]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == ["ab", "c"]
+    for row in rows:
+        expected = generated(target, row["prompt"], temperature=0.9, seed=7)
+        assert (row["text"], row["token_ids"], row["seed"]) == (expected.text, expected.token_ids, 7)
+        assert row["stats"]["tokens_per_s"] > 0
+
+
+def test_prompt_from_stdin_without_its_final_line_break(target, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    assert main(["generate", "-", "--model", str(target), "--max-tokens", "24"]) == 0
+    assert capsys.readouterr().out == generated(target, "ab").text + "\n"
+
+
+def test_stats_go_to_stderr(target, capsys):
+    assert main(["generate", "ab", "--model", str(target), "--max-tokens", "24", "--stats"]) == 0
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"24 tokens \(length\), \d+ tokens/s, first after [\d.]+ s, compilation [\d.]+ s apart, seed \d+", first
+    )
+    assert re.match(r"[\d.]+ tokens per cycle: 1\S  2\S  3\S  4\S$", second)
+
+
+def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert (
+        main(["generate", "ab", "--model", str(target), "--max-tokens", "150", "--temperature", "5", "--seed", "1"])
+        == 0
+    )
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "x", "--max-tokens", "0"], 4, "max_tokens must be"),
+        (["generate", "x", "--top-p", "2"], 4, "top_p must be"),
+        (["generate", "x", "--max-tokens", "900"], 4, "max_model_len is 200"),
+        (["generate", "", "--max-tokens", "9"], 4, "no tokens"),
+        (["generate", "x", "--max-model-len", "100000"], 4, "max_model_len must be"),
+        (["generate", "x", "--chat", "--max-tokens", "9"], 3, "no chat template"),
+        (["generate", "-", "-"], 2, "once"),
+        (["generate", "x", "--model", "/nowhere"], 3, "/nowhere"),
+        (["info", "/nowhere"], 3, "/nowhere"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(target, capsys, arguments, code, message):
+    if "--model" not in arguments and arguments[0] == "generate":
+        arguments = [*arguments, "--model", str(target)]
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_every_problem_of_a_folder_is_in_the_line(tmp_path, target, capsys):
+    (tmp_path / "config.json").write_text((target / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"no header")
+    assert main(["info", str(tmp_path)]) == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["nothing"], ["generate", "x", "--draft", "d", "--no-draft"]])
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_info_counts_without_loading(target, capsys):
+    assert main(["info", str(target), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    model = dj.load(target)
+    sizes = [sum(array.size for array in model.engine.weights["target"].values())]
+    assert [row["parameters"] for row in facts["models"]][:1] == sizes
+    assert facts["models"][1]["block_size"] == 4
+    assert facts["pages"]["pool_bytes"] == model.engine.pool_bytes
+    assert facts["versions"]["jax"] == jax.__version__
+    assert main(["info", str(target), "--no-draft"]) == 0
+    assert "drafter" not in capsys.readouterr().out
+
+
+def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):
+    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "24"]) == 0
+    out = capsys.readouterr().out
+    assert f"ab{generated(target, 'ab').text}\n" in out
+    assert re.search(r"with drafting +\d+ tokens/s", out)
+    assert re.search(r"without +\d+ tokens/s", out)
+    assert re.search(r"mean acceptance +[\d.]+ tokens in a cycle, of 4 at most", out)
+    assert re.search(r"cycles by length  1\S  2\S  3\S  4\S\n", out)
+    assert "same text         yes: 1 of 1" in out
+
+
+def test_demo_without_a_drafter(target, capsys):
+    assert main(["demo", "ab", "--model", str(target), "--no-draft", "--max-tokens", "9"]) == 0
+    assert "acceptance" not in capsys.readouterr().out
+
+
+def test_interrupt_ends_quietly_with_130(target):
+    run = [*COMMAND, "generate", "ab", "--model", str(target), "--max-tokens", "190", "--temperature", "1"]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout.read(1), process.stderr.read()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.decode().strip()) in [
+        (130, "interrupted"),
+        (0, ""),
+    ]  # it may have been done by then
+
+
+def test_reader_that_leaves_is_no_traceback(target):
+    run = [*COMMAND, "generate", *["ab"] * 8, "--model", str(target), "--max-tokens", "190", "--temperature", "1"]
+    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) in (0, 1)
+    assert b"Traceback" not in process.stderr.read()
+    process.stderr.close()

@@ -1,0 +1,96 @@
+"""The CLI's compilation cache: where it is, who may write to it, and that a second process compiles nothing twice."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from dflash_jax.compilation_cache import cache_folder, enable_compilation_cache, refuse_shared
+
+
+@pytest.fixture
+def private(tmp_path, monkeypatch):
+    """A cache root of our own, and JAX's settings as they were afterwards."""
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield tmp_path / "cache"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_folder_is_made_private(private):
+    folder = enable_compilation_cache()
+    assert folder == private / "dflash_jax" / "xla"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_folder_that_others_may_write_to_is_refused(private, mode):
+    folder = cache_folder()
+    folder.mkdir(parents=True)
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match="chmod go-w"):
+        enable_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_parent_that_others_may_write_to_is_refused_unless_sticky(private):
+    folder = cache_folder()
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match=str(folder.parent)):
+        refuse_shared(folder)
+    folder.parent.chmod(0o1777)
+    refuse_shared(folder)
+
+
+def test_link_is_judged_by_where_it_leads(private, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    cache_folder().parent.mkdir(parents=True)
+    cache_folder().symlink_to(shared)
+    with pytest.raises(PermissionError):
+        enable_compilation_cache()
+
+
+def test_settings_of_jax_come_first(private, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "named"))
+    assert enable_compilation_cache() == tmp_path / "named"
+    assert not private.exists()
+
+
+def test_relative_xdg_folder_is_ignored(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == Path.home() / ".cache" / "dflash_jax" / "xla"
+
+
+def test_second_process_finds_the_programs(target, tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))
+    }
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    run = [sys.executable, "-m", "dflash_jax.cli", "generate", "ab", "--model", str(target), "--max-tokens", "24"]
+    entries = []
+    for _ in range(2):
+        subprocess.run(run, env=environment, check=True, capture_output=True)
+        entries.append(
+            {path.name for path in (tmp_path / "dflash_jax" / "xla").iterdir() if path.name.endswith("-cache")}
+        )
+    assert entries[0]
+    assert entries[1] == entries[0]
+
+
+def test_unusable_folder_is_a_note_and_no_error(target, tmp_path):
+    (tmp_path / "dflash_jax").write_text("a file in the way")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
+    run = [sys.executable, "-m", "dflash_jax.cli", "generate", "ab", "--model", str(target), "--max-tokens", "9"]
+    done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
+    assert done.stderr.startswith("note: compiled programs are not kept: ")
