@@ -96,8 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
     about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
-    options = {"nargs": "?"} if not name.startswith("-") else {}
-    parser.add_argument(name, metavar="PATH", help=about, **options)
+    if name.startswith("-"):
+        parser.add_argument(name, metavar="PATH", help=about)
+    else:
+        parser.add_argument(name, metavar="PATH", help=about, nargs="?")
 
 
 def load_options(args: argparse.Namespace) -> dict:

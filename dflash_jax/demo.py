@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from dflash_jax.config import DecoderConfig
 from dflash_jax.generation import generate, stream
 from dflash_jax.model import Model, load
-from dflash_jax.models import count, dflash_parameters, qwen3_parameters
+from dflash_jax.models import FAMILIES, count
 from dflash_jax.report import acceptance_histogram, mean_acceptance, tokens_per_second
 from dflash_jax.sampling_params import SamplingParams
 
@@ -59,8 +60,12 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
 def introduce(model: Model) -> None:
     """One line: what runs, and where."""
     device = jax.local_devices()[0]
-    about = f"{model.name} on {device.device_kind} in {model.engine.dtype}: "
-    about += f"a target of {count(qwen3_parameters(model.target)) / 1e6:.1f} million parameters"
+    about = f"{model.name} on {device.device_kind} in {model.engine.dtype}: a target of {_size(model.target)}"
     if model.draft is not None:
-        about += f", a drafter of {count(dflash_parameters(model.draft)) / 1e6:.1f} million, blocks of {model.draft.block_size}"
+        about += f", a drafter of {_size(model.draft)}, blocks of {model.draft.block_size}"
     print(about, flush=True)
+
+
+def _size(config: DecoderConfig) -> str:
+    family = next(family for family in FAMILIES if isinstance(config, family.config_class))
+    return f"{count(family.parameters(config)) / 1e6:.1f} million parameters"
