@@ -1,8 +1,9 @@
 """What a caller may ask of one request, with vLLM's field names."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import no_type_check
 
 from dflash_jax.errors import ParameterError
 
@@ -10,6 +11,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 
 
+@no_type_check  # it checks its own fields: what is wrong is a ParameterError, whoever else watches types
 @dataclass(frozen=True, kw_only=False)
 class SamplingParams:
     """Sampling parameters of one request. Greedy and 256 tokens unless told otherwise.
@@ -48,8 +50,8 @@ class SamplingParams:
     include_stop: bool = False
 
     def __post_init__(self):
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._items("stop"))
+        object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids"))
         self._integer("max_tokens", 1, None)
         self._integer("min_tokens", 0, self.max_tokens)
         self._integer("top_k", 0, None)
@@ -68,6 +70,13 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    def _items(self, name: str) -> tuple:
+        value = getattr(self, name)
+        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+            kind = "a string or a list of non-empty strings" if name == "stop" else f"a list of at most {MAX_STOP_IDS} token ids"
+            raise ParameterError(f"{name} must be {kind}, got {value!r}")
+        return tuple(value)
 
     def _integer(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)

@@ -4,6 +4,7 @@ Target and drafter use the same page indices in pools of their own, so one accou
 share is shared for both models.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from dflash_jax.errors import CapacityError
@@ -30,6 +31,8 @@ class PageAllocator:
         Raises:
           CapacityError: fewer are free.
         """
+        if count < 0:
+            raise ValueError(f"{count} pages cannot be allocated")
         if count > len(self._free):
             raise CapacityError(
                 f"{count} pages wanted, {len(self._free)} of {self.num_pages} free: wait for running requests, send shorter ones, "
@@ -41,21 +44,26 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds an owner to pages in use."""
+        """Adds an owner to pages in use; changes nothing where one of them has none."""
         for page in pages:
-            if self._owners[page] == 0:
+            if not self._owned(page):
                 raise ValueError(f"page {page} has no owner and cannot be shared")
         for page in pages:
             self._owners[page] += 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """Takes one owner from each page; a page without owners is free again."""
-        for page in pages:
-            if self._owners[page] == 0:
+        """Takes one owner from each page; a page without owners is free again. Changes nothing where that is too many."""
+        for page, times in Counter(pages).items():
+            if not self._owned(page) or self._owners[page] < times:
                 raise ValueError(f"page {page} is already free")
+        for page in pages:
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 self._free.append(page)
+
+    def _owned(self, page: int) -> bool:
+        # -1 stands for no page in tables; as an index it would be the last one.
+        return 0 <= page < self.num_pages and self._owners[page] > 0
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page is either free once or owned, never both and never neither."""

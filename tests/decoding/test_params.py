@@ -1,0 +1,83 @@
+"""SamplingParams: every value outside its range is refused with field, value and range."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+
+NOT_INTEGERS = (1.0, "1", True, None, [1])
+NOT_NUMBERS = ("1", True, None, math.nan, math.inf, -math.inf, 1j)
+
+BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "max_tokens": ("an integer at least 1", (0, -1, *NOT_INTEGERS)),
+    "min_tokens": ("an integer from 0 to 256", (-1, 257, *NOT_INTEGERS)),
+    "top_k": ("an integer at least 0", (-1, *NOT_INTEGERS)),
+    "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
+    "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
+    "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
+    "top_p": ("a number above 0.0 to 1.0", (0.0, -0.5, 1.1, *NOT_NUMBERS)),
+    "min_p": ("a number from 0.0 to 1.0", (-0.1, 1.01, *NOT_NUMBERS)),
+    "stop": ("non-empty strings", ("", ["a", ""], [b"a"], [1], b"ab", None, 5)),
+    "stop_token_ids": (f"at most {MAX_STOP_IDS} token ids", ([-1], [1.0], ["a"], "12", [True], None, 5, [0] * 65)),
+    "ignore_eos": ("True or False", (1, 0, None, "yes")),
+    "include_stop": ("True or False", (1, 0, None, "yes")),
+}
+CASES = [(field, span, value) for field, (span, values) in BAD.items() for value in values]
+
+
+@pytest.mark.parametrize(("field", "span", "value"), CASES, ids=[f"{case[0]}={case[2]!r:.20}" for case in CASES])
+def test_a_bad_value_is_named_with_its_range(field: str, span: str, value: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{field: value})
+    text = str(caught.value)
+    assert text.startswith(f"{field} must ")
+    assert span in text
+    shown = value if field not in ("stop", "stop_token_ids") or not isinstance(value, list) else value[-1]
+    assert repr(shown) in text
+    assert isinstance(caught.value, DFlashError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_every_field_is_covered() -> None:
+    assert set(BAD) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 1, "min_tokens": 1, "top_k": 0, "logprobs": 0, "seed": 0, "temperature": 0.0, "min_p": 0.0},
+        {"top_p": 1.0, "min_p": 1.0, "temperature": 1e4, "seed": 2**64 - 1, "logprobs": MAX_LOGPROBS, "top_k": 10**9},
+        {"top_p": 1e-9, "stop": "end", "stop_token_ids": range(MAX_STOP_IDS)},
+        {"stop": ["a", "b"], "stop_token_ids": (0, 5)},
+    ],
+)
+def test_the_ends_of_every_range_are_allowed(values: dict[str, Any]) -> None:
+    params = SamplingParams(**values)
+    assert isinstance(params.stop, tuple)
+    assert isinstance(params.stop_token_ids, tuple)
+
+
+def test_greedy_and_256_tokens_unless_told_otherwise() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.stop, params.seed) == (256, 0.0, (), None)
+    assert SamplingParams(stop="ab").stop == ("ab",)
+
+
+def test_parameters_do_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+    stop = ["a"]
+    params = SamplingParams(stop=stop)
+    stop.append("b")
+    assert params.stop == ("a",)
+    assert hash(params) == hash(SamplingParams(stop=("a",)))
+
+
+def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
+    assert SamplingParams(max_tokens=5, min_tokens=5).min_tokens == 5
+    with pytest.raises(ParameterError, match="min_tokens must be an integer from 0 to 5, got 6"):
+        SamplingParams(max_tokens=5, min_tokens=6)
