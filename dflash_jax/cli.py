@@ -84,7 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", parents=[models], help="what drafting does, shown with the pair that ships")
     demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
     _add_model(demo, "--model")
-    demo.add_argument("--max-tokens", type=int, default=160, metavar="N")
+    demo.add_argument("--max-tokens", type=int, default=128, metavar="N")
     demo.set_defaults(run=run_demo)
 
     info = commands.add_parser("info", parents=[models], help="models, sizes, memory of pages, versions, device")

@@ -13,11 +13,8 @@ from dflash_jax.models import FAMILIES, count
 from dflash_jax.report import acceptance_histogram, mean_acceptance, tokens_per_second
 from dflash_jax.sampling_params import SamplingParams
 
-PROMPTS = (
-    "def quicksort(items):\n",
-    "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
-    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-)
+# A prompt ends inside a line: the line break and the indent after it are one token.
+PROMPTS = ("def quicksort(", "class Matrix:\n    def __init__(self, rows, columns):", "def test_")
 
 
 def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *, bars: bool = True) -> int:

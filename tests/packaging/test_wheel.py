@@ -1,0 +1,80 @@
+"""One wheel with three import packages, and what an installation of it can and cannot do."""
+
+import json
+import tomllib
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+VERSION = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["version"]
+PACKAGES = ("dflash_convert", "dflash_jax", "dflash_kernels")
+MAX_WHEEL_BYTES = 26_000_000
+ROOT_NAMES = ("kernels", "convert", "tests", "benchmarks", "notebooks")
+
+
+@pytest.fixture(params=["installed", "editable"])
+def environment(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_wheel_holds_the_packages_and_the_pair(wheel, sources):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {PurePosixPath(name).parts[0] for name in names} == {*PACKAGES, f"dflash_jax-{VERSION}.dist-info"}
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    modules = {
+        path.relative_to(sources / root)
+        for root in (".", "kernels", "convert")
+        for path in (sources / root).glob("dflash_*/**/*.py")
+    }
+    assert {str(path) for path in modules} <= names
+    pair = {str(path.relative_to(sources)) for path in (sources / "dflash_jax" / "pair").glob("*/*")}
+    assert {f"dflash_jax/pair/{part}/model.safetensors" for part in ("target", "draft")} <= pair <= names
+
+
+def test_wheel_stays_small(wheel):
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+
+
+def test_nothing_else_lands_in_site_packages(installed):
+    found = {path.name for path in installed.packages.iterdir()} - {"dependencies.pth", "__pycache__"}
+    assert found == {*PACKAGES, f"dflash_jax-{VERSION}.dist-info"}
+
+
+def test_folders_of_the_repository_are_not_importable(environment):
+    code = """
+import importlib.util, json
+specs = {name: importlib.util.find_spec(name) for name in %r}
+print(json.dumps({name: [str(place) for place in (spec.submodule_search_locations or [spec.origin])] for name, spec in specs.items() if spec}))
+"""
+    for places in environment.evaluate(code % (ROOT_NAMES,)).values():
+        # A package of that name may be installed beside this one; it must be that one that is found.
+        assert all("site-packages" in place and not place.startswith(str(environment.packages)) for place in places)
+
+
+def test_imports_work_from_another_folder(environment, sources):
+    code = "import json, dflash_jax, dflash_kernels, dflash_convert\n"
+    code += "print(json.dumps([module.__file__ for module in (dflash_jax, dflash_kernels, dflash_convert)]))"
+    roots = [environment.packages] * 3
+    if not (environment.packages / "dflash_jax").exists():
+        roots = [sources, sources / "kernels", sources / "convert"]
+    names = ("dflash_jax", "dflash_kernels", "dflash_convert")
+    assert environment.evaluate(code) == [
+        str(root / name / "__init__.py") for root, name in zip(roots, names, strict=True)
+    ]
+
+
+def test_command_finds_the_pair_that_ships(environment):
+    facts = json.loads(environment.run("dflash-jax", "info", "--json"))
+    assert facts["versions"]["dflash-jax"] == VERSION
+    assert [model["role"] for model in facts["models"]] == ["target", "draft"]
+
+
+def test_commands_start(installed):
+    assert "generate" in installed.run("dflash-jax", "--help")
+    assert "--output" in installed.run("dflash-convert", "--help")
+
+
+def test_version_is_that_of_the_metadata(installed):
+    assert installed.evaluate("import json, dflash_jax; print(json.dumps(dflash_jax.__version__))") == VERSION
