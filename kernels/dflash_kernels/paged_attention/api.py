@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.paged_attention.reference import paged_attention_reference
 
-IMPLEMENTATIONS = {"xla": paged_attention_reference}
+IMPLEMENTATIONS = {"mosaic_gpu": paged_attention_mosaic_gpu, "xla": paged_attention_reference}
 
 
 def paged_attention(

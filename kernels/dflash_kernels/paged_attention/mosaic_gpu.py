@@ -1,0 +1,107 @@
+"""Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+CHOSEN = Tuning()
+
+
+def paged_attention_mosaic_gpu(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """See `paged_attention`. Raises NotImplementedError for what it does not take."""
+    _refuse_device(causal)
+    return tuned(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
+        scale=scale,
+    )  # fmt: skip
+
+
+def tuned(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    scale: float,
+    tuning: Tuning = CHOSEN,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    _refuse_call(q, k_pages, v_pages, soft_cap, scale)
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.paged_attention import mosaic_gpu_kernel as kernel
+    from dflash_kernels.paged_attention import mosaic_gpu_merge as merging
+
+    b, tokens, n, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    group = n // kv_heads
+    launch = plan(
+        tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
+        table_width=page_table.shape[1], has_sinks=sinks is not None, causal=causal, window=window, soft_cap=soft_cap,
+        scale=scale,
+    )  # fmt: skip
+    rows = tokens * group
+    padded = -(-rows // 8) * 8 if launch.row_blocks == 1 else launch.row_blocks * launch.block_rows
+    folded = jnp.moveaxis(q.reshape(b, tokens, kv_heads, group, head_dim), 2, 1).reshape(b, kv_heads, rows, head_dim)
+    folded = jnp.pad(folded, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
+    out, parts_lse = kernel.attention(launch, folded, k_pages, v_pages, *integers, interpret=interpret)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
+    if launch.direct:
+        return out.reshape(q.shape), lse
+    if tuning.merge == "xla" or not merging.kernel_merges(group, head_dim):
+        return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
+
+
+def _refuse_device(causal: bool) -> None:
+    """Raises NotImplementedError where the default device cannot run the kernel."""
+    chosen = jax.config.jax_default_device
+    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    capability = getattr(device, "compute_capability", "none")
+    if device.platform != "gpu" or capability != "9.0":
+        had = f"the default device, {device.device_kind}, has {capability}"
+        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {had}")
+    found = re.search(r"cuda (\d+)", str(getattr(device.client, "platform_version", "")))
+    if causal and found and 12080 <= int(found[1]) < 12091:
+        raise NotImplementedError(f"CUDA {found[1]} miscompiles causal masks of such kernels; use 12.9.1 or later")
+
+
+def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {given}")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
+    page_size = k_pages.shape[2]
+    if page_size % 64 and (64 % page_size or page_size < 8):
+        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise NotImplementedError(f"takes a positive scale and soft cap, not {scale} and {soft_cap}")

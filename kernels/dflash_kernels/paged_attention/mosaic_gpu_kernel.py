@@ -1,0 +1,323 @@
+"""The Hopper kernel: one CTA attends with one block of query rows to one part of one sequence's pages.
+
+A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, 64 rows to a warpgroup, so that every
+key and value is read once for all query tokens. Keys come in tiles through a ring of shared memory filled by TMA, one copy
+for each page. There is no producer warpgroup: the first warpgroup refills a stage as soon as its tile is used up, which keeps
+a CTA at 128 threads and lets two of them share a multiprocessor and hide each other's softmax. Scores stay in registers; the
+softmax is online, in base 2, in float32.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, add_values, precise_tanh, scores_of, spread, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
+
+_WGMMA = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
+    tiles = {"transforms": swizzled(dtype, launch.head_dim)}
+    rows = (launch.warpgroups, ROWS, launch.head_dim)
+    pool = (launch.stages, launch.keys, launch.head_dim)
+    # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
+    out = {} if launch.direct else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
+    freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
+    buffers = {
+        "q_sm": plgpu.SMEM(rows, dtype, **tiles), "k_sm": plgpu.SMEM(pool, dtype, **tiles),
+        "v_sm": plgpu.SMEM(pool, dtype, **tiles),
+        "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
+        "q_in": plgpu.Barrier(num_barriers=launch.warpgroups),
+        "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
+    }  # fmt: skip
+    if interpret is not None:
+        buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
+    return buffers
+
+
+def attention(
+    launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table: jax.Array, seq_lens: jax.Array,
+    q_lens: jax.Array, interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs the kernel.
+
+    Args:
+      launch: shapes and schedule.
+      q: `[B, K, row_blocks * block_rows or fewer, H]`, rows of a KV head padded to a multiple of 8.
+      k_pages, v_pages: `[P, K, p, H]`. Rows at or past `seq_lens` may hold anything.
+      table: `[B, W]` int32. Entries past a sequence's last page are never read.
+      seq_lens, q_lens: `[B]` int32.
+
+    Returns:
+      Output `[B, T, K, G, H]` where `launch.direct`, else float32 partial outputs `[B, K, splits, rows, H]`, each normalised, whose
+      rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
+    """
+    b, rows = q.shape[0], launch.row_blocks * launch.block_rows
+    if launch.direct:
+        out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
+    else:
+        out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, q.shape[2], launch.head_dim), jnp.float32)
+
+    def body(q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, **buffers):
+        _Block(launch, q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
+        scratch_types=scratch(launch, q.dtype, interpret),
+        grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
+        num_threads=launch.warpgroups, thread_name="wg",
+        # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(q, k_pages, v_pages, table, seq_lens, q_lens)  # fmt: skip
+
+
+class _Block:
+    """One CTA's work. Scalars of its sequence and rows are read once, at construction."""
+
+    def __init__(self, launch, q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers):
+        self.launch, self.buffers = launch, buffers
+        self.q_ref, self.k_ref, self.v_ref, self.table_ref = q_ref, k_ref, v_ref, table_ref
+        self.o_ref, self.lse_ref = o_ref, lse_ref
+        self.b, self.split, self.wg = lax.axis_index("b"), lax.axis_index("split"), lax.axis_index("wg")
+        heads = lax.axis_index("heads")
+        self.head = lax.rem(heads, jnp.int32(launch.kv_heads))
+        self.row_block = lax.div(heads, jnp.int32(launch.kv_heads))
+        self.first_row = self.row_block * launch.block_rows + self.wg * ROWS
+        self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
+        # A sequence longer than its table is cut to it; positions still count from the true length.
+        self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
+        self._ranges()
+
+    def _limits(self, token):
+        """First key a query token sees, and the key after the last one."""
+        position = self.seq_len - self.q_len + token
+        left, right = self.launch.window
+        low, high = 0 if left is None else position - left, self.kv_len
+        if self.launch.causal:
+            high = jnp.minimum(high, position + 1)
+        if right is not None:
+            high = jnp.minimum(high, position + (right + 1))
+        return low, high
+
+    def _ranges(self):
+        """Tiles of this split: [begin, end); all live rows see the whole of tiles [full_begin, full_end)."""
+        launch, keys = self.launch, jnp.int32(self.launch.keys)
+        first = lax.div(self.row_block * launch.block_rows, jnp.int32(launch.group))
+        last = lax.div(self.row_block * launch.block_rows + (launch.block_rows - 1), jnp.int32(launch.group))
+        last = jnp.minimum(last, self.q_len - 1)
+        (low, full_high), (full_low, high) = self._limits(first), self._limits(last)
+        low, high = jnp.maximum(low, 0), jnp.where(first < self.q_len, jnp.maximum(high, 0), 0)
+        low_tile, high_tile = lax.div(low, keys), lax.div(high + (keys - 1), keys)
+        tiles = jnp.maximum(high_tile - low_tile, 0)
+        share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
+        self.begin = low_tile + self.split * share
+        self.end = jnp.maximum(jnp.minimum(self.begin + share, low_tile + tiles), self.begin)
+        self.full_begin = self.begin
+        if launch.window[0] is not None:
+            first_whole = lax.div(jnp.maximum(full_low, 0) + (keys - 1), keys)
+            self.full_begin = jnp.clip(first_whole, self.begin, self.end)
+        self.full_end = jnp.clip(lax.div(jnp.maximum(full_high, 0), keys), self.full_begin, self.end)
+
+    def run(self):
+        @pl.when(self.begin < self.end)
+        def _():
+            self._start()
+            rows = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
+            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
+            acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.head_dim), jnp.float32), _WGMMA)
+            carry = (acc, rows, total)
+            if self.launch.window[0] is not None:
+                carry = lax.fori_loop(self.begin, self.full_begin, self._masked_step, carry)
+            carry = lax.fori_loop(self.full_begin, self.full_end, self._step, carry)
+            carry = lax.fori_loop(self.full_end, self.end, self._masked_step, carry)
+            self._finish(*carry)
+
+        @pl.when(self.begin >= self.end)
+        def _():
+            self._nothing()
+
+    def _start(self):
+        """The queries and the first tiles of the ring. Page ids are read for all of them before the first copy needs one."""
+        # Rows past the given ones stay as they are: a row's garbage never leaves that row.
+        for wg, rows in enumerate(self._given_rows()):
+
+            @pl.when(self.wg == wg)
+            def _(wg=wg, rows=rows):
+                source = self.q_ref.at[self.b, self.head, pl.ds(self.first_row, rows)]
+                target = self.buffers["q_sm"].at[wg, pl.ds(0, rows)]
+                plgpu.copy_gmem_to_smem(source, target, self.buffers["q_in"].at[wg])
+
+        @pl.when(self.wg == 0)
+        def _():
+            tiles = [self.begin + stage for stage in range(self.launch.stages)]
+            pages = [self._pages(tile) for tile in tiles]
+            for tile, held in zip(tiles, pages, strict=True):
+
+                @pl.when(tile < self.end)
+                def _(tile=tile, held=held):
+                    self._fill("k", tile, held)
+                    self._fill("v", tile, held)
+
+        plgpu.barrier_wait(self.buffers["q_in"].at[self.wg])
+
+    def _given_rows(self):
+        """Rows that each warpgroup has in `q`."""
+        if self.launch.row_blocks > 1:
+            return [ROWS] * self.launch.warpgroups
+        return [min(self.q_ref.shape[2] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
+
+    def _pages(self, tile):
+        """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
+        launch = self.launch
+        last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
+        if launch.page_size >= launch.keys:
+            entries = [lax.div(tile, jnp.int32(launch.page_size // launch.keys))]
+        else:
+            entries = [tile * launch.copies + copy for copy in range(launch.copies)]
+        return [self.table_ref[self.b, jnp.minimum(entry, last)] for entry in entries]
+
+    def _fill(self, which, tile, pages):
+        """Starts the copies of one tile of keys or values."""
+        launch, stage = self.launch, self._stage(tile)
+        pool = self.k_ref if which == "k" else self.v_ref
+        memory, barrier = self.buffers[f"{which}_sm"], self.buffers[f"{which}_in"]
+        if launch.page_size >= launch.keys:
+            part = lax.rem(tile, jnp.int32(launch.page_size // launch.keys))
+            rows = pl.ds(part * launch.keys, launch.keys)
+            plgpu.copy_gmem_to_smem(pool.at[pages[0], self.head, rows], memory.at[stage], barrier.at[stage])
+            return
+        for copy, page in enumerate(pages):
+            rows = pl.ds(copy * launch.page_size, launch.page_size)
+            plgpu.copy_gmem_to_smem(pool.at[page, self.head], memory.at[stage, rows], barrier.at[stage])
+
+    def _refill(self, which, tile, pages):
+        """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""
+        stage, freed = self._stage(tile), self.buffers[f"{which}_out"]
+        plgpu.barrier_arrive(freed.at[stage])
+
+        @pl.when(self.wg == 0)
+        def _():
+            plgpu.barrier_wait(freed.at[stage])
+            coming = tile + self.launch.stages
+            pl.when(coming < self.end)(functools.partial(self._fill, which, coming, pages))
+
+    def _stage(self, tile):
+        return lax.rem(tile - self.begin, jnp.int32(self.launch.stages))
+
+    def _masked_step(self, tile, carry):
+        return self._step(tile, carry, masked=True)
+
+    def _step(self, tile, carry, *, masked=False):
+        """One tile of keys: scores, online softmax, values."""
+        launch, stage = self.launch, self._stage(tile)
+        acc, top, total = carry
+        coming = self._pages(tile + launch.stages)
+        plgpu.barrier_wait(self.buffers["k_in"].at[stage])
+        scores = scores_of(self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage], launch.keys)
+        self._refill("k", tile, coming)
+        if launch.soft_cap is None:
+            unit = launch.scale * LOG2E
+        else:
+            scores, unit = precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
+        if masked:
+            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1) * unit)
+        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        kept = jnp.exp2(top - base)
+        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
+        total = total * kept + weights.sum(axis=1)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        weights = weights.astype(self.buffers["v_sm"].dtype)
+        plgpu.barrier_wait(self.buffers["v_in"].at[stage])
+        if masked:
+            self._clear_unused_values(tile)
+        staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
+        acc = add_values(acc, weights, self.buffers["v_sm"].at[stage], staged)
+        self._refill("v", tile, coming)
+        return acc, new_top, total
+
+    def _row_tokens(self):
+        """Query token of each row of this warpgroup."""
+        rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
+        return lax.div(rows + self.first_row, jnp.int32(self.launch.group))
+
+    def _mask(self, tile):
+        launch, shape = self.launch, (ROWS, self.launch.keys)
+        bounded = launch.causal or launch.window != (None, None)
+        low, high = self._limits(self._row_tokens()) if bounded else (0, self.kv_len)
+        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
+        mask = keys < spread(high - tile * self.launch.keys, shape)
+        if self.launch.window[0] is not None:
+            mask &= keys >= spread(low - tile * self.launch.keys, shape)
+        return mask
+
+    def _clear_unused_values(self, tile):
+        """Zeroes the value rows past the sequence: their weight is 0, and 0 * NaN is NaN.
+
+        With two warpgroups both do it, without waiting for each other: they write the same bits.
+        """
+        live = self.kv_len - tile * self.launch.keys
+
+        @pl.when(live < self.launch.keys)
+        def _():
+            values = self.buffers["v_sm"].at[self._stage(tile)]
+            shape = (self.launch.keys, self.launch.head_dim)
+            rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), _WGMMA)
+            held = plgpu.layout_cast(values[...], _WGMMA)
+            values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
+            plgpu.commit_smem()
+
+    def _finish(self, acc, top, total):
+        """Normalises and writes this warpgroup's rows."""
+        live = (self._row_tokens() < self.q_len) & (total != 0)
+        inverse = jnp.where(live, 1.0 / jnp.where(live, total, 1.0), 0.0)
+        lse = jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf)
+        factor = lax.broadcast_in_dim(inverse, acc.shape, [0])
+        # Not a product alone: rows past the live ones may hold NaN.
+        self._write(jnp.where(factor != 0, acc * factor, 0.0), lse)
+
+    def _nothing(self):
+        lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.head_dim), jnp.float32), _WGMMA)
+        self._write(zeros if self.launch.direct else None, lse)
+
+    def _write(self, out, lse):
+        launch, o_sm = self.launch, self.buffers["o_sm"]
+        self.lse_ref.at[self.b, self.head, self.split, pl.ds(self.first_row, ROWS)][...] = lse
+        if out is None:
+            return
+        o_sm.at[self.wg][...] = out.astype(o_sm.dtype)
+        plgpu.commit_smem()
+        if launch.direct:
+            self._write_tokens(o_sm.at[self.wg])
+        else:
+            for wg, rows in enumerate(self._given_rows()):
+
+                @pl.when(self.wg == wg)
+                def _(wg=wg, rows=rows):
+                    target = self.o_ref.at[self.b, self.head, self.split, pl.ds(self.first_row, rows)]
+                    plgpu.copy_smem_to_gmem(o_sm.at[wg, pl.ds(0, rows)], target)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def _write_tokens(self, rows):
+        """The output itself, one token's group of heads after the other. Tiles hold whole tokens, or there is only one tile."""
+        group = self.launch.group
+        first = lax.div(self.first_row, jnp.int32(group))
+
+        @pl.loop(0, jnp.minimum(self.launch.tokens - first, ROWS // group))
+        def _(token):
+            target = self.o_ref.at[self.b, first + token, self.head]
+            plgpu.copy_smem_to_gmem(rows.at[pl.ds(token * group, group)], target)

@@ -1,0 +1,62 @@
+"""Steps of the Hopper kernel that stand alone: layouts, bounds, and the two matrix products."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS
+
+LOG2E = math.log2(math.e)
+
+
+def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
+    """Shared-memory layout that matrix instructions and TMA read without bank conflicts."""
+    for swizzle in (128, 64, 32):
+        if columns % (swizzle // jnp.dtype(dtype).itemsize) == 0:
+            return (
+                plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
+                plgpu.SwizzleTransform(swizzle),
+            )
+    raise NotImplementedError(f"rows of {columns} {jnp.dtype(dtype).name} do not tile")
+
+
+def spread(bound, shape):
+    """A bound of each row over a tile; one bound for all rows stays a scalar."""
+    return bound if bound.ndim == 0 else lax.broadcast_in_dim(bound, shape, [0])
+
+
+def precise_tanh(x):
+    """From exp2: the hardware's own tanh keeps eleven bits, too few under a cap of fifty."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
+
+
+def scores_of(queries, keys, count):
+    """`[64, H] @ [count, H].T` in float32, both in shared memory."""
+
+    def multiply(scores):
+        plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
+        return scores[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
+
+
+def add_values(acc, weights, values, staged):
+    """`acc + weights @ values` with the weights and the sum in registers.
+
+    Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it `staged` is
+    shared memory for the weights, and the product is added afterwards.
+    """
+    if staged is None:
+        return pl.run_state(lambda total: plgpu.wgmma(total, weights, values))(plgpu.ACC.init(acc))
+    staged[...] = weights
+    plgpu.commit_smem()
+
+    def multiply(product):
+        plgpu.wgmma(product, staged, values)
+        return product[...]
+
+    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))

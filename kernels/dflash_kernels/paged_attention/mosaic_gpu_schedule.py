@@ -1,0 +1,122 @@
+"""How a call of the Hopper kernel is cut into CTAs. Arithmetic on shapes only."""
+
+import dataclasses
+import math
+from typing import Any
+
+ROWS = 64  # query rows of a warpgroup: the M of a Hopper matrix instruction
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024
+# Of a CTA that shares its multiprocessor with a second one: half of 228 KiB, less the KiB that the system keeps.
+HALF_SHARED_MEMORY = 113 * 1024
+BARRIERS = 512  # bytes, more than any launch has
+MOST_SPLITS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Choices that change speed and rounding only. None: chosen from the shapes.
+
+    Attributes:
+      splits: parts each sequence's pages are dealt to.
+      stages: tiles of keys and values in flight in a CTA.
+      keys: keys of a tile, 64 or 128.
+      min_tiles: fewest tiles worth a part of their own.
+      merge: "kernel" or "xla".
+    """
+
+    splits: int | None = None
+    stages: int | None = None
+    keys: int = 64
+    min_tiles: int = 1
+    merge: str = "kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Everything static about one launch.
+
+    Attributes:
+      tokens, group, head_dim, page_size, table_width, kv_heads: shapes of the call.
+      warpgroups: 64-row tiles of one CTA, which share its keys and values.
+      row_blocks: CTAs that the rows of one KV head are spread over.
+      keys: keys of a tile; stages: tiles in flight.
+      splits: parts that a sequence's visible pages are dealt to; min_tiles: fewest tiles worth a part of their own.
+      direct: write the output itself (one split, no sinks) rather than float32 partial results.
+    """
+
+    tokens: int
+    group: int
+    head_dim: int
+    page_size: int
+    table_width: int
+    kv_heads: int
+    warpgroups: int
+    row_blocks: int
+    keys: int
+    stages: int
+    splits: int
+    min_tiles: int
+    direct: bool
+    causal: bool
+    window: tuple[int | None, int | None]
+    soft_cap: float | None
+    scale: float
+
+    @property
+    def block_rows(self) -> int:
+        return self.warpgroups * ROWS
+
+    @property
+    def copies(self) -> int:
+        """Copies that fill one tile: one for each page in it."""
+        return max(self.keys // self.page_size, 1)
+
+
+def plan(
+    tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
+    has_sinks: bool, **mask: Any,
+) -> Launch:  # fmt: skip
+    """Cuts a call into CTAs."""
+    tiles = -(-tokens * group // ROWS)
+    # Two warpgroups of wider heads would not fit into shared memory.
+    warpgroups = min(tiles, 2 if head_dim <= 128 else 1)
+    row_blocks = -(-tiles // warpgroups)
+    keys = tuning.keys
+    if page_size > keys and page_size % keys:
+        keys = 64
+    ctas = b * kv_heads * row_blocks
+    per_multiprocessor = 2 if warpgroups == 1 and keys == 64 and head_dim <= 128 else 1
+    splits = tuning.splits
+    if splits is None:
+        slots = MULTIPROCESSORS * per_multiprocessor
+        splits = best_splits(ctas, slots, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS))
+    # A part that starts or ends inside a token's group of rows has no place in the output until it is merged.
+    whole_tokens = tiles == 1 or ROWS % group == 0
+    direct = splits == 1 and not has_sinks and whole_tokens
+    stages = tuning.stages
+    if stages is None:
+        queries = warpgroups * ROWS * head_dim * (4 if direct else 6)
+        budget = HALF_SHARED_MEMORY if per_multiprocessor == 2 else SHARED_MEMORY
+        stages = max(min((budget - queries - BARRIERS) // (keys * head_dim * 4), 4), 2)
+    return Launch(
+        tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
+        warpgroups=warpgroups, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
+        direct=direct, **mask,
+    )  # fmt: skip
+
+
+def best_splits(ctas: int, slots: int, longest: int, keys: int, rows: int) -> int:
+    """Parts of a sequence that cost least, for `ctas` CTAs of whole sequences and `slots` CTAs at a time on the GPU.
+
+    A wave of CTAs that leaves slots empty wastes them; a part costs the bytes of its float32 result, written and read, against
+    those of the keys and values of `longest` tokens.
+    """
+    most = max(min(MOST_SPLITS, longest // keys), 1)
+
+    def cost(splits: int) -> float:
+        waves = ctas * splits / slots
+        merging = 0.0 if splits == 1 else 2.0 * splits * rows / longest
+        return math.ceil(waves) / waves + merging
+
+    return min(range(1, most + 1), key=cost)
