@@ -1,0 +1,126 @@
+"""Configurations of published models by name: shapes for tests, timing and parameter counts where no checkpoint is at hand.
+
+A checkpoint's own `config.json` always counts; nothing here is read when one is loaded. Values come from the published files, from
+mirrors of them in training frameworks, and from model cards; what those do not state is said beside the entry.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dflash_jax.config import Qwen3Config, RopeConfig
+from dflash_jax.models.dflash_config import DFlashConfig
+
+
+def _target(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
+    """A dense Qwen3 target; head size, key/value heads, vocabulary and positions are the same for all sizes."""
+    return Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rope=RopeConfig(theta=1e6, original_max_position=40_960),
+        max_position=40_960,
+        windows=(None,) * layers,
+        tie_embeddings=tied,
+    )
+
+
+def _draft(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    taps: tuple[int, ...],
+    target_layers: int,
+    *,
+    vocab: int = 151_936,
+    mask: int = 151_669,
+    theta: float = 1e6,
+    max_position: int = 40_960,
+    norm_eps: float = 1e-6,
+) -> DFlashConfig:
+    """A drafter with blocks of 16 and full attention that is not causal; `heads` are queries, keys and head size."""
+    return DFlashConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        norm_eps=norm_eps,
+        rope=RopeConfig(theta=theta, original_max_position=max_position),
+        max_position=max_position,
+        windows=(None,) * layers,
+        causal=(False,) * layers,
+        block_size=16,
+        mask_token_id=mask,
+        target_layer_ids=taps,
+        num_target_layers=target_layers,
+        target_hidden_size=hidden,
+    )
+
+
+def _block7(target: Qwen3Config, taps: tuple[int, ...]) -> DFlashConfig:
+    """A drafter of five layers in its target's shape that brings embeddings and head and drafts 7 tokens from its anchor."""
+    return DFlashConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=5,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rope=target.rope,
+        max_position=target.max_position,
+        windows=(None,) * 5,
+        causal=(False,) * 5,
+        block_size=7,
+        mask_token_id=151_669,
+        target_layer_ids=taps,
+        num_target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        sample_from_anchor=True,
+        own_embedding=True,
+        own_head=True,
+    )
+
+
+TARGETS: Mapping[str, Qwen3Config] = MappingProxyType(
+    {
+        "Qwen3-0.6B": _target(1024, 3072, 28, 16, tied=True),
+        "Qwen3-1.7B": _target(2048, 6144, 28, 16, tied=True),
+        "Qwen3-4B": _target(2560, 9728, 36, 32, tied=True),
+        "Qwen3-8B": _target(4096, 12_288, 36, 32, tied=False),
+        "Qwen3-14B": _target(5120, 17_408, 40, 40, tied=False),
+        "Qwen3-32B": _target(5120, 25_600, 64, 64, tied=False),
+    }
+)
+
+_HEADS = (32, 8, 128)
+_QWEN35 = {"vocab": 248_320, "mask": 248_070, "theta": 1e7, "max_position": 262_144}
+
+DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
+    {
+        "Qwen3-4B-DFlash-b16": _draft(2560, 9728, 5, _HEADS, (1, 9, 17, 25, 33), 36),
+        "Qwen3-8B-DFlash-b16": _draft(4096, 12_288, 5, _HEADS, (1, 9, 17, 25, 33), 36),
+        "Qwen3.5-4B-DFlash": _draft(2560, 9728, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
+        # The first release; the later one has six layers, five of them with a window. Full attention is from second hand.
+        "Qwen3.5-27B-DFlash": _draft(5120, 17_408, 5, _HEADS, (1, 16, 31, 46, 61), 64, **_QWEN35),
+        # The first release of eight layers; the later one has six.
+        "Qwen3.5-35B-A3B-DFlash": _draft(2048, 6144, 8, (32, 4, 128), (1, 10, 19, 28, 37), 40, **_QWEN35),
+        "LFM2.5-1.2B-DFlash": _draft(
+            2048, 6144, 8, (32, 8, 64), (1, 4, 7, 10, 13), 16,
+            vocab=65_536, mask=16, max_position=128_000, norm_eps=1e-5,
+        ),
+        # The norm's epsilon is its target's.
+        "Qwen2.5-0.5B-DFlash": _draft(896, 4864, 5, (14, 2, 64), (1, 6, 11, 16, 21), 24, max_position=32_768),
+        # Rotary settings and epsilon are their targets'.
+        "dflash_qwen3_4b_block7": _block7(TARGETS["Qwen3-4B"], (1, 9, 17, 25, 33)),
+        "dflash_qwen3_8b_block7": _block7(TARGETS["Qwen3-8B"], (1, 9, 17, 25, 33)),
+        "dflash_qwen3_14b_block7": _block7(TARGETS["Qwen3-14B"], (1, 10, 19, 28, 37)),
+    }
+)  # fmt: skip

@@ -1,0 +1,128 @@
+"""Presets against published parameter counts and against what the published files read as."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from dflash_jax.config import Qwen3Config
+from dflash_jax.errors import PairError
+from dflash_jax.model import KNOWN_DRAFTERS, check_pair
+from dflash_jax.models import DFlashConfig, count, default_target_layer_ids, family_named
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+PUBLISHED_COUNTS = {
+    "Qwen3-0.6B": 596_049_920, "Qwen3-1.7B": 1_720_574_976, "Qwen3-4B": 4_022_468_096, "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200, "Qwen3-32B": 32_762_123_264,
+}  # fmt: skip
+TARGET_OF = {
+    "Qwen3-4B-DFlash-b16": "Qwen3-4B", "Qwen3-8B-DFlash-b16": "Qwen3-8B", "dflash_qwen3_4b_block7": "Qwen3-4B",
+    "dflash_qwen3_8b_block7": "Qwen3-8B", "dflash_qwen3_14b_block7": "Qwen3-14B",
+}  # fmt: skip
+
+
+def parameters(config: Any) -> int:
+    return count(family_named("dflash" if isinstance(config, DFlashConfig) else "qwen3").parameters(config))
+
+
+def by_formula(config: DFlashConfig) -> int:
+    """L (2 D N H + 2 D K H + 3 D F + 2 D + 2 H) + n D^2 + 2 D, and 2 V D for own embeddings and head."""
+    d, h = config.hidden_size, config.head_dim
+    layer = (
+        2 * d * config.num_heads * h
+        + 2 * d * config.num_kv_heads * h
+        + 3 * d * config.intermediate_size
+        + 2 * d
+        + 2 * h
+    )
+    own = 2 * config.vocab_size * d if config.own_head else 0
+    return config.num_layers * layer + len(config.target_layer_ids) * d * d + 2 * d + own
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_have_their_published_size(name: str) -> None:
+    assert parameters(TARGETS[name]) == PUBLISHED_COUNTS[name]
+
+
+def test_qwen3_4b_takes_eight_gigabytes() -> None:
+    assert round(2 * parameters(TARGETS["Qwen3-4B"]) / 1e9, 2) == 8.04
+
+
+def test_published_drafters_have_their_published_size() -> None:
+    assert parameters(DRAFTERS["Qwen3-4B-DFlash-b16"]) == 537_427_200
+    assert parameters(DRAFTERS["Qwen3-8B-DFlash-b16"]) == 1_048_626_432
+    assert round(parameters(DRAFTERS["Qwen3.5-27B-DFlash"]) / 1e9, 3) == 1.730
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_have_the_size_their_shape_gives(name: str) -> None:
+    config = DRAFTERS[name]
+    assert parameters(config) == by_formula(config)
+    tensors = [source.name for parameter in family_named("dflash").parameters(config) for source in parameter.sources]
+    assert len(tensors) == len(set(tensors)) == 3 + 11 * config.num_layers + (2 if config.own_head else 0)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_taps_are_those_of_the_paper(name: str) -> None:
+    config = DRAFTERS[name]
+    assert config.target_layer_ids == default_target_layer_ids(config.num_target_layers, len(config.target_layer_ids))
+    assert config.mask_token_id < config.vocab_size
+    assert len(config.windows) == len(config.causal) == config.num_layers
+
+
+@pytest.mark.parametrize("name", TARGET_OF)
+def test_drafters_fit_their_targets_and_no_other(name: str) -> None:
+    for target, config in TARGETS.items():
+        if target == TARGET_OF[name]:
+            check_pair(config, DRAFTERS[name])
+        else:
+            with pytest.raises(PairError):
+                check_pair(config, DRAFTERS[name])
+
+
+def test_known_drafters_have_presets() -> None:
+    for target, draft in KNOWN_DRAFTERS.items():
+        assert TARGET_OF[draft.split("/")[1]] == target.split("/")[1]
+
+
+def as_file(config: Qwen3Config | DFlashConfig) -> dict[str, Any]:
+    """The keys both kinds of published file share."""
+    return {
+        "model_type": "qwen3", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers, "hidden_act": "silu",
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim,
+        "rms_norm_eps": config.norm_eps, "rope_theta": config.rope.theta, "rope_scaling": None, "attention_bias": False,
+        "max_position_embeddings": config.max_position, "use_sliding_window": False, "sliding_window": None,
+        "max_window_layers": config.num_layers, "use_cache": True, "dtype": "bfloat16", "attention_dropout": 0.0,
+        "bos_token_id": 151_643, "eos_token_id": 151_645, "initializer_range": 0.02,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_targets_file_reads_as_its_preset(name: str) -> None:
+    config = TARGETS[name]
+    file = as_file(config) | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": config.tie_embeddings}
+    assert family_named("qwen3").config(file) == config
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafters_file_reads_as_its_preset(name: str) -> None:
+    config = DRAFTERS[name]
+    inner = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    file = as_file(config) | {
+        "architectures": ["DFlashDraftModel"], "block_size": config.block_size, "tie_word_embeddings": False,
+        "num_target_layers": config.num_target_layers, "layer_types": ["full_attention"] * config.num_layers,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dflash_config": inner,
+    }  # fmt: skip
+    if config.own_head:
+        file |= inner | {"dflash_config": None, "sample_from_anchor": True, "markov_rank": 0, "num_anchors": 512}
+    family = family_named("dflash")
+    tensors = [source.name for parameter in family.parameters(config) for source in parameter.sources]
+    assert family.config(file, tensors) == config
+
+
+def test_presets_cannot_be_changed() -> None:
+    with pytest.raises(TypeError):
+        TARGETS["mine"] = TARGETS["Qwen3-4B"]  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TARGETS["Qwen3-4B"].num_layers = 1  # type: ignore[misc]
