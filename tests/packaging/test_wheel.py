@@ -23,11 +23,8 @@ def test_wheel_holds_the_packages_and_the_pair(wheel, sources):
         names = set(archive.namelist())
     assert {PurePosixPath(name).parts[0] for name in names} == {*PACKAGES, f"dflash_jax-{VERSION}.dist-info"}
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
-    modules = {
-        path.relative_to(sources / root)
-        for root in (".", "kernels", "convert")
-        for path in (sources / root).glob("dflash_*/**/*.py")
-    }
+    roots = [sources, sources / "kernels", sources / "convert"]
+    modules = {path.relative_to(root) for root in roots for path in root.glob("dflash_*/**/*.py")}
     assert {str(path) for path in modules} <= names
     pair = {str(path.relative_to(sources)) for path in (sources / "dflash_jax" / "pair").glob("*/*")}
     assert {f"dflash_jax/pair/{part}/model.safetensors" for part in ("target", "draft")} <= pair <= names
@@ -45,10 +42,10 @@ def test_nothing_else_lands_in_site_packages(installed):
 def test_folders_of_the_repository_are_not_importable(environment):
     code = """
 import importlib.util, json
-specs = {name: importlib.util.find_spec(name) for name in %r}
-print(json.dumps({name: [str(place) for place in (spec.submodule_search_locations or [spec.origin])] for name, spec in specs.items() if spec}))
+specs = [spec for spec in map(importlib.util.find_spec, %r) if spec]
+print(json.dumps([[str(place) for place in spec.submodule_search_locations or [spec.origin]] for spec in specs]))
 """
-    for places in environment.evaluate(code % (ROOT_NAMES,)).values():
+    for places in environment.evaluate(code % (ROOT_NAMES,)):
         # A package of that name may be installed beside this one; it must be that one that is found.
         assert all("site-packages" in place and not place.startswith(str(environment.packages)) for place in places)
 
