@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Converting moves bytes on the host. Without this, Orbax would start JAX's GPU backend, which takes most of the card's memory.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+import jax
 from tqdm import tqdm
 
 from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
@@ -89,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
     console = Console(quiet=options.quiet, as_json=options.json)
+    if "JAX_PLATFORMS" not in os.environ:
+        # Bytes move on the host. Orbax would start JAX's GPU backend all the same, which takes most of the card's memory.
+        jax.config.update("jax_platforms", "cpu")
     try:
         return console.finish(_run(options, console))
     except (Exception, KeyboardInterrupt) as error:

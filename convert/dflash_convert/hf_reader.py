@@ -1,7 +1,10 @@
 """Hugging Face folders as checkpoints: the reader that `dflash_jax.open_checkpoint` finds through its entry point.
 
-checkpoint = open_checkpoint("path/to/Qwen3-8B")
-params = checkpoint.load("bfloat16")
+    checkpoint = open_checkpoint("path/to/Qwen3-8B")
+    params = checkpoint.load("bfloat16")
+
+Weights may be bfloat16, float16 or float32. Others are refused: float64 because JAX keeps no such arrays by default, 8-bit
+floats and integers because they mean nothing without scales, which quantised checkpoints each store in their own way.
 """
 
 from collections.abc import Callable

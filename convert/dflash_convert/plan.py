@@ -1,8 +1,9 @@
 """What a conversion will do, as plain data: which tensors become which parameter, and everything that stands in the way.
 
-plan = make_plan(parameters, canonical, tensors, dtype="keep", tied={})
-plan.problems            # empty when the checkpoint fits the family
-print("\n".join(plan.table()))
+    plan = make_plan(parameters, canonical, tensors, dtype="float16")
+    plan.problems, plan.nbytes, plan.table()
+
+Nothing is read or written here; a plan with problems is still a plan, and can be printed.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -5,6 +5,7 @@ written front to back while arrays are read, so the whole model is never held.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class _Piece:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_huggingface(folder: Path, converted: Converted, progress: Progress = silent) -> None:
@@ -62,6 +63,9 @@ def write_huggingface(folder: Path, converted: Converted, progress: Progress = s
                     file.write(flat.view(np.uint8).data)
                     advance(piece.nbytes)
                     piece = next(remaining, None)
+                    # Gone before the next group is read.
+                    del rows, flat
+                del array
     copy_sidecars(converted.folder, folder)
 
 

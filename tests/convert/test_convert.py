@@ -1,0 +1,288 @@
+"""The command from end to end: what is written, what is refused, and what it says."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_convert import verify, write
+from dflash_convert.cli import main
+from dflash_convert.hf_reader import assemble, open_checkpoint
+from safetensors.numpy import load_file, save_file
+
+from dflash_jax import models
+from dflash_jax.checkpoint import open_converted
+from dflash_jax.models.parameters import single, to_huggingface
+
+
+def same(bits, a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape)
+        assert bits(a[name]) == bits(b[name]), name
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_pair_is_converted_bit_for_bit(hf, bits, shards):
+    target, drafter, output = hf.qwen3(shards=shards), hf.dflash(), hf.root / "out"
+    assert hf.convert(target, "--draft", drafter, "--output", output, "--verify", "logits") == 0
+    for source, folder in ((target, output), (drafter, output / "draft")):
+        converted, original = open_converted(folder, hashes=True), open_checkpoint(source)
+        assert converted.config == original.config
+        assert converted.family == original.family
+        params = converted.load()
+        same(bits, params, original.load())
+        tensors = {name: value for path in source.glob("*.safetensors") for name, value in load_file(path).items()}
+        same(bits, to_huggingface(converted.parameters, params), tensors)
+        for name in ("config.json", "tokenizer.json", "generation_config.json"):
+            assert (folder / name).read_bytes() == (source / name).read_bytes()
+    assert open_converted(output).draft == output / "draft"
+    assert not list(hf.root.glob("out.*"))
+
+
+def test_marker_records_where_everything_came_from(hf):
+    source, output = hf.qwen3(shards=2), hf.root / "out"
+    assert hf.convert(source, "--output", output) == 0
+    marker = json.loads((output / "conversion.json").read_text())
+    assert marker["family"] == "qwen3"
+    assert marker["source"]["given"] == "target"
+    assert str(hf.root) not in json.dumps(marker)
+    inputs, outputs = set(marker["source"]["files"]), set(marker["outputs"])
+    assert inputs == {path.name for path in source.iterdir()}
+    assert outputs == {
+        str(path.relative_to(output)) for path in output.rglob("*") if path.is_file() and path.name != "conversion.json"
+    }
+    for folder, entries in ((source, marker["source"]["files"]), (output, marker["outputs"])):
+        for name, entry in entries.items():
+            digest = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
+            assert digest.split()[0] == entry["sha256"]
+            assert (folder / name).stat().st_size == entry["bytes"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype(hf, bits, dtype):
+    source, output = hf.qwen3(dtype="float32"), hf.root / "out"
+    assert hf.convert(source, "--output", output, "--dtype", dtype, "--verify", "logits") == 0
+    params = open_converted(output).load()
+    original = open_checkpoint(source).load()
+    assert all(array.dtype == jnp.dtype(dtype) for array in params.values())
+    same(bits, params, {name: np.asarray(array).astype(jnp.dtype(dtype)) for name, array in original.items()})
+    same(bits, open_checkpoint(source).load(dtype), params)
+    assert {str(array.dtype) for array in open_converted(output).load("float32").values()} == {"float32"}
+
+
+def test_drafter_with_everything_of_its_own(hf, bits):
+    """Prefixed names, own embedding and head, a reduced vocabulary whose ids are 64-bit, a mask embedding."""
+    config = hf.dflash_config | {"draft_vocab_size": 40}
+    own = {name: np.ones(1, np.float32) for name in ("embed_tokens.weight", "lm_head.weight", "mask_embedding", "d2t")}
+    tensors = hf.tensors(config | {"tie_word_embeddings": False}, extra=own)
+    random = np.random.default_rng(3)
+    tensors |= {
+        "embed_tokens.weight": random.normal(size=(96, 32)).astype(np.float16),
+        "lm_head.weight": random.normal(size=(40, 32)).astype(np.float16),
+        "mask_embedding": random.normal(size=32).astype(np.float32),
+        "d2t": np.sort(random.integers(0, 50, 40)),
+        "t2d": np.ones(96, bool),
+    }
+    source = hf.write("drafter", config, {f"model.{name}": value for name, value in tensors.items()})
+    output = hf.root / "out"
+    assert hf.convert(source, "--output", output, "--verify", "logits") == 0
+    params = open_converted(output).load()
+    assert params["d2t"].dtype == jnp.int32
+    assert params["d2t"].tolist() == tensors["d2t"].tolist()
+    assert bits(params["lm_head.weight"]) == bits(tensors["lm_head.weight"])
+    assert open_converted(output).notices == ["model.t2d is not needed and left out"]
+
+
+def test_empty_and_scalar_parameters(hf, monkeypatch, bits):
+    """No family has them today; the writer and the loaders must not care."""
+    original = models.FAMILIES
+
+    def with_odd_ones(config):
+        table = original[0].parameters(config)
+        return (*table, single("empty", "empty", (0, 4)), single("scalar", "scalar", ()))
+
+    config = hf.qwen3_config
+    odd = {"empty": np.zeros((0, 4), np.float16), "scalar": np.asarray(1.5, np.float32)}
+    source = hf.write("source", config, hf.tensors(config) | odd)
+    monkeypatch.setattr(models, "FAMILIES", (replace(original[0], parameters=with_odd_ones), *original[1:]))
+    assert hf.convert(source, "--output", hf.root / "out") == 0
+    params = open_converted(hf.root / "out").load()
+    assert params["empty"].shape == (0, 4)
+    assert float(params["scalar"]) == 1.5
+    assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
+    back = load_file(hf.root / "back" / "model.safetensors")
+    same(bits, {name: back[name] for name in odd}, odd)
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(hf, capsys):
+    source = hf.qwen3(tie_word_embeddings=True)
+    before = sorted(hf.root.rglob("*"))
+    assert main([str(source), "--dry-run", "--dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    line = next(line for line in text.splitlines() if line.startswith("model.layers.1.self_attn.k_proj.weight"))
+    assert line.split()[1:] == [
+        "layers.1.attn.qkv_proj.weight",
+        "32",
+        "16x32",
+        "bfloat16->float32",
+        "stack+cast",
+        "2,048",
+    ]
+    assert "peak memory about" in text
+    assert sorted(hf.root.rglob("*")) == before
+
+
+def test_dry_run_of_an_unusable_source(hf, capsys):
+    source = hf.qwen3()
+    tensors = load_file(source / "model.safetensors")
+    tensors["surprise"] = tensors.pop("model.norm.weight")
+    save_file(tensors, source / "model.safetensors")
+    assert main([str(source), "--dry-run", "--json"]) == 3
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["exit_code"] == 3
+    assert report["plan"]["target"]["missing"] == ["model.norm.weight"]
+    assert report["plan"]["target"]["unexpected"] == ["surprise"]
+    assert "surprise" in printed.err
+    assert hf.convert(source, "--output", hf.root / "out") == 3
+    assert not (hf.root / "out").exists()
+
+
+def test_json_is_one_object_on_stdout(hf, capsys):
+    assert main([str(hf.qwen3()), "--output", str(hf.root / "out"), "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["status"] == "ok"
+    assert report["verified"] == "hash"
+    assert report["target"]["parameters"] == 27
+    assert report["peak_rss_bytes"] > 0
+    assert "converting" in printed.err
+    assert main([str(hf.root / "nothing"), "--dry-run", "--json", "--quiet"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == "source not usable"
+    assert report["problems"]
+
+
+def test_quiet_prints_nothing(hf, capfd):
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["SOURCE"],
+        ["SOURCE", "--output", "SOURCE/inside"],
+        ["SOURCE", "--output", "SOURCE", "--overwrite"],
+        ["SOURCE", "--reverse", "--output", "out", "--dtype", "float16"],
+        ["SOURCE", "--reverse", "--output", "out", "--overwrite"],
+    ],
+)
+def test_wrong_usage(hf, arguments):
+    source = hf.qwen3()
+    before = sorted(hf.root.rglob("*"))
+    assert hf.convert(*(word.replace("SOURCE", str(source)) for word in arguments)) == 2
+    assert sorted(hf.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--dtype", "int8"], ["x", "--verify", "maybe"], ["x", "--unknown"]])
+def test_wrong_usage_as_argparse_sees_it(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_existing_outputs(hf, bits):
+    source, output = hf.qwen3(), hf.root / "out"
+    output.mkdir()
+    (output / "precious.txt").write_text("mine")
+    assert hf.convert(source, "--output", output) == 5
+    assert hf.convert(source, "--output", output, "--overwrite") == 5
+    assert (output / "precious.txt").read_text() == "mine"
+    other = hf.root / "converted"
+    assert hf.convert(source, "--output", other, "--dtype", "float32") == 0
+    assert hf.convert(source, "--output", other) == 5
+    assert open_converted(other).load()["norm.weight"].dtype == jnp.float32
+    assert hf.convert(source, "--output", other, "--overwrite") == 0
+    same(bits, open_converted(other).load(), open_checkpoint(source).load())
+    (hf.root / "file").write_text("")
+    assert hf.convert(source, "--output", hf.root / "file", "--overwrite") == 5
+
+
+def test_a_target_and_a_drafter_that_do_not_fit(hf):
+    target = hf.qwen3()
+    assert hf.convert(target, "--draft", target, "--output", hf.root / "out") == 3
+    deep = hf.dflash("deep", num_target_layers=9, dflash_config={"mask_token_id": 95, "target_layer_ids": [0, 7]})
+    assert hf.convert(target, "--draft", deep, "--output", hf.root / "out") == 3
+    assert not (hf.root / "out").exists()
+
+
+def test_unexpected_failures_leave_nothing(hf, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(write, "assemble", full)
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 1
+    assert "no space left" in capsys.readouterr().err
+    assert not list(hf.root.glob("out*"))
+
+
+@pytest.mark.parametrize("verify_kind", ["hash", "logits"])
+def test_a_wrong_value_fails_the_verification(hf, monkeypatch, verify_kind, capsys):
+    def wrong(step, dtype, advance=None):
+        array = assemble(step, dtype, advance)
+        if step.parameter.name == "layers.1.mlp.down_proj.weight":
+            array[3, 5] += 1
+        return array
+
+    source = hf.qwen3()
+    monkeypatch.setattr(write, "assemble", wrong)
+    assert hf.convert(source, "--output", hf.root / "out", "--verify", verify_kind) == 4
+    assert "layers.1.mlp.down_proj.weight differs from its source in 1 of 1,536 values" in capsys.readouterr().err
+    assert not list(hf.root.glob("out*"))
+    assert hf.convert(source, "--output", hf.root / "out", "--verify", "none") == 0
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(np.nan, "keep"), (np.inf, "keep"), (1e30, "float16")])
+def test_values_that_are_not_finite_fail_the_verification(hf, value, dtype, capsys):
+    source = hf.qwen3()
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][:2] = value
+    save_file(tensors, source / "model.safetensors")
+    assert hf.convert(source, "--output", hf.root / "out", "--dtype", dtype) == 4
+    assert "norm.weight holds 2 values that are not finite" in capsys.readouterr().err
+    assert not (hf.root / "out").exists()
+
+
+def test_logits_of_another_model_fail_the_verification(hf):
+    source, output = hf.qwen3(), hf.root / "out"
+    assert hf.convert(source, "--output", output) == 0
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"] = (tensors["model.norm.weight"].astype(np.float32) * 1.1).astype(jnp.bfloat16)
+    other = hf.write("other", hf.qwen3_config, tensors)
+    plan = open_checkpoint(source).plan
+    assert verify.verify_logits(output, source, plan, "keep") == 0.0
+    with pytest.raises(verify.VerificationError, match="outputs differ by"):
+        verify.verify_logits(output, other, plan, "keep")
+
+
+def test_integers_that_do_not_fit(hf):
+    config = hf.dflash_config | {"draft_vocab_size": 40}
+    head = {"lm_head.weight": np.ones((40, 32), np.float32), "d2t": np.arange(40) + 2**40}
+    source = hf.write("drafter", config, hf.tensors(config, extra=head))
+    assert hf.convert(source, "--output", hf.root / "out") == 3
+
+
+def test_the_installed_command_and_its_module_agree(hf):
+    """One run through a real process: exit code, and nothing but the result on stdout."""
+    source = hf.qwen3()
+    code = "import sys; from dflash_convert.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(source), "--output", str(hf.root / "out")]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    assert "peak memory" in first.stdout
+    assert subprocess.run(command, capture_output=True).returncode == 5

@@ -1,0 +1,270 @@
+"""Hugging Face folders that must be refused, with every problem at once, and folders that only look unusual."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dflash_convert.hf_reader import open_checkpoint
+from safetensors.numpy import load_file, save_file
+
+from dflash_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+def problems_of(folder) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    return "\n".join(caught.value.problems)
+
+
+def edit_index(folder: Path, change) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    change(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def edit_tensors(path: Path, change) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/model.safetensors", "sub/model.safetensors", "a\\b.safetensors", "..", ""]
+)
+def test_index_entries_that_are_no_plain_names(hf, name):
+    folder = hf.qwen3(shards=2)
+    outside = folder.parent / "model.safetensors"
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, outside)
+    edit_index(folder, lambda index: index["weight_map"].update({"model.norm.weight": name}))
+    assert "expected the plain name of a .safetensors file" in problems_of(folder)
+
+
+def test_index_entry_that_is_no_string(hf):
+    folder = hf.qwen3(shards=2)
+    edit_index(folder, lambda index: index["weight_map"].update({"model.norm.weight": ["x"]}))
+    assert "expected the plain name of a .safetensors file" in problems_of(folder)
+
+
+def test_links_out_of_the_folder(hf):
+    folder = hf.qwen3(shards=2)
+    shard = folder / "model-00001-of-00002.safetensors"
+    shard.rename(folder.parent / "elsewhere.safetensors")
+    shard.symlink_to("../elsewhere.safetensors")
+    secret = folder.parent / "secret"
+    secret.write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(secret)
+    found = problems_of(folder)
+    assert "model-00001-of-00002.safetensors leads out of the folder" in found
+    assert "tokenizer.json leads out of the folder" in found
+
+
+def test_links_of_a_hub_cache_are_followed(hf, bits):
+    plain = hf.qwen3(shards=2)
+    repository = hf.root / "models--owner--name"
+    snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for index, path in enumerate(sorted(plain.iterdir())):
+        (blobs / f"blob{index}").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/blob{index}")
+    ours, theirs = open_checkpoint(plain).load(), open_checkpoint(snapshot).load()
+    assert all(bits(ours[name]) == bits(theirs[name]) for name in ours)
+    other = hf.root / "models--other--name" / "blobs"
+    other.mkdir(parents=True)
+    (other / "blob").write_bytes((plain / "config.json").read_bytes())
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(other / "blob")
+    assert "config.json leads out of the folder" in problems_of(snapshot)
+
+
+def test_shards_and_index_disagree(hf):
+    folder = hf.qwen3(shards=3)
+    first, second, third = (folder / f"model-{i}-of-00003.safetensors" for i in ("00001", "00002", "00003"))
+    norm = load_file(first)["model.embed_tokens.weight"]
+    edit_tensors(second, lambda tensors: tensors.update({"model.embed_tokens.weight": norm}))
+    edit_tensors(second, lambda tensors: tensors.update({"unlisted": np.ones(2, np.float32)}))
+    lost = next(iter(load_file(first).keys() - {"model.embed_tokens.weight"}))
+    edit_tensors(first, lambda tensors: tensors.pop(lost))
+    third.unlink()
+    found = problems_of(folder)
+    assert f"{third.name} is missing, though {INDEX} names it" in found
+    assert f"{first.name} lacks tensors that {INDEX} places in it: {lost}" in found
+    assert "tensor model.embed_tokens.weight is in several shards" in found
+    assert f"tensor unlisted is in {second.name}, but {INDEX} does not name it" in found
+    assert "is missing;" not in found.replace(third.name, "")
+
+
+def test_one_bad_shard_does_not_hide_the_other_problems(hf):
+    folder = hf.qwen3(shards=2)
+    first, second = sorted(folder.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-3])
+    name = next(name for name in load_file(second) if name.endswith("q_norm.weight"))
+    edit_tensors(second, lambda tensors: tensors.update({name: np.ones(5, np.float32)}))
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    found = problems_of(folder)
+    assert "truncated" in found
+    assert f"tensor {name} has shape [5], expected [8]" in found
+    assert "mask_embedding.pt" in found
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "b", "a": "c"}}'])
+def test_malformed_index(hf, content):
+    folder = hf.qwen3(shards=2)
+    (folder / INDEX).write_text(content)
+    assert INDEX in problems_of(folder)
+
+
+def test_pickles_are_never_opened(hf):
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (hf.root / "opened",))
+
+    folder = hf.qwen3()
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    found = problems_of(folder)
+    assert "only as pickles (pytorch_model.bin)" in found
+    assert "convert them to safetensors" in found
+    folder = hf.dflash()
+    (folder / "mask_embedding.pt").write_bytes(pickle.dumps(Trap()))
+    assert "mask_embedding.pt holds a weight in a pickle" in problems_of(folder)
+    assert not (hf.root / "opened").exists()
+
+
+def test_code_is_left_alone_with_a_notice(hf):
+    folder = hf.dflash(auto_map={"AutoModel": "dflash.DFlashDraftModel"})
+    (folder / "dflash.py").write_text(f"open({str(hf.root / 'opened')!r}, 'w')")
+    notices = " ".join(open_checkpoint(folder).notices)
+    assert "dflash.py" in notices
+    assert "auto_map" in notices
+    assert not (hf.root / "opened").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "not usable"), ("[1]", "got list"), ("{}", "empty"), ('{"a":1,"a":2}', "twice")]
+)
+def test_malformed_config(hf, content, message):
+    folder = hf.qwen3()
+    (folder / "config.json").write_text(content)
+    assert message in problems_of(folder)
+
+
+def test_missing_config_and_missing_weights(hf):
+    folder = hf.qwen3()
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").unlink()
+    found = problems_of(folder)
+    assert "config.json is missing" in found
+    assert "holds no safetensors file" in found
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        open_checkpoint(folder / "nowhere")
+
+
+def test_quantised_checkpoints_are_refused(hf):
+    folder = hf.qwen3()
+    edit_config(folder, quantization_config={"quant_method": "awq"})
+    assert "quantised ('awq'), expected plain ones; take the bfloat16 release" in problems_of(folder)
+
+
+def test_configuration_errors_keep_their_type_when_the_files_are_sound(hf):
+    folder = hf.qwen3()
+    edit_config(folder, architectures=["LlamaForCausalLM"])
+    with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM"):
+        open_checkpoint(folder)
+    edit_config(folder, architectures=["Qwen3ForCausalLM"], unheard_of_switch=3)
+    with pytest.raises(ConfigError, match="unheard_of_switch"):
+        open_checkpoint(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    assert "unheard_of_switch" in problems_of(folder)
+    assert "truncated" in problems_of(folder)
+
+
+def test_missing_extra_and_misshapen_tensors_are_named_together(hf):
+    folder = hf.qwen3()
+
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.9.mlp.up_proj.weight"] = np.ones((2, 2), np.float32)
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].copy()
+
+    edit_tensors(folder / "model.safetensors", change)
+    found = problems_of(folder)
+    assert "tensor model.norm.weight is missing" in found
+    assert "tensor model.layers.9.mlp.up_proj.weight is not one that this configuration has" in found
+    assert "tensor model.embed_tokens.weight has shape [95, 32], expected [96, 32]" in found
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int32"])
+def test_dtypes_that_are_not_read(hf, dtype):
+    import ml_dtypes
+
+    folder = hf.qwen3()
+    header, path = {"float8_e4m3fn": "F8_E4M3"}, folder / "model.safetensors"
+    kind = getattr(ml_dtypes, dtype, None) or getattr(np, dtype)
+    if (
+        dtype in header
+    ):  # the library cannot write it, so the header is edited: two bytes are one bfloat16 or two float8
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        entries = json.loads(raw[8 : 8 + length])
+        entries["model.norm.weight"] |= {"dtype": "F8_E4M3", "shape": [64]}
+        text = json.dumps(entries).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    else:
+        edit_tensors(path, lambda tensors: tensors.update({"model.norm.weight": np.ones(32, kind)}))
+    found = problems_of(folder)
+    assert f"tensor model.norm.weight has dtype {dtype}, expected bfloat16, float16, float32" in found
+
+
+def test_sources_of_one_array_must_agree_in_dtype(hf):
+    folder = hf.qwen3()
+    edit_tensors(
+        folder / "model.safetensors",
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": np.ones((48, 32), np.float32)}),
+    )
+    assert "form one array but have dtypes bfloat16, float32; give --dtype" in problems_of(folder)
+    assert str(open_checkpoint(folder, "float16").plan.steps[0].dtype) == "float16"
+
+
+def test_tied_head_beside_its_embedding(hf):
+    folder = hf.qwen3(tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    edit_tensors(path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}))
+    assert "lm_head.weight repeats model.embed_tokens.weight and is left out" in open_checkpoint(folder).notices
+    edit_tensors(path, lambda tensors: tensors["lm_head.weight"].__setitem__((0, 0), 3))
+    assert "lm_head.weight differs from model.embed_tokens.weight, though config.json ties them" in problems_of(folder)
+
+
+def test_names_that_mean_the_same_tensor(hf):
+    folder = hf.dflash()
+    path = folder / "model.safetensors"
+    edit_tensors(path, lambda tensors: tensors.update({"model.norm.weight": tensors["norm.weight"].copy()}))
+    assert "'model.norm.weight' and 'norm.weight' both stand for norm.weight" in problems_of(folder).replace(
+        "'norm.weight' and 'model.norm.weight'", "'model.norm.weight' and 'norm.weight'"
+    )
+
+
+def test_buffers_are_left_out_with_a_notice(hf):
+    folder = hf.qwen3()
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder / "model.safetensors", lambda tensors: tensors.update({name: np.ones(4, np.float32)}))
+    assert f"{name} is not needed and left out" in open_checkpoint(folder).notices
+
+
+def test_several_safetensors_files_without_an_index(hf):
+    folder = hf.qwen3(shards=2)
+    (folder / INDEX).unlink()
+    assert "2 safetensors files, neither model.safetensors nor" in problems_of(folder)
+    folder = hf.qwen3("other")
+    save_file({"x": np.ones(2)}, folder / "consolidated.safetensors")
+    assert "consolidated.safetensors" in " ".join(open_checkpoint(folder).notices)
