@@ -33,13 +33,13 @@ class TextStream:
         if self.tokenizer is None:
             return False
         self._ids.append(token)
-        return self._extend(self._decoded(), watch=watch)
+        return self._extend(self._decoded(self.tokenizer), watch=watch)
 
     def finish(self, *, watch: bool = True) -> bool:
         """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""
         if self.tokenizer is None or self.found is not None:
             return False
-        return self._extend(self._decoded(everything=True), watch=watch)
+        return self._extend(self._decoded(self.tokenizer, everything=True), watch=watch)
 
     def take(self, *, everything: bool = False) -> str:
         """The text not given out before that can no longer be taken back; all of it at the end."""
@@ -49,18 +49,18 @@ class TextStream:
         piece, self._given = self.text[self._given : end], end
         return piece
 
-    def _decoded(self, *, everything: bool = False) -> str:
+    def _decoded(self, tokenizer: Tokenizer, *, everything: bool = False) -> str:
         """What the newest tokens add to the text; nothing while the last character may be unfinished.
 
         Decoded together with the piece before, because decoders treat a text's first token in ways of their own. A decoder that
         changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.
         """
-        text = self.tokenizer.decode(self._ids)
+        text = tokenizer.decode(self._ids)
         if len(text) <= len(self._known) or (text.endswith(REPLACEMENT) and not everything):
             return ""
         piece = text[len(self._known) :]
         del self._ids[: self._read]
-        self._read, self._known = len(self._ids), self.tokenizer.decode(self._ids)
+        self._read, self._known = len(self._ids), tokenizer.decode(self._ids)
         return piece
 
     def _extend(self, piece: str, *, watch: bool) -> bool:

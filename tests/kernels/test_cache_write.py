@@ -12,15 +12,14 @@ import pytest
 from dflash_kernels import NoImplementationError, cache_write
 from dflash_kernels.cache_write.api import IMPLEMENTATIONS
 
-# A GPU implementation joins as `pytest.param("its name", marks=pytest.mark.gpu)`.
-TESTED = ("xla",)
+CANDIDATES = ("xla", pytest.param("xla", id="xla-on-gpu", marks=pytest.mark.gpu))
 PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 7, 2, 16, 24
 DTYPES = pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["float32", "bfloat16", "float16"]
 )
 
 
-@pytest.fixture(params=TESTED)
+@pytest.fixture(params=CANDIDATES)
 def implementation(request: pytest.FixtureRequest) -> str:
     assert request.param in IMPLEMENTATIONS
     return request.param
