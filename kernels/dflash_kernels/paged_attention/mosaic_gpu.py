@@ -1,5 +1,6 @@
 """Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
 
+import functools
 import re
 from typing import Any
 
@@ -53,6 +54,18 @@ def tuned(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
+    return _attend(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, causal=causal, window=tuple(window), soft_cap=soft_cap,
+        scale=scale, tuning=tuning, interpret=interpret,
+    )  # fmt: skip
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
+@functools.partial(jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "tuning", "interpret"))
+def _attend(
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None, *,
+    tuning: Tuning, interpret: Any, **mask: Any,
+) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.paged_attention import mosaic_gpu_kernel as kernel
     from dflash_kernels.paged_attention import mosaic_gpu_merge as merging
@@ -62,8 +75,7 @@ def tuned(
     group = n // kv_heads
     launch = plan(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
-        table_width=page_table.shape[1], has_sinks=sinks is not None, causal=causal, window=window, soft_cap=soft_cap,
-        scale=scale,
+        table_width=page_table.shape[1], has_sinks=sinks is not None, **mask,
     )  # fmt: skip
     rows = tokens * group
     padded = -(-rows // 8) * 8 if launch.row_blocks == 1 else launch.row_blocks * launch.block_rows

@@ -1,0 +1,225 @@
+"""Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128), bf16, cold L2, against the memory floor.
+
+    python benchmarks/attention.py             # measure and write results/attention.json
+    python benchmarks/attention.py --sweep     # time the kernel's choices for each shape, write nothing
+
+A figure is the time of one call inside one compiled loop on the device, with everything the call launches (folding the heads,
+the kernel, the merge of the parts): the host's clock around many calls, divided by their number. Every call reads other pages than
+the calls before it, over 512 MB or more, so that nothing is left in the 60 MB L2; a call's output is the next one's queries.
+Correctness is checked first, in the same process: one sequence against float64, all against the jnp definition.
+"""
+
+import dataclasses
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dflash_kernels.paged_attention.mosaic_gpu import tuned
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
+from dflash_kernels.paged_attention.reference import paged_attention_reference
+from record import Record, arguments
+
+BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+COLD = 512 * 2**20
+PEER = "FA3, published run on the same kind of GPU"
+# Microseconds of FA3, CUDA-graph replay, cold L2, causal: (B, L) to T to time.
+PEER_US = {
+    (64, 4096): {1: 262, 16: 272}, (8, 4096): {1: 53, 16: 55}, (1, 4096): {1: 20.0, 16: 21.4}, (1, 32768): {1: 54, 16: 56},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    b: int
+    length: int
+    t: int
+    page_size: int = 64
+    causal: bool = True
+
+    @property
+    def name(self) -> str:
+        plain = f"paged B{self.b} L{self.length} q{self.t} bf16"
+        return plain + ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
+
+    @property
+    def bytes(self) -> int:
+        return 2 * (self.b * self.length * KV_HEADS * HEAD_DIM * 2 + 2 * self.b * self.t * HEADS * HEAD_DIM)
+
+    @property
+    def floor_us(self) -> float:
+        return self.bytes / BANDWIDTH * 1e6
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        return {"causal": self.causal, "window": (None, None), "soft_cap": None, "sinks": None, "scale": HEAD_DIM**-0.5}
+
+
+PEER_CASES = [Case(b, length, t) for (b, length), times in PEER_US.items() for t in times]
+FULL_CASES = [Case(b, 4096, 16, causal=False) for b in (64, 8)]
+PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
+
+
+def inputs(case: Case) -> tuple[jax.Array, ...]:
+    """q, both pools, the tables of every copy `[copies, B, W]`, lengths. All pages are shuffled together."""
+    width = case.length // case.page_size
+    copies = math.ceil(COLD / case.bytes)
+    keys = jax.random.split(jax.random.key(0), 4)
+    pool = (copies * case.b * width, KV_HEADS, case.page_size, HEAD_DIM)
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    q = make(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
+    k, v = make(keys[1], pool, jnp.bfloat16), make(keys[2], pool, jnp.bfloat16)
+    tables = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32).reshape(copies, case.b, width)
+    return q, k, v, tables, jnp.full((case.b,), case.length, jnp.int32)
+
+
+def implementation(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    function = paged_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning or Tuning())
+    return jax.jit(functools.partial(function, **case.mask))
+
+
+def ragged(case: Case, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Arguments of a call with lengths of all kinds, whose last sequence has two dead queries."""
+    q, k, v, tables, lens = arrays
+    lens = jnp.maximum(lens - 37 * (1 + jnp.arange(case.b)) % 700, 5).at[-1].set(case.length - 11)
+    live = jnp.full((case.b,), case.t, jnp.int32).at[-1].set(max(case.t - 2, 1))
+    return 3 * q, k, v, tables[-1], lens, live
+
+
+def truth(case: Case, call: tuple[jax.Array, ...]) -> np.ndarray:
+    """Output of the last sequence's live queries in float64."""
+    q, k, v, table, lens, live = (np.asarray(x) if x.ndim < 4 else x for x in call)
+    length, rows, group = lens[-1], live[-1], HEADS // KV_HEADS
+    k, v = (np.asarray(pool[table[-1]], np.float64).swapaxes(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for pool in (k, v))
+    grouped = np.asarray(q[-1], np.float64)[:rows].reshape(rows, KV_HEADS, group, HEAD_DIM)
+    scores = np.einsum("tkgh,skh->kgts", grouped, k[:length], optimize=True) * HEAD_DIM**-0.5
+    if case.causal:
+        scores = np.where(np.arange(length) > (length - rows + np.arange(rows))[:, None], -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("kgts,skh->tkgh", weights, v[:length], optimize=True).reshape(rows, HEADS, HEAD_DIM)
+
+
+def error_of(true: np.ndarray, out: jax.Array) -> float:
+    """Largest error of the last sequence, as a share of its largest output."""
+    found = np.asarray(out[-1, : len(true)], np.float64)
+    return float(np.abs(found - true).max() / np.abs(true).max())
+
+
+def check(case: Case, arrays: tuple[jax.Array, ...]) -> float:
+    """Stops the run where the kernel is wrong; returns its error against float64."""
+    call = ragged(case, arrays)
+    ours, theirs = (implementation(case, name)(*call)[0].astype(jnp.float32) for name in ("mosaic_gpu", "xla"))
+    error, apart = error_of(truth(case, call), ours), float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max())
+    if not (error < 0.02 and apart < 0.02):
+        raise SystemExit(f"{case.name}: error {error:.2e} against float64, {apart:.2e} against xla")
+    return error
+
+
+def measure(
+    case: Case, arrays: tuple[jax.Array, ...], attend: Callable[..., Any], *, slow: bool = False
+) -> list[float]:
+    """Microseconds of one call, in each of several runs of about 40 ms."""
+    copies = arrays[3].shape[0]
+    unrolled = copies if slow else max(copies, 8)
+    rounds = 1 if slow else max(round(0.04 / (max(case.floor_us, 8) * 1e-6 * unrolled)), 1)
+
+    @jax.jit
+    def many(q, k, v, tables, lens):
+        live = jnp.full((case.b,), case.t, jnp.int32)
+
+        def body(_, carry):
+            q, tables = carry
+            for call in range(unrolled):
+                q = attend(q, k, v, tables[call % copies], lens, live)[0]
+            # The tables move, so that nothing about them is taken out of the loop.
+            return q, jnp.roll(tables, 1, axis=0)
+
+        return jax.lax.fori_loop(0, rounds, body, (q, tables))
+
+    many(*arrays)[0].block_until_ready()
+    times = []
+    for _ in range(3 if slow else 7):
+        started = time.perf_counter()
+        many(*arrays)[0].block_until_ready()
+        times.append((time.perf_counter() - started) * 1e6 / (rounds * unrolled))
+    return times
+
+
+def variants(case: Case) -> list[Tuning]:
+    """What a sweep tries, the choice made from the shapes first."""
+    if case.b * KV_HEADS >= 256:
+        changes = [{}, {"splits": 2}, {"splits": 2, "merge": "xla"}, {"stages": 3}, {"stages": 4}, {"keys": 128}]
+        return [Tuning(**change) for change in changes]
+    splits = (2, 4, 8) if case.b > 1 else (8, 16, 32)
+    tried = [{"splits": count, "merge": merge} for count in splits for merge in ("kernel", "xla")]
+    tried += [{"splits": count, "stages": 4} for count in splits[:2]]
+    tried += [{"splits": count, "keys": 128} for count in splits[:2]]
+    return [Tuning(), *(Tuning(**change) for change in tried)]
+
+
+def sweep(case: Case, arrays: tuple[jax.Array, ...]) -> None:
+    timed, call = [], ragged(case, arrays)
+    true = truth(case, call)
+    for tuning in variants(case):
+        changed = {key: value for key, value in dataclasses.asdict(tuning).items() if value != getattr(Tuning(), key)}
+        name = " ".join(f"{key}={value}" for key, value in changed.items()) or "chosen"
+        try:
+            attend = implementation(case, "mosaic_gpu", tuning)
+            error, times = error_of(true, attend(*call)[0]), measure(case, arrays, attend)
+        except Exception as reason:  # a variant that does not compile or fit must not end the sweep
+            print(f"{case.name:34s} {name:34s} failed: {str(reason)[:200]}", flush=True)
+            continue
+        timed.append((statistics.median(times), name))
+        share = case.floor_us / timed[-1][0]
+        print(
+            f"{case.name:34s} {name:34s} {timed[-1][0]:8.1f} us  {share:6.1%} of the floor  error {error:.1e}",
+            flush=True,
+        )
+    if timed:
+        print(f"{case.name:34s} best: {min(timed)[1]}", flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
+    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
+    parser.add_argument("--without-xla", action="store_true", help="leave the slow baseline out")
+    options = parser.parse_args()
+    record = Record("attention", options)
+    cases = PEER_CASES if options.sweep else PEER_CASES + FULL_CASES + PAGE_CASES
+    for case in cases:
+        if options.only and case.name not in options.only:
+            continue
+        arrays = inputs(case)
+        if options.sweep:
+            sweep(case, arrays)
+            continue
+        error = check(case, arrays)
+        names = ["mosaic_gpu"] if options.without_xla else ["mosaic_gpu", "xla"]
+        peer = PEER_US[case.b, case.length].get(case.t) if case.causal else None
+        for name in names:
+            times = measure(case, arrays, implementation(case, name), slow=name == "xla")
+            middle = statistics.median(times)
+            record.add(
+                case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",
+                floor=round(case.floor_us, 1), peer=PEER if peer else None, peer_value=peer, implementation=name,
+                spread=[round(min(times), 1), round(max(times), 1)], bandwidth_gb_s=round(case.bytes / middle / 1e3),
+                error_float64=error if name == "mosaic_gpu" else None,
+            )  # fmt: skip
+    if record.rows:
+        print(record.write())
+
+
+if __name__ == "__main__":
+    main()
