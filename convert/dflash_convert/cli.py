@@ -154,6 +154,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _resolve(source: str, revision: str | None) -> tuple[Path, dict[str, Any]]:
     folder, commit = resolve_source(source, revision)
+    if (folder / MARKER).exists():
+        problem = "is converted already: load it as it is, or give --reverse to make a Hugging Face folder of it"
+        raise CheckpointError(str(folder), problem)
     # A local path says nothing to others and may say too much; the folder's own name is enough.
     given = folder.resolve().name if Path(source).expanduser().exists() else source
     return folder, {"given": given, "revision": commit}

@@ -210,6 +210,8 @@ def _write_params(target: Path, checkpoint: HuggingFaceCheckpoint, progress: Pro
             del arrays
             release_memory()
         ocp.partial.finalize(str(target))
+    # Orbax notes here where it wrote to. The note is not read again, and a local path does not belong in a result.
+    (target / "commit_success.txt").unlink(missing_ok=True)
 
 
 def _storage(key: object, value: np.ndarray) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:

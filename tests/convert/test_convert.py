@@ -11,6 +11,7 @@ import pytest
 from dflash_convert import verify, write
 from dflash_convert.cli import main
 from dflash_convert.hf_reader import assemble, open_checkpoint
+from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import models
@@ -60,6 +61,14 @@ def test_marker_records_where_everything_came_from(hf):
             digest = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
             assert digest.split()[0] == entry["sha256"]
             assert (folder / name).stat().st_size == entry["bytes"]
+
+
+def test_params_are_an_ordinary_orbax_checkpoint_without_local_paths(hf, bits):
+    source, output = hf.qwen3(), hf.root / "out"
+    assert hf.convert(source, "--output", output) == 0
+    same(bits, ocp.load(str(output / "params")), open_converted(output).load())
+    for path in output.rglob("*"):
+        assert path.is_dir() or str(hf.root).encode() not in path.read_bytes(), path
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -219,6 +228,12 @@ def test_a_target_and_a_drafter_that_do_not_fit(hf):
     deep = hf.dflash("deep", num_target_layers=9, dflash_config={"mask_token_id": 95, "target_layer_ids": [0, 7]})
     assert hf.convert(target, "--draft", deep, "--output", hf.root / "out") == 3
     assert not (hf.root / "out").exists()
+
+
+def test_a_source_that_is_converted_already(hf, capsys):
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 0
+    assert hf.convert(hf.root / "out", "--output", hf.root / "again") == 3
+    assert "is converted already" in capsys.readouterr().err
 
 
 def test_unexpected_failures_leave_nothing(hf, monkeypatch, capsys):
