@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.model import check_draft_vocabulary
 from dflash_jax.models import default_target_layer_ids
 
 from .config_files import REMOVE, SLIDING, draft
@@ -136,6 +138,21 @@ def test_a_draft_vocabulary_needs_a_head_of_its_own() -> None:
     assert draft(("fc.weight", "lm_head.weight", "d2t"), draft_vocab_size=40).draft_vocab_size == 40
     with pytest.raises(ConfigError, match="draft_vocab_size=40 needs a head of its own"):
         draft(("fc.weight",), draft_vocab_size=40)
+
+
+@pytest.mark.parametrize("offsets", [[0, 0, 5], [5, 0, 0], [0, 10, 61]])
+def test_a_draft_vocabulary_names_tokens_of_the_target(offsets: list[int]) -> None:
+    config = draft(("lm_head.weight", "d2t"), draft_vocab_size=3)
+    check_draft_vocabulary(config, {"d2t": jnp.array(offsets, jnp.int32)})
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 0, 62], [-1, 0, 0], [1, 0, 0], [5, 4, 3]], ids=["past", "before", "twice", "all"]
+)
+def test_a_draft_vocabulary_that_does_not_fit_is_refused(offsets: list[int]) -> None:
+    config = draft(("lm_head.weight", "d2t"), draft_vocab_size=3)
+    with pytest.raises(CheckpointError, match="d2t must map each row to its own token below 64"):
+        check_draft_vocabulary(config, {"d2t": jnp.array(offsets, jnp.int32)})
 
 
 # Arguments (layers, features) and what published drafters tap.

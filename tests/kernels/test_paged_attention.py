@@ -207,7 +207,7 @@ def naive(case: Case) -> np.ndarray:
 @pytest.mark.parametrize("t", [1, 16])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_half_precision_is_as_good_as_the_textbook(dtype: Any, t: int, candidate: Candidate) -> None:
-    case = make_case([200, 64], t=t, kv_heads=1, group=3, head_dim=128, page_size=32, dtype=dtype, seed=9)
+    case = make_case([200], t=t, kv_heads=1, group=3, head_dim=128, page_size=32, dtype=dtype, seed=9)
     true, lse = oracle(case)
     out, our_lse = run(case, candidate)
     ulp = float(jnp.finfo(dtype).eps) * 2.0 ** np.floor(np.log2(np.abs(true).max()))
