@@ -45,7 +45,8 @@ def check(case: Case, tuning: Tuning, interpret: Any) -> None:
     (out, lse), (true_out, true_lse) = run(case, tuning, interpret), oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    near = 1e-5 if interpret is not None else 1e-4  # a GPU's exponentials are approximate
+    np.testing.assert_allclose(lse, true_lse, rtol=near, atol=near)
     assert (out[~np.isfinite(true_lse)] == 0).all()
 
 
@@ -104,6 +105,7 @@ def test_longer_than_the_table() -> None:
 
 
 def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
+    """Among copies, loads and stores: what a matrix instruction reads, the interpreter does not watch."""
     case = make_case([330, 70], [4, 2], t=4, group=4, head_dim=64, page_size=32, dtype=jnp.bfloat16)
     check(case, Tuning(splits=2, stages=2), plgpu.InterpretGPUParams(detect_races=True))
     assert "race" not in capfd.readouterr().out.lower()
