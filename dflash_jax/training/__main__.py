@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.metadata
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -81,7 +80,7 @@ def train(settings: Settings, preset: str, out: Path, work: Path, clock: Clock) 
     target = train_target(settings, corpus.tokens, work / "target", clock)
     loss = heldout_loss(settings, target, heldout_windows(corpus, settings.target_length, 512))
     clock.report(f"target: held-out loss {loss:.4f}")
-    data = roll_out(settings, target, corpus.tokens, work / "rollouts", clock)
+    data = roll_out(settings, target, corpus.prompt_tokens, work / "rollouts", clock)
     draft = train_drafter(settings, target, data, work / "drafter", clock)
     target, draft = half(target), half(draft)
     evaluation = report_card(settings, target, draft, np.asarray([prompt["ids"] for prompt in prompts], np.int32))

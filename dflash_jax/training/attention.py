@@ -18,8 +18,11 @@ def causal_attend() -> Attend:
     return attend
 
 
-def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Array, "B A*G C+A*G"]:
-    """Which key each slot of each block sees: the context strictly before its anchor, and its own block (bidirectional)."""
+def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Array, "B T S"]:
+    """Which key each slot of each block sees: the context strictly before its anchor, and its own block in both directions.
+
+    T = A * block slots; S = context keys, then the slots themselves.
+    """
     owner = jnp.repeat(jnp.arange(anchors.shape[1]), block)
     before = jnp.arange(context)[None, None, :] < jnp.repeat(anchors, block, axis=1)[:, :, None]
     same = jnp.broadcast_to(owner[:, None] == owner[None, :], (*before.shape[:2], owner.shape[0]))

@@ -17,85 +17,94 @@ def cards(settings: Settings, record: dict[str, Any]) -> dict[str, str]:
 
 
 def target_card(settings: Settings, record: dict[str, Any]) -> str:
-    weights = count(qwen3_parameters(settings.target_config))
+    weights = count(qwen3_parameters(settings.target_config)) / 1e6
     manifest = record["manifest"]
-    epochs = settings.target_steps * settings.target_rows * settings.target_length / manifest["tokens"]
+    tokens, size = manifest["tokens"], f"{manifest['characters_per_token']:.2f} characters each"
+    epochs = settings.target_steps * settings.target_rows * settings.target_length / tokens
     return f"""---
 license: apache-2.0
 tags: [qwen3, code, python, speculative-decoding, dflash]
 ---
 # A small Python model for DFlash speculative decoding
 
-A Qwen3-architecture language model of {weights / 1e6:.2f} M parameters that continues Python source. It exists so that speculative
-decoding can be installed, run and measured without a download; the drafter beside it (`../draft`) was trained for it.
+A Qwen3-architecture language model of {weights:.2f} M parameters that continues Python source. It exists so that
+speculative decoding can be installed, run and measured without a download; the drafter beside it (`../draft`) was
+trained for it.
 
 | | |
 | --- | --- |
 | layers, hidden, feed-forward | {settings.target_layers}, {settings.hidden_size}, {settings.intermediate_size} |
 | heads (query / key-value x size) | {settings.num_heads} / 1 x {settings.head_dim} |
-| vocabulary | {settings.vocab_size} rows, tied: byte-level BPE 0..{settings.vocab_size - 2}, row {settings.mask_id} is the drafter's mask |
+| vocabulary | {settings.vocab_size} rows, tied; byte-level BPE uses all but row {settings.mask_id}, the drafter's mask |
 | end of text | id 0 |
 | trained on windows of | {settings.target_length} tokens (positions up to {settings.max_position} are accepted) |
 
 ## Training
 
-{settings.target_steps:,} steps of {settings.target_rows} x {settings.target_length} tokens ({epochs:.1f} passes over {manifest['tokens'] / 1e6:.1f} M
-tokens, {manifest['characters_per_token']:.2f} characters each), AdamW, peak rate {settings.target_rate:g} along a cosine to zero, float32 master weights,
-bfloat16 compute. {_seconds(record, 'target')} on {record['device']}; {record['versions']}.
+{settings.target_steps:,} steps of {settings.target_rows} x {settings.target_length} tokens: {epochs:.1f} passes over {tokens / 1e6:.1f} M
+tokens, {size}. AdamW, peak rate {settings.target_rate:g} along a cosine to zero, float32 master
+weights, bfloat16 compute. {_seconds(record, "target")} on {record["device"]}; {record["versions"]}.
 
-Held-out loss: **{record['heldout_loss']:.4f}** nats a token, training loss {_last(record, 'target', 'loss'):.4f} at the end.
+Held-out loss: **{record["heldout_loss"]:.4f}** nats a token. Training loss at the end: {_last(record, "target", "loss"):.4f}.
 
 {_reproduce(record)}
 
 ## Data and licences
 
-Python files of the packages below as installed, each file once, files of tables and generated lines left out. Files whose
-content hash falls into {settings.heldout_percent:g} % were held out from tokenizer, target and drafter alike.
+Python files of the packages below as installed, each file once, files of tables and generated lines left out. Files
+whose content hash falls into {settings.heldout_percent:g} % were held out from tokenizer, target and drafter alike; another
+{settings.prompt_percent:g} % were kept from the target, as prompts for the drafter's data.
 
 {_packages(manifest)}
 
-The weights are published under Apache-2.0. The model can reproduce passages of these sources; their licences apply to such text.
+The weights are published under Apache-2.0. The model can reproduce passages of these sources; their licences apply to
+such text.
 
 ## Limits
 
-It has seen Python and little else, at a size that writes plausible but often wrong code, and repeats itself. It follows no
-instructions. Held-out files come from the same packages as the training files, so figures on them are for text of that kind.
+It has seen Python and little else, at a size that writes plausible but often wrong code, and repeats itself. It follows
+no instructions. Held-out files come from the same packages as the training files, so figures on them are for text of
+that kind.
 """
 
 
 def draft_card(settings: Settings, record: dict[str, Any]) -> str:
-    weights = count(dflash_parameters(settings.draft_config))
+    weights = count(dflash_parameters(settings.draft_config)) / 1e6
     plans = "; ".join(
         f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens" for plan in settings.rollouts
     )
     rows = sum(plan.greedy_rows + plan.sampled_rows for plan in settings.rollouts)
+    evaluation = record["evaluation"]
+    weighting = {"dpace": "D-PACE (arXiv 2605.18810)", "decay": "exp(-(k - 1) / 7) for slot k"}[settings.loss]
     return f"""---
 license: apache-2.0
 tags: [dflash, speculative-decoding, draft-model]
 ---
 # DFlash drafter for the small Python model
 
-{weights / 1e6:.2f} M parameters, {settings.draft_layers} layers, block size {settings.block_size}, for the target in `../target`, whose embeddings and head it uses.
-Method: DFlash, arXiv 2602.06036. Taps: residual stream after layers {list(settings.taps)} of {settings.target_layers} (0-based; the last layer's is
-raw, before the final norm). Mask id {settings.mask_id}. Attention inside a block is bidirectional.
+{weights:.2f} M parameters, {settings.draft_layers} layers, block size {settings.block_size}, for the target in `../target`, whose embeddings and
+head it uses. Method: DFlash, arXiv 2602.06036. Taps: residual stream after layers {list(settings.taps)} of {settings.target_layers}
+(0-based). Mask id {settings.mask_id}. Attention inside a block is bidirectional.
 
 ## Acceptance
 
-Tokens per cycle (accepted drafts + 1) on prompts of {record['evaluation']['prompt_tokens']} tokens cut at random places of held-out files, {record['evaluation']['new_tokens']} new tokens each,
-bfloat16, measured offline by replaying cycles over the target's own continuation. "shipped" is the first {settings.shipped_prompts} prompts, kept with
-the package's tests. A prompt loops if its last {LOOP_TAIL} new tokens repeat with a period of at most {LOOP_PERIOD}. At temperature 1, "argmax" proposes the
-drafter's best token, "shared xS" adds the target's own sampling noise to its logits times S; both emit exactly the target's samples.
+Tokens per cycle (accepted drafts + 1) on prompts of {evaluation["prompt_tokens"]} tokens cut at random places of held-out files,
+{evaluation["new_tokens"]} new tokens each, bfloat16, measured offline by replaying cycles over the target's own continuation.
+"shipped" is the first {settings.shipped_prompts} prompts, kept with the package's tests. A prompt loops if its last {LOOP_TAIL} new tokens
+repeat with a period of at most {LOOP_PERIOD}. At temperature 1, "argmax" proposes the drafter's best token, "shared xS" adds the
+target's own sampling noise to its logits times S; both emit exactly the target's samples.
 
-{_acceptance(record['evaluation'])}
+{_acceptance(evaluation)}
 
-Histogram of tokens per cycle, 1 to {settings.block_size}, on all prompts: {_histograms(record['evaluation'])}.
+Histogram of tokens per cycle, 1 to {settings.block_size}, on all prompts: {_histograms(evaluation)}.
 
 ## Training
 
-Frozen target; data are its own continuations of training files: {plans}. {settings.draft_steps:,} steps of {rows} sequences x
-{settings.anchors} anchors, one anchor in each stretch of the continuation, all blocks of a sequence in one pass. Greedy continuations are learnt from
-their tokens, sampled ones from the target's distributions. Slot weights: {settings.loss} {'(arXiv 2605.18810)' if settings.loss == 'dpace' else ''}. AdamW, peak rate
-{settings.draft_rate:g} along a cosine to zero. Continuations {_seconds(record, 'rollouts')}, training {_seconds(record, 'drafter')} on {record['device']}; {record['versions']}.
+Frozen target; data are its own continuations of passages from files it was not trained on: {plans}.
+{settings.draft_steps:,} steps of {rows} sequences x {settings.anchors} anchors, one anchor in each stretch of the continuation, all blocks
+of a sequence in one pass. Greedy continuations are learnt from their tokens, sampled ones from the target's
+distributions. Slot weights: {weighting}. AdamW, peak rate {settings.draft_rate:g} along a cosine to zero.
+Continuations {_seconds(record, "rollouts")}, training {_seconds(record, "drafter")} on {record["device"]}; {record["versions"]}.
 
 {_reproduce(record)}
 
@@ -103,8 +112,8 @@ Data and licences: the target's card.
 
 ## Limits
 
-It fits this target only. Figures are for Python text of the kind it was trained on; acceptance falls on other text, and at
-temperature 1, where most cycles end at an unpredictable token.
+It fits this target only. Figures are for Python text of the kind it was trained on; acceptance falls on other text, and
+at temperature 1, where most cycles end at an unpredictable token.
 """
 
 
@@ -131,7 +140,8 @@ def _packages(manifest: dict[str, Any]) -> str:
 
 
 def _acceptance(evaluation: dict[str, Any]) -> str:
-    head = "| T | proposals | set | loops | prompts | cycle mean | mean of prompt means |\n| --- | --- | --- | --- | ---: | ---: | ---: |\n"
+    head = "| T | proposals | set | loops | prompts | cycle mean | mean of prompt means |\n"
+    head += "| --- | --- | --- | --- | ---: | ---: | ---: |\n"
     rows = [
         f"| {row['temperature']:g} | {row['proposals']} | {row['set']} | {row['loops']} | {row['prompts']} | "
         f"{row['cycle_mean']:.2f} | {row['prompt_mean']:.2f} |"

@@ -1,4 +1,4 @@
-"""The corpus: Python sources that are installed anyway, with their licences, split into training and held-out files."""
+"""The corpus: Python sources that are installed anyway, with their licences, split into training, prompt and held-out files."""
 
 import hashlib
 import importlib.metadata
@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -39,16 +40,27 @@ class SourceFile:
     text: str
     sha256: str
 
-    def held_out(self, percent: float) -> bool:
-        """Decided by content, so that it does not depend on order, machine or seed."""
-        return int(self.sha256[:12], 16) % 10_000 < percent * 100
+    def part(self, settings: Settings) -> Literal["heldout", "prompts", "train"]:
+        """Which part of the corpus it is in. Decided by content, so that it does not depend on order, machine or seed."""
+        place = int(self.sha256[:12], 16) % 10_000 / 100
+        if place < settings.heldout_percent:
+            return "heldout"
+        return "prompts" if place < settings.heldout_percent + settings.prompt_percent else "train"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of the training files one after the other, each ended by the end-of-text id, and the held-out files."""
+    """The three parts of the corpus.
+
+    Attributes:
+      tokens: the target's training files one after the other, each ended by the end-of-text id.
+      prompt_tokens: files the target never sees. The drafter learns from continuations of their beginnings: continuations of
+        what the target knows by heart are easier than anything a user will ask for.
+      heldout: files no stage sees.
+    """
 
     tokens: np.ndarray
+    prompt_tokens: np.ndarray
     heldout: list[dict]
     manifest: dict
     tokenizer_path: Path
@@ -127,27 +139,31 @@ def build_corpus(settings: Settings, folder: Path, report: Report) -> Corpus:
         return load_corpus(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files, skipped = read_sources(settings)
-    train = [file for file in files if not file.held_out(settings.heldout_percent)]
-    heldout = [file for file in files if file.held_out(settings.heldout_percent)]
-    if not train or not heldout:
+    parts = {name: [file for file in files if file.part(settings) == name] for name in ("train", "prompts", "heldout")}
+    sizes = ", ".join(f"{name} {len(part)} files" for name, part in parts.items())
+    if not all(parts.values()):
         raise TrainingError(
-            f"the corpus has {len(train)} training and {len(heldout)} held-out files; install the `train` extra, or name a folder "
-            "with more Python files"
+            f"the corpus is too small ({sizes}); install the `train` extra, or name a folder with more Python files"
         )
-    report(f"corpus: {len(train)} files, {sum(len(f.text) for f in train) / 1e6:.1f} M characters; {len(heldout)} files held out")
+    report(f"corpus: {sizes}; {sum(len(file.text) for file in files) / 1e6:.1f} M characters")
     for name, reason in skipped.items():
         report(f"corpus: {name} left out: {reason}")
-    tokenizer = train_tokenizer([file.text for file in train], settings.vocab_size - 1)
+    used = [file.text for file in parts["train"] + parts["prompts"]]
+    tokenizer = train_tokenizer(used, settings.vocab_size - 1)
     tokenizer.save(str(folder / "tokenizer.json"))
     report("corpus: tokenizer trained")
-    tokens = encode_files(tokenizer, [file.text for file in train])
-    np.save(folder / "train.npy", tokens)
-    kept = [asdict(file) for file in heldout]
+    counts = {}
+    for name in ("train", "prompts"):
+        tokens = encode_files(tokenizer, [file.text for file in parts[name]])
+        np.save(folder / f"{name}.npy", tokens)
+        counts[name] = len(tokens)
+    kept = [asdict(file) for file in parts["heldout"]]
     (folder / "heldout.json").write_text(json.dumps(kept))
-    manifest = {"packages": summary(files, settings), "left_out": skipped, "tokens": len(tokens)}
-    manifest["characters_per_token"] = sum(len(file.text) + 1 for file in train) / len(tokens)
+    manifest = {"packages": summary(files, settings), "left_out": skipped}
+    manifest |= {"tokens": counts["train"], "prompt_tokens": counts["prompts"]}
+    manifest["characters_per_token"] = sum(len(text) + 1 for text in used) / sum(counts.values())
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    report(f"corpus: {len(tokens) / 1e6:.1f} M tokens, {manifest['characters_per_token']:.2f} characters each")
+    report(f"corpus: tokens {counts}, {manifest['characters_per_token']:.2f} characters each")
     return load_corpus(folder)
 
 
@@ -156,7 +172,7 @@ def summary(files: list[SourceFile], settings: Settings) -> list[dict]:
     rows: dict[Package, dict] = {}
     for file in files:
         row = rows.setdefault(file.package, asdict(file.package) | {"files": 0, "bytes": 0, "heldout_files": 0})
-        if file.held_out(settings.heldout_percent):
+        if file.part(settings) == "heldout":
             row["heldout_files"] += 1
         else:
             row["files"] += 1
@@ -167,6 +183,7 @@ def summary(files: list[SourceFile], settings: Settings) -> list[dict]:
 def load_corpus(folder: Path) -> Corpus:
     return Corpus(
         tokens=np.load(folder / "train.npy"),
+        prompt_tokens=np.load(folder / "prompts.npy"),
         heldout=json.loads((folder / "heldout.json").read_text()),
         manifest=json.loads((folder / "manifest.json").read_text()),
         tokenizer_path=folder / "tokenizer.json",

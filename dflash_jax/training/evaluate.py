@@ -147,7 +147,8 @@ def lines(report: dict) -> list[str]:
     """The report as text, one line a row."""
     out = []
     for row in report["rows"]:
-        about = f"T={row['temperature']:g} {row['proposals']:<12} {row['set']:<8} loops {row['loops']:<8} {row['prompts']:>5} prompts"
+        about = f"T={row['temperature']:g} {row['proposals']:<12} {row['set']:<8} loops {row['loops']:<8}"
+        about += f" {row['prompts']:>5} prompts"
         if row["prompts"]:
             about += f"  cycle mean {row['cycle_mean']:.3f}  mean of prompt means {row['prompt_mean']:.3f}"
         out.append(about)

@@ -4,7 +4,10 @@ import re
 from importlib.metadata import Distribution
 
 _PERMISSIVE = frozenset(
-    """0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause CC0-1.0 HPND ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense Zlib""".split()
+    [
+        "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "HPND", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0",
+        "Python-2.0", "Unlicense", "Zlib",
+    ]  # fmt: skip
 )
 
 # What stands in `License` or behind `License :: OSI Approved ::` of older metadata, in lower case.

@@ -24,7 +24,7 @@ def position_noise(key: Array, position: Int[Array, ""] | int, rows: int, vocab:
 @functools.partial(jax.jit, static_argnames=("config", "new", "sampled"))
 def continue_prompts(
     config: Qwen3Config, params: Params, prompts: Int[Array, "B P"], key: Array, *, new: int, sampled: bool
-) -> Int[Array, "B P+new"]:
+) -> Int[Array, "B T"]:
     """Prompts followed by `new` tokens of the target's, greedy or sampled at temperature 1."""
     rows, prompt = prompts.shape
     model = bind(config, params)
@@ -50,7 +50,7 @@ def continue_prompts(
 
 
 def roll_out(settings: Settings, target: Params, tokens: np.ndarray, folder: Path, clock: Clock) -> list[dict[str, np.ndarray]]:
-    """Continuations of random training windows, per entry of `settings.rollouts`: `greedy` and `sampled`, uint16.
+    """Continuations of random windows of `tokens`, per entry of `settings.rollouts`: `greedy` and `sampled`, uint16.
 
     Raises:
       Interrupted: the clock ran out; finished files are in `folder`.

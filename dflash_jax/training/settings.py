@@ -51,23 +51,25 @@ class Settings:
       chunk: optimiser steps in one compiled call; also the granularity of checkpoints. Step counts are multiples of it.
       loss: `dpace` (arXiv 2605.18810) or `decay` (arXiv 2602.06036: exp(-(k-1)/7)).
       heldout_percent: share of files, by content hash, that no stage trains on.
+      prompt_percent: share of files the target does not train on, whose passages are the prompts of the drafter's data.
     """
 
     packages: tuple[str, ...] = PACKAGES
     folder: str | None = None
     heldout_percent: float = 1.0
+    prompt_percent: float = 15.0
     vocab_size: int = 4096
     hidden_size: int = 320
     intermediate_size: int = 896
     num_heads: int = 5
     head_dim: int = 64
-    target_layers: int = 6
-    draft_layers: int = 3
-    taps: tuple[int, ...] = (1, 2, 3, 4, 5)
+    target_layers: int = 4
+    draft_layers: int = 5
+    taps: tuple[int, ...] = (0, 1, 2, 3)
     block_size: int = 16
     max_position: int = 2048
     seed: int = 0
-    target_steps: int = 20_000
+    target_steps: int = 12_000
     target_rows: int = 64
     target_length: int = 1024
     target_rate: float = 3e-3
@@ -77,10 +79,10 @@ class Settings:
             Rollouts(prompt=832, new=192, greedy=16_384, sampled=8_192, greedy_rows=8, sampled_rows=4, batch=1024),
         )
     )
-    draft_steps: int = 30_000
+    draft_steps: int = 20_000
     draft_rate: float = 2e-3
     anchors: int = 24
-    loss: str = "dpace"
+    loss: str = "decay"
     chunk: int = 100
     warmup: float = 0.02
     weight_decay: float = 0.05
@@ -129,6 +131,7 @@ FULL = Settings()
 TINY = Settings(
     packages=(),
     heldout_percent=20.0,
+    prompt_percent=20.0,
     vocab_size=320,
     hidden_size=32,
     intermediate_size=64,
