@@ -33,7 +33,7 @@ class KeyReader:
       ConfigError: from `refuse_rest` when an unread key holds something other than None, False or an empty value.
     """
 
-    def __init__(self, subject: str, values: Mapping[str, Any]):
+    def __init__(self, subject: str, values: Any):
         if not isinstance(values, Mapping):
             raise ConfigError(f"{subject} must be a JSON object, got {type(values).__name__}")
         self.subject, self.values, self.read = subject, values, set[str]()
@@ -98,7 +98,7 @@ class RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
         merged: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
-            merged |= keys.get(key, {})
+            merged |= KeyReader(f"{keys.subject}, {key}", keys.get(key, {})).values
         scaling = KeyReader(f"{keys.subject}, rope_parameters", merged)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         scaling.get("type")
@@ -166,8 +166,9 @@ class DecoderConfig:
         if set(values) != fields:
             missing, extra = sorted(fields - set(values)), sorted(set(values) - fields)
             raise ConfigError(f"{cls.__name__}: missing fields {missing}, unknown fields {extra}. Convert the checkpoint again.")
-        tuples = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-        return cls(**tuples | {"rope": RopeConfig(**values["rope"])})
+        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        given["rope"] = RopeConfig(**values["rope"])
+        return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +230,8 @@ def layer_windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     if types is None:
         sliding = use and window is not None
         types = ["sliding_attention" if sliding and i >= first else "full_attention" for i in range(layers)]
-    if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
+    known = isinstance(types, list | tuple) and all(kind in ("full_attention", "sliding_attention") for kind in types)
+    if not known or len(types) != layers:
         raise ConfigError(
             f"{keys.subject}: layer_types must list full_attention or sliding_attention for each of {layers} layers, got {types!r}"
         )

@@ -1,8 +1,9 @@
 """Strings in, results out. `generate` and `stream` are one thing: the first waits for what the second yields."""
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
 import tqdm
@@ -22,17 +23,36 @@ GENERATE_CYCLES = 32
 STREAM_CYCLES = 4
 
 
-@overload
-def generate(model: Model, prompts: str, params: Params = None, **options: Any) -> Completion: ...
-@overload
-def generate(model: Model, prompts: Sequence[int], params: Params = None, **options: Any) -> Completion: ...
-@overload
-def generate(model: Model, prompts: Messages, params: Params = None, **options: Any) -> Completion: ...
-@overload
-def generate(model: Model, prompts: Sequence[str | Sequence[int] | Messages], params: Params = None, **options: Any) -> list[Completion]: ...  # fmt: skip # noqa: E501
+class Options(TypedDict, total=False):
+    """Keywords of `generate`."""
+
+    draft: bool
+    chat: bool
+    progress: bool
+    chat_options: Mapping[str, Any] | None
 
 
-def generate(model, prompts, params=None, *, draft=True, chat=False, progress=False, chat_options=None):
+# A text is a sequence of texts too; the first overload that fits counts.
+@overload
+def generate(  # pyright: ignore[reportOverlappingOverload]
+    model: Model, prompts: Prompt, params: Params = None, **options: Unpack[Options]
+) -> Completion: ...
+@overload
+def generate(
+    model: Model, prompts: Sequence[Prompt], params: Params = None, **options: Unpack[Options]
+) -> list[Completion]: ...
+
+
+def generate(
+    model: Model,
+    prompts: Any,
+    params: Params = None,
+    *,
+    draft: bool = True,
+    chat: bool = False,
+    progress: bool = False,
+    chat_options: Mapping[str, Any] | None = None,
+) -> Any:
     """Continues one prompt or several.
 
     Args:
@@ -107,13 +127,13 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
-        return tuple(int(token) for token in prompt)
+        return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
     if model.tokenizer is None:
         raise TokenizerError(f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder")
     if isinstance(prompt, str):
         return tuple(model.tokenizer.encode(prompt))
     if isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt):
-        return tuple(model.tokenizer.encode_chat(prompt, **(options or {})))
+        return tuple(model.tokenizer.encode_chat(cast(Messages, prompt), **(options or {})))
     raise PromptError(f"a prompt must be a text, token ids or messages, got {prompt!r:.80}")
 
 

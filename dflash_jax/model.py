@@ -139,7 +139,7 @@ def load(
         max_model_len=length,
         max_batch=max_batch,
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=num_pages or 0,
         proposals=proposals,
     )
     tokenizer = Tokenizer.from_folder(target.folder)

@@ -6,7 +6,7 @@ nothing, and the time compiling takes is known and kept out of every other figur
 
 import functools
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Programs:
     """
 
     compile_s: float = 0.0
-    _compiled: dict[Hashable, Any] = field(default_factory=dict)
+    _compiled: dict[tuple, Any] = field(default_factory=dict)
 
     def call(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
         """`function(*static, *args)` as a compiled program; `donate` numbers arguments of `args`."""

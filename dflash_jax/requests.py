@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,33 +113,35 @@ def request_arrays(requests: list[Request | None], stop_width: int) -> RequestAr
     for row, request in enumerate(requests):
         ids = () if request is None else request.stop_ids
         stops[row, : len(ids)] = ids
-    return RequestArrays(
-        seed=np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32),
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_p=np.array([row.top_p for row in rows], np.float32),
-        top_k=np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),
-        min_p=np.array([row.min_p for row in rows], np.float32),
-        min_tokens=np.array([row.min_tokens for row in rows], np.int32),
-        stop_ids=stops,
-    )
+    host: dict[str, Any] = {
+        "seed": np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=1).astype(np.uint32),
+        "temperature": np.array([row.temperature for row in rows], np.float32),
+        "top_p": np.array([row.top_p for row in rows], np.float32),
+        "top_k": np.array([min(row.top_k, 2**31 - 1) for row in rows], np.int32),
+        "min_p": np.array([row.min_p for row in rows], np.float32),
+        "min_tokens": np.array([row.min_tokens for row in rows], np.int32),
+        "stop_ids": stops,
+    }
+    return RequestArrays(**host)
 
 
 def _slots(setup: Setup, requests: list[Request | None], stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]):
     count = len(requests)
     features = 0 if setup.draft is None else len(setup.taps) * setup.draft.target_hidden_size
     zeros = np.zeros((count,), np.int32)
-    return DecodeState(
-        pending=zeros,
-        seq_lens=np.array([0 if request is None else len(request.prompt) for request in requests], np.int32),
-        features=np.zeros((count, setup.width, features), dtype),
-        fresh=zeros,
-        produced=zeros,
-        remaining=np.array([0 if request is None else request.params.max_tokens for request in requests], np.int32),
-        done=np.array([request is None for request in requests]),
-        request=request_arrays(requests, stop_width),
-        target_pages=pools[0],
-        draft_pages=pools[1],
-    )
+    host: dict[str, Any] = {
+        "pending": zeros,
+        "seq_lens": np.array([0 if request is None else len(request.prompt) for request in requests], np.int32),
+        "features": np.zeros((count, setup.width, features), dtype),
+        "fresh": zeros,
+        "produced": zeros,
+        "remaining": np.array([0 if request is None else request.params.max_tokens for request in requests], np.int32),
+        "done": np.array([request is None for request in requests]),
+        "request": request_arrays(requests, stop_width),
+        "target_pages": pools[0],
+        "draft_pages": pools[1],
+    }
+    return DecodeState(**host)
 
 
 def empty_state(

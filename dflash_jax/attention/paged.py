@@ -1,5 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from dflash_kernels import cache_write, paged_attention
@@ -34,10 +36,11 @@ class PagedAttend:
         i = layer.index
         flat = (self.slots.shape[0], *k.shape[2:])
         self._k[i], self._v[i] = cache_write(self._k[i], self._v[i], k.reshape(flat), v.reshape(flat), self.slots)
-        return paged_attention(
+        out = paged_attention(
             q, self._k[i], self._v[i], self.page_table, self.seq_lens, q_lens=self.q_lens, causal=layer.causal,
             window=layer.window, sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
         )  # fmt: skip
+        return cast(Array, out)
 
     @property
     def pages(self) -> Pages:

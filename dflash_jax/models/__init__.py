@@ -35,7 +35,7 @@ class Family:
     name: str
     role: Literal["target", "draft"]
     architectures: tuple[str, ...]
-    config_class: type[DecoderConfig]
+    config_class: type[Qwen3Config] | type[DFlashConfig]
     parameters: Callable[[Any], tuple[Parameter, ...]]
     canonical: Callable[[str], str | None]
 
@@ -45,10 +45,10 @@ class Family:
         Raises:
           ConfigError: see `Qwen3Config.from_hf` and `DFlashConfig.from_hf`.
         """
-        if self.role == "target":
-            return self.config_class.from_hf(hf_config)
-        names = {self.canonical(name) for name in tensor_names}
-        return self.config_class.from_hf(hf_config, names)
+        if issubclass(self.config_class, DFlashConfig):
+            names = [canonical for name in tensor_names if (canonical := self.canonical(name)) is not None]
+            return self.config_class.from_hf(hf_config, names)
+        return self.config_class.from_hf(hf_config)
 
 
 FAMILIES = (

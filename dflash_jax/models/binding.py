@@ -5,6 +5,7 @@ Walking an nnx graph costs milliseconds of Python for each call, so the module i
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 from flax import nnx
 from jaxtyping import Array
@@ -24,7 +25,7 @@ def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
     return graph, {path: ".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
 
-def bind[M: nnx.Module](config: DecoderConfig, params: Mapping[str, Array]) -> M:
+def bind(config: DecoderConfig, params: Mapping[str, Array]) -> Any:
     """A module of `config`'s family holding `params`, one array for each declared parameter name.
 
     Cheap inside `jax.jit`: it only places tracers. A drafter's fused context projection is made here when `params` lacks it, so

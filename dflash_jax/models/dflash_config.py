@@ -74,19 +74,21 @@ class DFlashConfig(DecoderConfig):
         nested = KeyReader("config.json (DFlash), dflash_config", top.get("dflash_config", {}))
 
         def source(key: str) -> KeyReader:
-            top.read.add(key), nested.read.add(key)
-            return nested if key in nested.values else top
+            top.read.add(key)
+            nested.read.add(key)
+            return top if nested.values.get(key) is None else nested
 
-        fields = decoder_fields(top)
+        fields: dict[str, Any] = decoder_fields(top)
         layers, hidden = fields["num_layers"], fields["hidden_size"]
         windows = _windows(source, fields["windows"], declared=top.get("layer_types") is not None)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
         if ids is None and target_layers < 4:
             raise ConfigError(f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default")
-        ids = tuple(ids) if ids is not None else default_target_layer_ids(target_layers, layers)
-        if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < -1 for i in ids):
-            raise ConfigError(f"{nested.subject}: target_layer_ids must be integers of at least -1, got {list(ids)!r}")
+        ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
+        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i >= -1 for i in ids):
+            raise ConfigError(f"{nested.subject}: target_layer_ids must be integers of at least -1, got {ids!r}")
+        ids = tuple(ids)
         if target_layers and max(ids) >= target_layers:
             raise ConfigError(f"{nested.subject}: target_layer_ids {list(ids)} reach past num_target_layers={target_layers}")
         if not source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True):
@@ -103,22 +105,26 @@ class DFlashConfig(DecoderConfig):
                 f"{top.subject}: draft_vocab_size={draft_vocab} needs a head of its own and at most vocab_size={fields['vocab_size']}"
             )
         softcap = source("final_logit_softcapping").number("final_logit_softcapping", 0.0)
+        fields["windows"] = windows
         config = cls(
-            **fields | {"windows": windows},
+            **fields,
             block_size=block,
             mask_token_id=source("mask_token_id").integer("mask_token_id", minimum=0),
             target_layer_ids=ids,
             num_target_layers=target_layers,
             target_hidden_size=source("target_hidden_size").integer("target_hidden_size", hidden),
             causal=_causality(top, nested, windows),
-            sinks=bool(source("attention_sink_bias").get("attention_sink_bias", False)),
+            sinks=source("attention_sink_bias").flag("attention_sink_bias"),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
             embedding_scale=source("input_embedding_scale").number("input_embedding_scale", 1.0),
             logit_scale=source("output_multiplier").number(
                 "output_multiplier", source("logit_scale").number("logit_scale", 1.0)
             ),
             logit_softcap=softcap,
-            sample_from_anchor=source("sample_from_anchor").flag("sample_from_anchor"),
+            # This architecture always drafts from its anchor, and its files do not say so.
+            sample_from_anchor=source("sample_from_anchor").flag(
+                "sample_from_anchor", default="Qwen3DSparkModel" in top.get("architectures", ())
+            ),
             draft_vocab_size=0 if draft_vocab == fields["vocab_size"] else draft_vocab,
             own_embedding="embed_tokens.weight" in tensor_names,
             own_head=own_head,
@@ -143,7 +149,8 @@ def _windows(source, windows: tuple[int | None, ...], *, declared: bool) -> tupl
 
 def _causality(top: KeyReader, nested: KeyReader, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
     """`is_causal` at the top, then `causal` in dflash_config, then: sliding layers are causal, full ones are not."""
-    nested.get("is_causal"), top.get("causal")
+    for keys in (top, nested):
+        keys.read.update(("is_causal", "causal"))  # where one decides, the others are still known keys
     for keys, key in ((top, "is_causal"), (nested, "is_causal"), (nested, "causal"), (top, "causal")):
         if keys.get(key) is not None:
             return (keys.flag(key),) * len(windows)
