@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import numpy as np
+from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
 from dflash_jax.engine import MAX_CYCLES, Engine
@@ -62,9 +63,7 @@ def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int
     """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
     rng = np.random.default_rng(0)
     params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES), ignore_eos=True)
-    requests = [
-        Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)
-    ]
+    requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
     run, times = engine.run(requests, draft=draft), []
     updates = iter(run)
     for update in updates:
@@ -82,8 +81,15 @@ def main() -> None:
     parser.add_argument("--context", nargs="+", type=int, default=[1024])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--calls", type=int, default=8)
+    parser.add_argument(
+        "--attention", default="best", choices=["best", *IMPLEMENTATIONS], help="implementation of paged attention"
+    )
     options = parser.parse_args()
-    record = Record("decode", options)
+    if options.attention != "best":
+        for name in set(IMPLEMENTATIONS) - {options.attention}:
+            del IMPLEMENTATIONS[name]
+    suffix = "" if options.attention == "best" else f" {options.attention}"
+    record = Record("decode" + suffix.replace(" ", "_"), options)
     for name in options.models:
         for context in options.context:
             engine = build(name, context, max(options.batch))
@@ -93,7 +99,7 @@ def main() -> None:
                     times = measure(engine, draft=draft, context=context, batch=batch, calls=options.calls)
                     model = name if not draft else f"{name}-b16"
                     record.add(
-                        f"{kind} {model} ctx{context // 1024}k B{batch}", "time per " + kind,
+                        f"{kind} {model} ctx{context // 1024}k B{batch}{suffix}", "time per " + kind,
                         round(statistics.median(times), 3), "ms",
                         floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
                         peer="vLLM 0.23.0, published run" if context == 1024 and batch in PEER[name, kind] else None,
@@ -101,7 +107,12 @@ def main() -> None:
                         spread=[round(min(times), 3), round(max(times), 3)],
                         wall_s=round(time.perf_counter() - started, 1),
                     )  # fmt: skip
-            record.add(f"compile {name} ctx{context // 1024}k", "compile time, all programs", round(engine.programs.compile_s, 1), "s")
+            record.add(
+                f"compile {name} ctx{context // 1024}k{suffix}",
+                "compile time, all programs",
+                round(engine.programs.compile_s, 1),
+                "s",
+            )
             del engine
     print(record.write())
 

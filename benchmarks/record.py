@@ -27,7 +27,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 class Record:
-    """Collects rows and writes them as one file, whole."""
+    """Collects rows; the file holds all of them after each."""
 
     def __init__(self, name: str, options: argparse.Namespace):
         self.name, self.out, self.rows = name, options.out, []
@@ -44,10 +44,11 @@ class Record:
         """One figure; prints it too. `more` keeps what does not fit a column, for example a histogram."""
         row = {"case": case, "metric": metric, "value": value, "unit": unit, "floor": floor, "peer": peer}
         self.rows.append(row | {"peer_value": peer_value} | more | self.common)
+        self.write()
         print(f"{case:34s} {metric:34s} {value!s:>12} {unit}" + (f"  floor {floor}" if floor else ""), flush=True)
 
     def write(self) -> Path:
-        """Writes `<name>.json`; an interrupted run leaves the old file."""
+        """Writes the rows so far as `<name>.json`, whole."""
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"{self.name}.json"
         scratch = path.with_suffix(".json.tmp")

@@ -35,12 +35,15 @@ def cycle(
     places = jnp.arange(setup.width)
     emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
 
+    # Drawn once: drafter and target add the same noise.
+    noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
+
     ids, draft_logits, draft_pages = state.pending[:, None], None, state.draft_pages
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
         draft_logits, draft_pages = draft_block(drafter, target, draft_pages, page_table, state)
-        proposals = propose(setup, draft_logits, emitted_at[:, :-1], state)
+        proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, None if noise is None else noise[:, :-1])
         ids = jnp.concatenate([ids, proposals], axis=1)
 
     with jax.named_scope("verify"):
@@ -52,7 +55,7 @@ def cycle(
     with jax.named_scope("accept"):
         logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
         logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
-        chosen = choose(logits, emitted_at, state.request, setup.mode)
+        chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
         if draft_logits is not None and setup.proposals == "rejection" and setup.mode != "greedy":
             drafted = filtered_logits(draft_logits, state.request, setup.mode)
@@ -110,14 +113,21 @@ def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], sta
 
 
 def propose(
-    setup: Setup, logits: Float[Array, "B g V"], positions: Int[Array, "B g"], state: DecodeState
+    setup: Setup,
+    logits: Float[Array, "B g V"],
+    positions: Int[Array, "B g"],
+    state: DecodeState,
+    noise: Float[Array, "B g V"] | None = None,
 ) -> Int[Array, "B g"]:
-    """One token for each place. Any choice is lossless; how often it is the target's own decides the speed."""
+    """One token for each place. Any choice is lossless; how often it is the target's own decides the speed.
+
+    `noise` is the target's at these positions, where the caller has it already.
+    """
     if setup.mode == "greedy" or setup.proposals == "argmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if setup.proposals == "shared_noise":
         scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
-        return choose(scaled, positions, state.request, setup.mode)
+        return choose(scaled, positions, state.request, setup.mode, noise)
     drafted = filtered_logits(logits, state.request, setup.mode)
     noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1)
     sampling = (state.request.temperature > 0)[:, None, None]

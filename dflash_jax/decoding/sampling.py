@@ -88,12 +88,19 @@ def without_stops(
 
 
 def choose(
-    logits: Float[Array, "B T V"], positions: Int[Array, "B T"], request: RequestArrays, mode: Mode
+    logits: Float[Array, "B T V"],
+    positions: Int[Array, "B T"],
+    request: RequestArrays,
+    mode: Mode,
+    noise: Float[Array, "B T V"] | None = None,
 ) -> Int[Array, "B T"]:
-    """The token each row of (filtered) logits chooses for its position; ties go to the lowest id."""
+    """The token each row of (filtered) logits chooses for its position; ties go to the lowest id.
+
+    `noise` is `noise_at` of these positions, where the caller has it already.
+    """
     if mode == "greedy":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    noisy = logits + noise_at(request.seed, positions, logits.shape[-1])
+    noisy = logits + (noise_at(request.seed, positions, logits.shape[-1]) if noise is None else noise)
     sampling = (request.temperature > 0)[:, None, None]
     return jnp.argmax(jnp.where(sampling, noisy, logits), axis=-1).astype(jnp.int32)
 
