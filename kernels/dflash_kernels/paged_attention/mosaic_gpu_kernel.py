@@ -25,11 +25,11 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
-    tiles = {"transforms": swizzled(dtype, launch.head_dim)}
+    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.head_dim)}
     rows = (launch.warpgroups, ROWS, launch.head_dim)
     pool = (launch.stages, launch.keys, launch.head_dim)
     # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
-    out = {} if launch.direct else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    out: dict[str, Any] = {} if launch.direct else {"transforms": swizzled(jnp.float32, launch.head_dim)}
     filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
     freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
     buffers = {

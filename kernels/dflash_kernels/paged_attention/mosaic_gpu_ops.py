@@ -1,5 +1,8 @@
 """Steps of the Hopper kernel that stand alone: layouts, bounds, and the two matrix products."""
 
+# Pallas declares its transforms and ACC less public than it documents them.
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
 import math
 from typing import Any
 
