@@ -16,11 +16,12 @@ def cards(settings: Settings, record: dict[str, Any]) -> dict[str, str]:
     return {"target": target_card(settings, record), "draft": draft_card(settings, record)}
 
 
-def target_card(settings: Settings, record: dict[str, Any]) -> str:
-    weights = count(qwen3_parameters(settings.target_config)) / 1e6
+def target_card(s: Settings, record: dict[str, Any]) -> str:
+    weights = count(qwen3_parameters(s.target_config)) / 1e6
     manifest = record["manifest"]
     tokens, size = manifest["tokens"], f"{manifest['characters_per_token']:.2f} characters each"
-    epochs = settings.target_steps * settings.target_rows * settings.target_length / tokens
+    epochs = s.target_steps * s.target_rows * s.target_length / tokens
+    batch = f"{s.target_rows} x {s.target_length} tokens"
     return f"""---
 license: apache-2.0
 tags: [qwen3, code, python, speculative-decoding, dflash]
@@ -33,17 +34,17 @@ trained for it.
 
 | | |
 | --- | --- |
-| layers, hidden, feed-forward | {settings.target_layers}, {settings.hidden_size}, {settings.intermediate_size} |
-| heads (query / key-value x size) | {settings.num_heads} / 1 x {settings.head_dim} |
-| vocabulary | {settings.vocab_size} rows, tied; byte-level BPE uses all but row {settings.mask_id}, the drafter's mask |
+| layers, hidden, feed-forward | {s.target_layers}, {s.hidden_size}, {s.intermediate_size} |
+| heads (query / key-value x size) | {s.num_heads} / 1 x {s.head_dim} |
+| vocabulary | {s.vocab_size} rows, tied; byte-level BPE uses all but row {s.mask_id}, the drafter's mask |
 | end of text | id 0 |
-| trained on windows of | {settings.target_length} tokens (positions up to {settings.max_position} are accepted) |
+| trained on windows of | {s.target_length} tokens (positions up to {s.max_position} are accepted) |
 
 ## Training
 
-{settings.target_steps:,} steps of {settings.target_rows} x {settings.target_length} tokens: {epochs:.1f} passes over {tokens / 1e6:.1f} M
-tokens, {size}. AdamW, peak rate {settings.target_rate:g} along a cosine to zero, float32 master
-weights, bfloat16 compute. {_seconds(record, "target")} on {record["device"]}; {record["versions"]}.
+{s.target_steps:,} steps of {batch}: {epochs:.1f} passes over {tokens / 1e6:.1f} M tokens, {size}.
+AdamW, peak rate {s.target_rate:g} along a cosine to zero, float32 master weights, bfloat16 compute.
+{_seconds(record, "target")} on {record["device"]}; {record["versions"]}.
 
 Held-out loss: **{record["heldout_loss"]:.4f}** nats a token. Training loss at the end: {_last(record, "target", "loss"):.4f}.
 
@@ -52,8 +53,8 @@ Held-out loss: **{record["heldout_loss"]:.4f}** nats a token. Training loss at t
 ## Data and licences
 
 Python files of the packages below as installed, each file once, files of tables and generated lines left out. Files
-whose content hash falls into {settings.heldout_percent:g} % were held out from tokenizer, target and drafter alike; another
-{settings.prompt_percent:g} % were kept from the target, as prompts for the drafter's data.
+whose content hash falls into {s.heldout_percent:g} % were held out from tokenizer, target and drafter alike; another
+{s.prompt_percent:g} % were kept from the target, as prompts for the drafter's data.
 
 {_packages(manifest)}
 
@@ -68,42 +69,44 @@ that kind.
 """
 
 
-def draft_card(settings: Settings, record: dict[str, Any]) -> str:
-    weights = count(dflash_parameters(settings.draft_config)) / 1e6
+def draft_card(s: Settings, record: dict[str, Any]) -> str:
+    weights = count(dflash_parameters(s.draft_config)) / 1e6
     plans = "; ".join(
-        f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens" for plan in settings.rollouts
+        f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens" for plan in s.rollouts
     )
-    rows = sum(plan.greedy_rows + plan.sampled_rows for plan in settings.rollouts)
+    rows = sum(plan.greedy_rows + plan.sampled_rows for plan in s.rollouts)
     evaluation = record["evaluation"]
-    weighting = {"dpace": "D-PACE (arXiv 2605.18810)", "decay": "exp(-(k - 1) / 7) for slot k"}[settings.loss]
+    weighting = {"dpace": "D-PACE (arXiv 2605.18810)", "decay": "exp(-(k - 1) / 7) for slot k"}[s.loss]
     return f"""---
 license: apache-2.0
 tags: [dflash, speculative-decoding, draft-model]
 ---
 # DFlash drafter for the small Python model
 
-{weights:.2f} M parameters, {settings.draft_layers} layers, block size {settings.block_size}, for the target in `../target`, whose embeddings and
-head it uses. Method: DFlash, arXiv 2602.06036. Taps: residual stream after layers {list(settings.taps)} of {settings.target_layers}
-(0-based). Mask id {settings.mask_id}. Attention inside a block is bidirectional.
+{weights:.2f} M parameters, {s.draft_layers} layers, block size {s.block_size}, for the target in `../target`,
+whose embeddings and head it uses. Method: DFlash, arXiv 2602.06036. Taps: residual stream after layers
+{list(s.taps)} of {s.target_layers} (0-based; raw, before the final norm). Mask id {s.mask_id}.
+Attention inside a block is bidirectional.
 
 ## Acceptance
 
-Tokens per cycle (accepted drafts + 1) on prompts of {evaluation["prompt_tokens"]} tokens cut at random places of held-out files,
-{evaluation["new_tokens"]} new tokens each, bfloat16, measured offline by replaying cycles over the target's own continuation.
-"shipped" is the first {settings.shipped_prompts} prompts, kept with the package's tests. A prompt loops if its last {LOOP_TAIL} new tokens
-repeat with a period of at most {LOOP_PERIOD}. At temperature 1, "argmax" proposes the drafter's best token, "shared xS" adds the
-target's own sampling noise to its logits times S; both emit exactly the target's samples.
+Tokens per cycle (accepted drafts + 1) on prompts of {evaluation["prompt_tokens"]} tokens cut at random places of held-out
+files, {evaluation["new_tokens"]} new tokens each, bfloat16, measured offline by replaying cycles over the target's own
+continuation. "shipped" is the first {s.shipped_prompts} prompts, kept with the package's tests. A prompt loops if its
+last {LOOP_TAIL} new tokens repeat with a period of at most {LOOP_PERIOD}. At temperature 1,
+"argmax" proposes the drafter's best token, "shared xS" adds the target's own sampling noise to its logits
+times S; both emit exactly the target's samples.
 
 {_acceptance(evaluation)}
 
-Histogram of tokens per cycle, 1 to {settings.block_size}, on all prompts: {_histograms(evaluation)}.
+Histogram of tokens per cycle, 1 to {s.block_size}, on all prompts: {_histograms(evaluation)}.
 
 ## Training
 
 Frozen target; data are its own continuations of passages from files it was not trained on: {plans}.
-{settings.draft_steps:,} steps of {rows} sequences x {settings.anchors} anchors, one anchor in each stretch of the continuation, all blocks
-of a sequence in one pass. Greedy continuations are learnt from their tokens, sampled ones from the target's
-distributions. Slot weights: {weighting}. AdamW, peak rate {settings.draft_rate:g} along a cosine to zero.
+{s.draft_steps:,} steps of {rows} sequences x {s.anchors} anchors, one anchor in each stretch of the
+continuation, all blocks of a sequence in one pass. Greedy continuations are learnt
+from their tokens, sampled ones from the target's distributions. Slot weights: {weighting}. AdamW, peak rate {s.draft_rate:g} along a cosine to zero.
 Continuations {_seconds(record, "rollouts")}, training {_seconds(record, "drafter")} on {record["device"]}; {record["versions"]}.
 
 {_reproduce(record)}

@@ -3,12 +3,10 @@
 import re
 from importlib.metadata import Distribution
 
-_PERMISSIVE = frozenset(
-    [
-        "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "HPND", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0",
-        "Python-2.0", "Unlicense", "Zlib",
-    ]  # fmt: skip
-)
+_PERMISSIVE = {
+    "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "HPND", "ISC", "MIT", "MIT-0", "MIT-CMU", "PSF-2.0",
+    "Python-2.0", "Unlicense", "Zlib",
+}  # fmt: skip
 
 # What stands in `License` or behind `License :: OSI Approved ::` of older metadata, in lower case.
 _NAMES = {
@@ -44,5 +42,5 @@ def permissive_licence(distribution: Distribution) -> str | None:
     classifiers = [name for name in classifiers if name != "OSI Approved"]
     if not classifiers and meta.get("License"):
         classifiers = [meta["License"].strip()]
-    names = [_NAMES.get(name.lower()) for name in classifiers]
+    names = [_NAMES.get(name.lower(), "") for name in classifiers]
     return " AND ".join(dict.fromkeys(names)) if names and all(names) else None

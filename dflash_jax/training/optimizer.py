@@ -24,7 +24,7 @@ def matrices(params: Params) -> dict[str, bool]:
     return {name: value.ndim > 1 for name, value in params.items()}
 
 
-def apply(params: Params, updates: Params, rate: Float[Array, ""]) -> Params:
+def apply(params: Params, updates: optax.Updates, rate: Float[Array, ""]) -> Params:
     return jax.tree.map(lambda value, update: value - rate * update, params, updates)
 
 

@@ -1,0 +1,143 @@
+"""The whole command on a handful of files, what it writes, and what happens when it is interrupted."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dflash_jax.models import family_of
+from dflash_jax.training.__main__ import UNFINISHED, main
+from dflash_jax.training.corpus import build_corpus, read_sources
+from dflash_jax.training.drafter import train_drafter
+from dflash_jax.training.optimizer import half
+from dflash_jax.training.rollouts import roll_out
+from dflash_jax.training.stages import Clock, Interrupted, latest
+from dflash_jax.training.target import train_target
+from dflash_jax.training.tokenizer import encode_files
+
+
+class StopAfter(Clock):
+    """Runs out at the n-th question."""
+
+    def __init__(self, work, questions):
+        super().__init__(work, lambda line: None)
+        self.questions = questions
+
+    def expired(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+
+def quiet(work) -> Clock:
+    return Clock(work, lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """One run of the command to its end: the work folder and the exported folder."""
+    root = tmp_path_factory.mktemp("run")
+    arguments = ["--preset", "tiny", "--folder", tiny.folder, "--out", str(root / "out"), "--work", str(root / "work")]
+    assert main(arguments) == 0
+    return root / "work", root / "out"
+
+
+@pytest.mark.parametrize("stage", ["target", "drafter"])
+def test_loss_falls(run, stage):
+    history = json.loads((run[0] / "log.json").read_text())[stage]["history"]
+    assert history[-1]["step"] == 40
+    assert history[-1]["loss"] < history[0]["loss"] - 0.05
+
+
+def test_heldout_text_is_in_no_stream(run, tiny):
+    corpus = build_corpus(tiny, run[0] / "corpus", pytest.fail)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(corpus.tokenizer_path))
+    assert corpus.heldout
+    for file in corpus.heldout:
+        body = encode_files(tokenizer, [file["text"]])[:-1].tobytes()
+        assert corpus.tokens.tobytes().find(body) < 0, file["path"]
+        assert corpus.prompt_tokens.tobytes().find(body) < 0, file["path"]
+
+
+def test_training_files_are_in_their_stream(run, tiny):
+    corpus = build_corpus(tiny, run[0] / "corpus", pytest.fail)
+    files, _ = read_sources(tiny)
+    heldout = {file["sha256"] for file in corpus.heldout}
+    assert heldout < {file.sha256 for file in files}
+    assert len(files) - len(heldout) == np.sum(corpus.tokens == 0) + np.sum(corpus.prompt_tokens == 0)
+
+
+def test_prompts_come_from_heldout_files(run, tiny):
+    corpus = build_corpus(tiny, run[0] / "corpus", pytest.fail)
+    prompts = json.loads((run[0] / "heldout_prompts.json").read_text())
+    assert len(prompts) == tiny.shipped_prompts
+    for prompt in prompts:
+        assert set(prompt) == {"text", "source", "licence"}
+        assert any(prompt["text"] in file["text"] for file in corpus.heldout)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_exported_folder_reloads_to_the_same_bits(run, tiny, name):
+    work, out = run
+    config_json = json.loads((out / name / "config.json").read_text())
+    tensors = load_file(out / name / "model.safetensors")
+    family = family_of(config_json)
+    config = family.config(config_json, list(tensors))
+    assert config == (tiny.target_config if name == "target" else tiny.draft_config)
+    table = family.parameters(config)
+    assert {source.name for parameter in table for source in parameter.sources} == set(tensors)
+    clock = quiet(work)
+    corpus = build_corpus(tiny, work / "corpus", pytest.fail)
+    params = train_target(tiny, corpus.tokens, work / "target", clock)
+    if name == "draft":
+        data = roll_out(tiny, params, corpus.prompt_tokens, work / "rollouts", clock)
+        params = train_drafter(tiny, params, data, work / "drafter", clock)
+    for parameter in table:
+        stored = np.concatenate([tensors[source.name] for source in parameter.sources])
+        expected = np.asarray(half(params)[parameter.name])
+        assert stored.dtype == expected.dtype
+        assert np.array_equal(stored.view(np.uint16), expected.view(np.uint16)), parameter.name
+
+
+def test_record_and_cards_name_what_was_used(run):
+    work, out = run
+    record = json.loads((work / "record.json").read_text())
+    assert record["manifest"]["packages"][0]["licence"]
+    assert {row["temperature"] for row in record["evaluation"]["rows"]} == {0.0, 1.0}
+    card = (out / "target" / "README.md").read_text()
+    assert record["command"] in card
+    assert f"{record['heldout_loss']:.4f}" in card
+
+
+def test_resumed_training_equals_uninterrupted_training(run, tiny, tmp_path):
+    work, _ = run
+    corpus = build_corpus(tiny, work / "corpus", pytest.fail)
+    whole = train_target(tiny, corpus.tokens, work / "target", quiet(work))
+    with pytest.raises(Interrupted, match="step 20 of 40"):
+        train_target(tiny, corpus.tokens, tmp_path / "target", StopAfter(tmp_path, 1))
+    assert latest(tmp_path / "target") == 20
+    resumed = train_target(tiny, corpus.tokens, tmp_path / "target", quiet(tmp_path))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole, resumed))
+
+    data = roll_out(tiny, whole, corpus.prompt_tokens, work / "rollouts", quiet(work))
+    whole_draft = train_drafter(tiny, whole, data, work / "drafter", quiet(work))
+    with pytest.raises(Interrupted, match="step 10 of 40"):
+        train_drafter(tiny, whole, data, tmp_path / "drafter", StopAfter(tmp_path, 0))
+    resumed_draft = train_drafter(tiny, whole, data, tmp_path / "drafter", quiet(tmp_path))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole_draft, resumed_draft))
+
+
+def test_time_limit_ends_with_its_own_status(tiny, tmp_path):
+    arguments = ["--preset", "tiny", "--folder", tiny.folder, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_corpus_without_files_is_an_error(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    folders = ["--folder", str(tmp_path / "empty"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert main(["--preset", "tiny", *folders]) == 1
+    assert "install the `train` extra" in capsys.readouterr().err
