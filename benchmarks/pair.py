@@ -2,8 +2,9 @@
 
     python benchmarks/pair.py
 
-100 prompts one at a time, 128 tokens each, through `dflash_jax.generate`; compilation is in no figure. Acceptance is the mean over cycles; a text that fell into a
-loop is one whose last 48 tokens repeat with a period of at most 16, and figures without those are given beside.
+100 prompts one at a time, 128 tokens each, through `dflash_jax.generate`; compilation is in no figure. Acceptance is the mean over
+cycles; a text that fell into a loop is one whose last 48 tokens repeat with a period of at most 16, and figures without those are
+given beside.
 """
 
 import json

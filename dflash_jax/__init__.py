@@ -13,9 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
     from dflash_jax.errors import (
-        CapacityError, CheckpointError, ConfigError, DFlashError, PairError, ParameterError, PromptError, TokenizerError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        DFlashError,
+        PairError,
+        ParameterError,
+        PromptError,
+        TokenizerError,
         UnsupportedModelError,
-    )  # fmt: skip
+    )
     from dflash_jax.generation import generate, stream
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams

@@ -165,8 +165,12 @@ class DecoderConfig:
         fields = {field.name for field in dataclasses.fields(cls)}
         if set(values) != fields:
             missing, extra = sorted(fields - set(values)), sorted(set(values) - fields)
-            raise ConfigError(f"{cls.__name__}: missing fields {missing}, unknown fields {extra}. Convert the checkpoint again.")
-        given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+            raise ConfigError(
+                f"{cls.__name__}: missing fields {missing}, unknown fields {extra}. Convert the checkpoint again."
+            )
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
         given["rope"] = RopeConfig(**values["rope"])
         return cls(**given)
 
@@ -196,7 +200,9 @@ def decoder_fields(keys: KeyReader) -> dict[str, Any]:
     layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise ConfigError(f"{keys.subject}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+        raise ConfigError(
+            f"{keys.subject}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+        )
     head_dim = keys.integer("head_dim", 128)
     if head_dim % 2:
         raise ConfigError(f"{keys.subject}: head_dim must be even for rotary embeddings, got {head_dim}")

@@ -205,7 +205,9 @@ class Run:
     def _serve(self) -> Generator[Update]:
         engine = self.engine
         if engine._busy:
-            raise DFlashError("this model is generating already: finish or close that stream first, or load the model twice")
+            raise DFlashError(
+                "this model is generating already: finish or close that stream first, or load the model twice"
+            )
         engine._busy = True
         try:
             stops = max((len(request.stop_ids) for request in self.waiting), default=0)
@@ -253,7 +255,9 @@ class Run:
             self._keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
             start += len(chunk)
         row = request_row(self.setup, request, self.stop_width, engine.dtype)
-        state, emitted = engine.programs.call(_admit, (self.setup,), (1,), None, self.state, np.int32(slot), row, logits)
+        state, emitted = engine.programs.call(
+            _admit, (self.setup,), (1,), None, self.state, np.int32(slot), row, logits
+        )
         self._keep(state)
         host = jax.device_get(emitted)
         spent = time.perf_counter() - started - (engine.programs.compile_s - compiled)

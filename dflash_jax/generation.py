@@ -114,7 +114,9 @@ def is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
-        raise PromptError(f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}")
+        raise PromptError(
+            f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}"
+        )
     return len(prompts) > 0 and (isinstance(prompts[0], Mapping) or _is_id(prompts[0]))
 
 
@@ -129,7 +131,9 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
         return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
     if model.tokenizer is None:
-        raise TokenizerError(f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder")
+        raise TokenizerError(
+            f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder"
+        )
     if isinstance(prompt, str):
         return tuple(model.tokenizer.encode(prompt))
     if isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt):
@@ -138,9 +142,15 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
 
 
 def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Iterator[Piece]:
-    each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    each = (
+        [params or SamplingParams()] * len(prompts)
+        if params is None or isinstance(params, SamplingParams)
+        else list(params)
+    )
     if len(each) != len(prompts) or not all(isinstance(one, SamplingParams) for one in each):
-        raise ParameterError(f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {len(each)}")
+        raise ParameterError(
+            f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {len(each)}"
+        )
     if model.tokenizer is None and any(one.stop for one in each):
         raise TokenizerError(f"{model.name} has no tokenizer.json: stop strings need one, stop_token_ids do not")
     requests = [

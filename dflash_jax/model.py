@@ -114,8 +114,9 @@ def load(
       PairError: target and drafter do not belong together.
       ParameterError: an option is outside its range.
     """
-    wanted = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (1 if num_pages is None else num_pages, 2**31 - 1)}
-    for name, (value, most) in wanted.items():
+    pages = 1 if num_pages is None else num_pages
+    limits = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (pages, 2**31 - 1)}
+    for name, (value, most) in limits.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
     if proposals not in ("shared_noise", "argmax", "rejection"):
@@ -222,11 +223,15 @@ def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
     if draft.target_hidden_size != target.hidden_size:
         wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {target.hidden_size}")
     if draft.num_target_layers not in (0, target.num_layers):
-        wrong.append(f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}")
+        wrong.append(
+            f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}"
+        )
     if max(draft.target_layer_ids) >= target.num_layers:
         wrong.append(f"it taps layers {list(draft.target_layer_ids)}, the target has {target.num_layers}")
     if draft.hidden_size != target.hidden_size and not (draft.own_embedding and draft.own_head):
-        wrong.append(f"it borrows the target's embedding or head but is {draft.hidden_size} wide, not {target.hidden_size}")
+        wrong.append(
+            f"it borrows the target's embedding or head but is {draft.hidden_size} wide, not {target.hidden_size}"
+        )
     if draft.vocab_size != target.vocab_size:
         wrong.append(f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}")
     if draft.mask_token_id >= draft.vocab_size and not draft.mask_embedding:
@@ -241,4 +246,3 @@ def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> 
         ids = np.arange(draft.draft_vocab_size) + np.asarray(params["d2t"])
         if ids.min() < 0 or ids.max() >= draft.vocab_size or len(np.unique(ids)) != len(ids):
             raise CheckpointError("drafter", f"d2t must map each row to its own token below {draft.vocab_size}")
-

@@ -92,7 +92,9 @@ class Update:
                 for place in range(count):
                     ids = rows.top_ids[cycle, column, place, :wanted].tolist()
                     tops = rows.top_logprobs[cycle, column, place, :wanted].tolist()
-                    update.logprobs.append((float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True))))
+                    update.logprobs.append(
+                        (float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True)))
+                    )
         return update
 
     def finish(self, request: Request) -> None:
@@ -144,9 +146,7 @@ def _slots(setup: Setup, requests: list[Request | None], stop_width: int, dtype:
     return DecodeState(**host)
 
 
-def empty_state(
-    setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]
-) -> DecodeState:
+def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
     return jax.device_put(_slots(setup, [None] * slots, stop_width, dtype, pools))
 

@@ -66,7 +66,9 @@ class SamplingParams:
             raise ParameterError(f"stop must hold non-empty strings, got {self.stop!r}")
         ids = self.stop_token_ids
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids) or len(ids) > MAX_STOP_IDS:
-            raise ParameterError(f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(ids)!r}")
+            raise ParameterError(
+                f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(ids)!r}"
+            )
         for name in ("ignore_eos", "include_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -74,7 +76,11 @@ class SamplingParams:
     def _items(self, name: str) -> tuple:
         value = getattr(self, name)
         if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            kind = "a string or a list of non-empty strings" if name == "stop" else f"a list of at most {MAX_STOP_IDS} token ids"
+            kind = (
+                "a string or a list of non-empty strings"
+                if name == "stop"
+                else f"a list of at most {MAX_STOP_IDS} token ids"
+            )
             raise ParameterError(f"{name} must be {kind}, got {value!r}")
         return tuple(value)
 
@@ -88,4 +94,6 @@ class SamplingParams:
         value = getattr(self, name)
         good = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
         if not good or value > high or value < low or (open_below and value == low):
-            raise ParameterError(f"{name} must be a number {'above' if open_below else 'from'} {low} to {high}, got {value!r}")
+            raise ParameterError(
+                f"{name} must be a number {'above' if open_below else 'from'} {low} to {high}, got {value!r}"
+            )

@@ -23,7 +23,9 @@ class Tokenizer:
       special: named special tokens for the template (`bos_token`, `eos_token`, ...).
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, template: str | None = None, special: Mapping[str, str] | None = None):
+    def __init__(
+        self, backend: tokenizers.Tokenizer, template: str | None = None, special: Mapping[str, str] | None = None
+    ):
         self.backend, self.template, self.special = backend, template, dict(special or {})
 
     @classmethod

@@ -36,7 +36,9 @@ class RequestArrays:
     stop_ids: Int[Array, "B E"]
 
 
-def noise_at(seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: int, stream: int = 0) -> Float[Array, "B T V"]:
+def noise_at(
+    seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: int, stream: int = 0
+) -> Float[Array, "B T V"]:
     """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position."""
 
     def one(key_data: Array, position: Array) -> Array:

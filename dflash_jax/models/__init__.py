@@ -1,4 +1,4 @@
-"""Model families: which configuration, parameters and module belong to a checkpoint. Adding a family is one file and one row here."""
+"""Model families: which configuration, parameters and module belong to a checkpoint. A new one is one file and one row here."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -77,7 +77,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
                 return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
-        f"config.json names architectures={architectures!r}, model_type={hf_config.get('model_type')!r}; known architectures: {known}"
+        f"config.json names architectures={architectures!r}, model_type={hf_config.get('model_type')!r}; known architectures: "
+        f"{known}"
     )
 
 
@@ -90,4 +91,6 @@ def family_named(name: str) -> Family:
     for family in FAMILIES:
         if family.name == name:
             return family
-    raise UnsupportedModelError(f"no model family is called {name!r}; known: {', '.join(family.name for family in FAMILIES)}")
+    raise UnsupportedModelError(
+        f"no model family is called {name!r}; known: {', '.join(family.name for family in FAMILIES)}"
+    )

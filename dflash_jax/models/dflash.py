@@ -12,8 +12,15 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
-    Attend, DecoderLayer, Linear, RMSNorm, apply_rope, decoder_parameters, linear, rms_norm,
-)  # fmt: skip
+    Attend,
+    DecoderLayer,
+    Linear,
+    RMSNorm,
+    apply_rope,
+    decoder_parameters,
+    linear,
+    rms_norm,
+)
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.qwen3 import Embedding
 
@@ -60,9 +67,7 @@ class DFlash(nnx.Module):
         x = jnp.concatenate([table[pending][:, None], masks], axis=1)
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
-    def __call__(
-        self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend
-    ) -> Float[Array, "B G D"]:
+    def __call__(self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend) -> Float[Array, "B G D"]:
         """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
         for layer in self.layers:
             x = layer(x, positions, self._scaled(attend))

@@ -84,25 +84,34 @@ class DFlashConfig(DecoderConfig):
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
         if ids is None and target_layers < 4:
-            raise ConfigError(f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default")
+            raise ConfigError(
+                f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
+            )
         ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
         if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i >= -1 for i in ids):
             raise ConfigError(f"{nested.subject}: target_layer_ids must be integers of at least -1, got {ids!r}")
         ids = tuple(ids)
         if target_layers and max(ids) >= target_layers:
-            raise ConfigError(f"{nested.subject}: target_layer_ids {list(ids)} reach past num_target_layers={target_layers}")
+            raise ConfigError(
+                f"{nested.subject}: target_layer_ids {list(ids)} reach past num_target_layers={target_layers}"
+            )
         if not source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True):
-            raise ConfigError(f"{nested.subject}: use_aux_hidden_state=false is not DFlash: target features are what it drafts from")
+            raise ConfigError(
+                f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
+            )
         if (projector := source("projector_type").get("projector_type", "linear")) not in ("linear", "dflash"):
             raise ConfigError(f"{nested.subject}: projector_type must be linear, got {projector!r}")
         if source("markov_rank").get("markov_rank", 0):
-            raise ConfigError(f"{nested.subject}: markov_rank must be 0; drafters with a Markov head are not implemented")
+            raise ConfigError(
+                f"{nested.subject}: markov_rank must be 0; drafters with a Markov head are not implemented"
+            )
         block = source("block_size").integer("block_size", 16, minimum=2)
         own_head = "lm_head.weight" in tensor_names
         draft_vocab = source("draft_vocab_size").integer("draft_vocab_size", fields["vocab_size"])
         if draft_vocab > fields["vocab_size"] or (draft_vocab < fields["vocab_size"] and tensor_names and not own_head):
             raise ConfigError(
-                f"{top.subject}: draft_vocab_size={draft_vocab} needs a head of its own and at most vocab_size={fields['vocab_size']}"
+                f"{top.subject}: draft_vocab_size={draft_vocab} needs a head of its own and at most "
+                f"vocab_size={fields['vocab_size']}"
             )
         softcap = source("final_logit_softcapping").number("final_logit_softcapping", 0.0)
         fields["windows"] = windows

@@ -46,7 +46,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
         return freqs / np.float32(rope.factor), 1.0
     if rope.kind == "llama3":
         wavelength = 2 * math.pi / freqs
-        low, high = rope.original_max_position / rope.low_freq_factor, rope.original_max_position / rope.high_freq_factor
+        low, high = (
+            rope.original_max_position / rope.low_freq_factor,
+            rope.original_max_position / rope.high_freq_factor,
+        )
         smooth = rope.original_max_position / wavelength - rope.low_freq_factor
         smooth = smooth / (rope.high_freq_factor - rope.low_freq_factor)
         between = (1 - smooth) * freqs / rope.factor + smooth * freqs
@@ -78,7 +81,9 @@ def _yarn(rope: RopeConfig, dim: int, freqs: np.ndarray) -> tuple[np.ndarray, fl
     return scaled.astype(np.float32), factor
 
 
-def apply_rope(x: Float[Array, "... heads H"], positions: Int[Array, "..."], rope: RopeConfig) -> Float[Array, "... heads H"]:
+def apply_rope(
+    x: Float[Array, "... heads H"], positions: Int[Array, "..."], rope: RopeConfig
+) -> Float[Array, "... heads H"]:
     """Rotates the first `partial * H` dims of every head, halves paired (neox order); angles and products in float32."""
     freqs, factor = rope_frequencies(rope, x.shape[-1])
     angles = positions[..., None].astype(jnp.float32) * freqs

@@ -60,7 +60,9 @@ def count(parameters: Sequence[Parameter]) -> int:
     return sum(parameter.size for parameter in parameters)
 
 
-def to_huggingface(parameters: Sequence[Parameter], params: Mapping[str, jax.Array | np.ndarray]) -> dict[str, np.ndarray]:
+def to_huggingface(
+    parameters: Sequence[Parameter], params: Mapping[str, jax.Array | np.ndarray]
+) -> dict[str, np.ndarray]:
     """The checkpoint tensors that `params` was made of, bit for bit (in the dtype of `params`)."""
     tensors: dict[str, np.ndarray] = {}
     for parameter in parameters:
@@ -75,7 +77,9 @@ def to_huggingface(parameters: Sequence[Parameter], params: Mapping[str, jax.Arr
     return tensors
 
 
-def init_params(parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32") -> dict[str, jax.Array]:
+def init_params(
+    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32"
+) -> dict[str, jax.Array]:
     """Random weights in the declared shapes, for training from scratch, tests and timing.
 
     Norm weights are 1, biases and sinks 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.

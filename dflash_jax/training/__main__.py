@@ -25,9 +25,13 @@ UNFINISHED = 75  # the conventional exit status for "try again": the run stopped
 
 
 def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="python -m dflash_jax.training", description="Train the target and drafter that ship here.")
+    out = argparse.ArgumentParser(
+        prog="python -m dflash_jax.training", description="Train the target and drafter that ship here."
+    )
     out.add_argument("--out", type=Path, required=True, help="where the folders target and draft are written")
-    out.add_argument("--work", type=Path, required=True, help="corpus, checkpoints and logs; a second run goes on from here")
+    out.add_argument(
+        "--work", type=Path, required=True, help="corpus, checkpoints and logs; a second run goes on from here"
+    )
     out.add_argument("--preset", choices=sorted(PRESETS), default="full")
     out.add_argument("--folder", help="train on the Python files of this folder instead of installed packages")
     out.add_argument("--target-steps", type=int)
@@ -35,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--target-rate", type=float)
     out.add_argument("--draft-rate", type=float)
     out.add_argument("--loss", choices=("dpace", "decay"))
-    out.add_argument("--taps", type=lambda text: tuple(map(int, text.split(","))), help="target layers to tap, such as 1,2,3,4")
+    out.add_argument(
+        "--taps", type=lambda text: tuple(map(int, text.split(","))), help="target layers to tap, such as 1,2,3,4"
+    )
     out.add_argument("--seed", type=int)
     out.add_argument("--stop-after", type=float, metavar="SECONDS", help="save and exit with status 75 after this long")
     return out

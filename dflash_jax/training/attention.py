@@ -44,9 +44,13 @@ def block_attend(
         to_block = jnp.einsum("bagkrh,bajkh->bkragj", grouped, own_k).astype(jnp.float32)
         before = jnp.arange(keys.shape[1]) < anchors[:, :, None]
         to_context = jnp.where(before[:, None, None, :, None, :], to_context, -jnp.inf)
-        weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1) * layer.scale, axis=-1).astype(q.dtype)
+        weights = jax.nn.softmax(jnp.concatenate([to_context, to_block], axis=-1) * layer.scale, axis=-1).astype(
+            q.dtype
+        )
         on_context, on_block = jnp.split(weights, [keys.shape[1]], axis=-1)
-        out = jnp.einsum("bkrags,bskh->bagkrh", on_context, values) + jnp.einsum("bkragj,bajkh->bagkrh", on_block, own_v)
+        out = jnp.einsum("bkrags,bskh->bagkrh", on_context, values) + jnp.einsum(
+            "bkragj,bajkh->bagkrh", on_block, own_v
+        )
         return out.reshape(b, t, n, h)
 
     return attend

@@ -72,7 +72,8 @@ that kind.
 def draft_card(s: Settings, record: dict[str, Any]) -> str:
     weights = count(dflash_parameters(s.draft_config)) / 1e6
     plans = "; ".join(
-        f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens" for plan in s.rollouts
+        f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens"
+        for plan in s.rollouts
     )
     rows = sum(plan.greedy_rows + plan.sampled_rows for plan in s.rollouts)
     evaluation = record["evaluation"]
@@ -106,7 +107,8 @@ Histogram of tokens per cycle, 1 to {s.block_size}, on all prompts: {_histograms
 Frozen target; data are its own continuations of passages from files it was not trained on: {plans}.
 {s.draft_steps:,} steps of {rows} sequences x {s.anchors} anchors, one anchor in each stretch of the
 continuation, all blocks of a sequence in one pass. Greedy continuations are learnt
-from their tokens, sampled ones from the target's distributions. Slot weights: {weighting}. AdamW, peak rate {s.draft_rate:g} along a cosine to zero.
+from their tokens, sampled ones from the target's distributions. Slot weights: {weighting}.
+AdamW, peak rate {s.draft_rate:g} along a cosine to zero.
 Continuations {_seconds(record, "rollouts")}, training {_seconds(record, "drafter")} on {record["device"]}; {record["versions"]}.
 
 {_reproduce(record)}
@@ -133,7 +135,9 @@ def _reproduce(record: dict[str, Any]) -> str:
 
 
 def _packages(manifest: dict[str, Any]) -> str:
-    head = "| package | version | licence | files | bytes | files held out |\n| --- | --- | --- | ---: | ---: | ---: |\n"
+    head = (
+        "| package | version | licence | files | bytes | files held out |\n| --- | --- | --- | ---: | ---: | ---: |\n"
+    )
     rows = [
         f"| {row['name']} | {row['version']} | {row['licence']} | {row['files']:,} | {row['bytes']:,} | {row['heldout_files']} |"
         for row in manifest["packages"]

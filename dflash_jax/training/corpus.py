@@ -215,7 +215,9 @@ def heldout_prompts(corpus: Corpus, length: int, count: int, seed: int) -> list[
         prompts.append({"ids": ids, "text": text, "source": source, "licence": package["licence"]})
         if len(prompts) == count:
             return prompts
-    raise TrainingError(f"only {len(prompts)} of {count} prompts of {length} tokens could be cut from the held-out files")
+    raise TrainingError(
+        f"only {len(prompts)} of {count} prompts of {length} tokens could be cut from the held-out files"
+    )
 
 
 def heldout_windows(corpus: Corpus, length: int, count: int) -> np.ndarray:

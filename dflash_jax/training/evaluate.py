@@ -77,7 +77,12 @@ def replay(ids: np.ndarray, proposals: np.ndarray, prompt: int, new: int) -> Acc
 
 @functools.partial(jax.jit, static_argnames="settings")
 def _draft_logits(
-    settings: Settings, target: Params, draft: Params, ids: Int[Array, "n T"], features: Array, anchors: Int[Array, "n A"]
+    settings: Settings,
+    target: Params,
+    draft: Params,
+    ids: Int[Array, "n T"],
+    features: Array,
+    anchors: Int[Array, "n A"],
 ) -> Float[Array, "n A S V"]:
     hidden = block_hidden(settings.draft_config, draft, target["embed.weight"], ids, features, anchors)
     return bind(settings.draft_config, draft).logits(hidden[:, :, 1:], target["embed.weight"])
@@ -99,7 +104,14 @@ def _proposals(
 
 
 def measure(
-    settings: Settings, target: Params, draft: Params, prompts: np.ndarray, *, temperature: float, seed: int = 0, batch: int = 256
+    settings: Settings,
+    target: Params,
+    draft: Params,
+    prompts: np.ndarray,
+    *,
+    temperature: float,
+    seed: int = 0,
+    batch: int = 256,
 ) -> tuple[dict[str, Acceptance], np.ndarray]:
     """Acceptance at temperature 0 or 1 of bfloat16 weights, per kind of proposal, and the new tokens `[n, new]`."""
     sampled, new, block = temperature > 0, settings.evaluation_new, settings.block_size
@@ -114,7 +126,9 @@ def measure(
         parts = []
         for start in range(0, new, _ANCHORS_AT_ONCE):
             at = jnp.arange(width + start, width + start + _ANCHORS_AT_ONCE)
-            parts.append(np.asarray(_proposals(settings, target, draft, ids, features, at, key, scales).astype(jnp.uint16)))
+            parts.append(
+                np.asarray(_proposals(settings, target, draft, ids, features, at, key, scales).astype(jnp.uint16))
+            )
         proposals, tokens = np.concatenate(parts, axis=2), np.asarray(ids)
         for name, drafts in zip(names, proposals, strict=True):
             found[name] += replay(tokens, drafts[:, :new], width, new).cycles

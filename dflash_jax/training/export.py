@@ -84,7 +84,12 @@ def export_pair(
         (folder / "README.md").write_text(cards[name], "utf-8")
     folder = out / "target"
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    special = {"added_tokens_decoder": {str(EOS_ID): _special(EOS)}, "eos_token": EOS, "bos_token": EOS, "pad_token": EOS}
+    special = {
+        "added_tokens_decoder": {str(EOS_ID): _special(EOS)},
+        "eos_token": EOS,
+        "bos_token": EOS,
+        "pad_token": EOS,
+    }
     write_json(
         folder / "tokenizer_config.json",
         special
@@ -100,4 +105,11 @@ def export_pair(
 
 
 def _special(content: str) -> dict[str, Any]:
-    return {"content": content, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {
+        "content": content,
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }

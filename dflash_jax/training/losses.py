@@ -21,14 +21,18 @@ def dpace_weights(match: Float[Array, "M S"], floor: float = DPACE_FLOOR) -> Flo
     return jnp.cumsum(through[..., ::-1], axis=-1)[..., ::-1]
 
 
-def hard_terms(logits: Float[Array, "M S V"], labels: Int[Array, "M S"]) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
+def hard_terms(
+    logits: Float[Array, "M S V"], labels: Int[Array, "M S"]
+) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
     """Cross-entropy against the given tokens, and the probability of each: the chance that the slot is accepted."""
     log_q = jax.nn.log_softmax(logits)
     picked = jnp.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
     return -picked, jnp.exp(picked)
 
 
-def soft_terms(logits: Float[Array, "M S V"], target: Float[Array, "M S V"]) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
+def soft_terms(
+    logits: Float[Array, "M S V"], target: Float[Array, "M S V"]
+) -> tuple[Float[Array, "M S"], Float[Array, "M S"]]:
     """Cross-entropy against the target's distributions, and the mass both share.
 
     For sampled continuations this is the expectation of `hard_terms` over the token that was drawn: the same optimum, less noise.

@@ -49,7 +49,9 @@ def continue_prompts(
     return jnp.concatenate([prompts, tokens.T], axis=1)
 
 
-def roll_out(settings: Settings, target: Params, tokens: np.ndarray, folder: Path, clock: Clock) -> list[dict[str, np.ndarray]]:
+def roll_out(
+    settings: Settings, target: Params, tokens: np.ndarray, folder: Path, clock: Clock
+) -> list[dict[str, np.ndarray]]:
     """Continuations of random windows of `tokens`, per entry of `settings.rollouts`: `greedy` and `sampled`, uint16.
 
     Raises:
@@ -75,7 +77,14 @@ def roll_out(settings: Settings, target: Params, tokens: np.ndarray, folder: Pat
 
 
 def _continuations(
-    settings: Settings, params: Params, plan: Rollouts, tokens: np.ndarray, count: int, seed: int, sampled: bool, clock: Clock
+    settings: Settings,
+    params: Params,
+    plan: Rollouts,
+    tokens: np.ndarray,
+    count: int,
+    seed: int,
+    sampled: bool,
+    clock: Clock,
 ) -> np.ndarray:
     rng, key = np.random.default_rng(seed), jax.random.key(seed)
     parts = []

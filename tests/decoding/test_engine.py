@@ -38,7 +38,9 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
             break
     state, table = run.state, run.tables[0]
     length = int(state.seq_lens[0]) - int(state.fresh[0])
-    assert sum(update.counts) < len(update.counts) * pair.draft.block_size, "nothing was rejected: the test shows nothing"
+    assert sum(update.counts) < len(update.counts) * pair.draft.block_size, (
+        "nothing was rejected: the test shows nothing"
+    )
     target, drafter = bind(pair.target, engine.weights["target"]), bind(pair.draft, engine.weights["draft"])
     ids, positions = jnp.array([tokens[:length]]), jnp.arange(length)[None]
     _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
@@ -118,7 +120,9 @@ def test_seed_repeats_and_none_does_not(pair, make_prompts):
 def test_closing_early_gives_every_page_back(pair, make_prompts):
     prompts = make_prompts((12, 30, 50, 7, 9))
     for stop_after in range(1, 9):
-        run = pair.engine.run([Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=2)
+        run = pair.engine.run(
+            [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=2
+        )
         for seen, _ in enumerate(run, 1):
             if seen == stop_after:
                 break
@@ -150,8 +154,10 @@ def test_interrupt_at_every_program_call(pair, make_prompts, monkeypatch):
 
 def test_cancelled_requests_leave_at_once(pair, make_prompts):
     prompts = make_prompts((12, 30, 50, 9, 9, 9))
-    run = pair.engine.run([Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=1)
-    seen = {i: 0 for i in range(6)}
+    run = pair.engine.run(
+        [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=1
+    )
+    seen = dict.fromkeys(range(6), 0)
     for update in run:
         seen[update.index] += len(update.tokens)
         if update.index == 1 and seen[1] > 4:
@@ -167,7 +173,9 @@ def test_no_compilation_after_warmup(make_pair, make_prompts):
     """Over 50 random prompt lengths, in batches, greedy and sampled, with and without drafting: nothing is compiled."""
     pair = make_pair(max_batch=2, max_model_len=300)
     engine = pair.engine
-    for job in engine.warmup_jobs([engine.setup(mode=m, draft=d) for m in ("greedy", "sampled") for d in (True, False)]):
+    for job in engine.warmup_jobs(
+        [engine.setup(mode=m, draft=d) for m in ("greedy", "sampled") for d in (True, False)]
+    ):
         job()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

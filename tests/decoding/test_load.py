@@ -29,7 +29,8 @@ def write(folder, config, seed=0, dtype=np.float32):
     table = family.parameters(family.config(config))
     rng = np.random.default_rng(seed)
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(dtype) for row in table}
-    save_file({name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}, folder / "model.safetensors")
+    tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
+    save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -111,7 +111,7 @@ def test_page_size_does_not_matter(pair, make_pair, make_prompts, page_size):
 
 def test_cycles_per_call_do_not_matter(pair, make_prompts):
     prompts = make_prompts((9, 33, 70))
-    assert pair.run(prompts, cycles=1) [0]== pair.run(prompts, cycles=32)[0]
+    assert pair.run(prompts, cycles=1)[0] == pair.run(prompts, cycles=32)[0]
 
 
 def test_chunked_prefill_equals_whole(pair, make_pair, make_prompts):

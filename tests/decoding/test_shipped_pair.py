@@ -65,7 +65,7 @@ def test_stream_is_generate_in_pieces(model, prompts):
         pieces[piece.index].append(piece)
     for expected, got in zip(whole, pieces.values(), strict=True):
         assert "".join(piece.text for piece in got) == expected.text
-        assert sum((piece.token_ids for piece in got), []) == expected.token_ids
+        assert [token for piece in got for token in piece.token_ids] == expected.token_ids
         assert [piece.finish_reason for piece in got[:-1]] == [None] * (len(got) - 1)
         assert got[-1].finish_reason == expected.finish_reason
         assert got[-1].completion.text == expected.text

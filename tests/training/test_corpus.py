@@ -16,7 +16,11 @@ from dflash_jax.training.tokenizer import encode_files, train_tokenizer
 
 def distribution(folder: Path, fields: dict[str, str | list[str]]) -> PathDistribution:
     """A distribution with only metadata."""
-    lines = [f"{name}: {value}\n" for name, values in fields.items() for value in ([values] if isinstance(values, str) else values)]
+    lines = [
+        f"{name}: {value}\n"
+        for name, values in fields.items()
+        for value in ([values] if isinstance(values, str) else values)
+    ]
     (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: fake\nVersion: 1\n" + "".join(lines))
     return PathDistribution(folder)
 
@@ -28,7 +32,10 @@ def distribution(folder: Path, fields: dict[str, str | list[str]]) -> PathDistri
         ({"License-Expression": "MIT OR GPL-3.0-only"}, None),
         ({"License-Expression": "MPL-2.0", "Classifier": "License :: OSI Approved :: MIT License"}, None),
         ({"Classifier": "License :: OSI Approved :: Apache Software License"}, "Apache-2.0"),
-        ({"Classifier": ["License :: OSI Approved :: BSD License", "License :: OSI Approved :: MIT License"]}, "BSD AND MIT"),
+        (
+            {"Classifier": ["License :: OSI Approved :: BSD License", "License :: OSI Approved :: MIT License"]},
+            "BSD AND MIT",
+        ),
         ({"Classifier": ["License :: OSI Approved :: BSD License", "License :: Other/Proprietary License"]}, None),
         ({"License": "Apache 2.0 License", "Classifier": "Programming Language :: Python"}, "Apache-2.0"),
         ({"License": "GNU General Public License"}, None),
@@ -62,7 +69,12 @@ def test_identical_files_are_read_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "kept"),
-    [("x = 1\n" * 50, False), ("name = call(other)\n" * 60, True), ("0.123, 4567,\n" * 60, False), ("a" * 1200 + "\n", False)],
+    [
+        ("x = 1\n" * 50, False),
+        ("name = call(other)\n" * 60, True),
+        ("0.123, 4567,\n" * 60, False),
+        ("a" * 1200 + "\n", False),
+    ],
 )
 def test_tables_and_generated_lines_are_left_out(text, kept):
     assert is_source(text) == kept

@@ -131,7 +131,16 @@ def test_resumed_training_equals_uninterrupted_training(run, tiny, tmp_path):
 
 
 def test_time_limit_ends_with_its_own_status(tiny, tmp_path):
-    arguments = ["--preset", "tiny", "--folder", tiny.folder, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    arguments = [
+        "--preset",
+        "tiny",
+        "--folder",
+        tiny.folder,
+        "--out",
+        str(tmp_path / "out"),
+        "--work",
+        str(tmp_path / "work"),
+    ]
     assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
     assert not (tmp_path / "out").exists()
 
