@@ -32,7 +32,7 @@ from record import Record, arguments
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 COLD = 512 * 2**20
-PEER = "FA3, published run on the same kind of GPU"
+PEER = "FA3, an earlier run on an H200"
 # Microseconds of FA3, CUDA-graph replay, cold L2, causal: (B, L) to T to time.
 PEER_US = {
     (64, 4096): {1: 262, 16: 272}, (8, 4096): {1: 53, 16: 55}, (1, 4096): {1: 20.0, 16: 21.4}, (1, 32768): {1: 54, 16: 56},

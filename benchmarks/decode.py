@@ -26,7 +26,7 @@ from dflash_jax.sampling_params import SamplingParams
 
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 PAIRS = {"qwen3-4b": ("Qwen3-4B", "Qwen3-4B-DFlash-b16"), "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16")}
-# Published peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
+# Peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
 PEER = {
     ("qwen3-4b", "step"): {1: 3.63, 8: 3.99, 32: 5.14}, ("qwen3-4b", "cycle"): {1: 6.09, 8: 6.08, 32: 11.4},
     ("qwen3-8b", "step"): {1: 5.19, 8: 5.72, 32: 6.64}, ("qwen3-8b", "cycle"): {1: 6.50, 8: 7.54, 32: 16.6},
@@ -102,7 +102,7 @@ def main() -> None:
                         f"{kind} {model} ctx{context // 1024}k B{batch}{suffix}", "time per " + kind,
                         round(statistics.median(times), 3), "ms",
                         floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
-                        peer="vLLM 0.23.0, published run" if context == 1024 and batch in PEER[name, kind] else None,
+                        peer="vLLM 0.23.0, an earlier run on an H200" if context == 1024 and batch in PEER[name, kind] else None,
                         peer_value=PEER[name, kind].get(batch) if context == 1024 else None,
                         spread=[round(min(times), 3), round(max(times), 3)],
                         wall_s=round(time.perf_counter() - started, 1),

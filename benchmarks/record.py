@@ -37,7 +37,7 @@ class Record:
             "versions": {package: metadata.version(package) for package in packages},
             "date": datetime.date.today().isoformat(),
             "commit": options.commit or _commit(),
-            "command": f"python {shlex.join(arg for arg in sys.argv if not arg.startswith(('--commit', '--out')))}",
+            "command": _command(),
         }
 
     def add(self, case: str, metric: str, value, unit: str, *, floor=None, peer=None, peer_value=None, **more) -> None:
@@ -60,3 +60,14 @@ class Record:
 def _commit() -> str | None:
     answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None
+
+
+def _command() -> str:
+    """The command line, without where the file went and what was measured."""
+    kept, words = [], iter([Path(sys.argv[0]).name, *sys.argv[1:]])
+    for word in words:
+        if word in ("--out", "--commit"):
+            next(words, None)
+        elif not word.startswith(("--out=", "--commit=")):
+            kept.append(word)
+    return f"python benchmarks/{shlex.join(kept)}"

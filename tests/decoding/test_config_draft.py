@@ -58,7 +58,9 @@ def test_a_window_without_a_size_is_refused() -> None:
         ({"causal": True}, {}, (True, True, True)),
         ({"causal": True}, {"causal": False}, (False, False, False)),
         ({}, {"causal": True}, (True, True, True)),
-        ({"is_causal": False}, {"is_causal": True}, (False, False, False)),
+        ({}, {"causal": False, "is_causal": True}, (True, True, True)),
+        ({"is_causal": False}, {"causal": True, "is_causal": True}, (False, False, False)),
+        ({"is_causal": True, "causal": False}, {"causal": False}, (True, True, True)),
         ({"is_causal": True, "causal": False}, {}, (True, True, True)),
         ({"is_causal": None}, {"causal": None}, (True, True, False)),
     ],
@@ -91,12 +93,16 @@ def test_keys_are_read_in_both_places_and_the_inner_one_counts(key: str, first: 
     assert value(first, REMOVE) == first
     assert value(REMOVE, first) == first
     assert value(first, second) == first
+    assert value(None, first) == first
 
 
 def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_predicts() -> None:
     assert draft(block_size=7).num_drafts == 6
     assert draft(block_size=7, sample_from_anchor=True).num_drafts == 7
     assert draft(block_size=REMOVE).block_size == 16
+    spark = ["Qwen3DSparkModel"]  # always drafts from its anchor; its files do not say so
+    assert draft(block_size=7, architectures=spark, markov_rank=0).num_drafts == 7
+    assert draft(block_size=7, architectures=spark, sample_from_anchor=False).num_drafts == 6
     with pytest.raises(ConfigError, match="block_size must be an integer of at least 2, got 1"):
         draft(block_size=1)
 
@@ -110,6 +116,10 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
         ({}, {"target_layer_ids": []}, "target_layer_ids must be integers of at least -1"),
         ({}, {"target_layer_ids": [1, -2]}, "target_layer_ids must be integers of at least -1"),
         ({}, {"target_layer_ids": [1, "2"]}, "target_layer_ids must be integers"),
+        ({}, {"target_layer_ids": 5}, "target_layer_ids must be integers of at least -1, got 5"),
+        ({}, {"target_layer_ids": "1,2"}, "target_layer_ids must be integers"),
+        ({"attention_sink_bias": "false"}, {}, "attention_sink_bias must be true or false"),
+        ({"dflash_config": [1]}, {}, "dflash_config must be a JSON object, got list"),
         ({}, {"target_layer_ids": [1, 36]}, "reach past num_target_layers=36"),
         ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false is not DFlash"),
         ({}, {"projector_type": "domino"}, "projector_type must be linear, got 'domino'"),
