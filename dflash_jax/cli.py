@@ -28,6 +28,7 @@ from dflash_jax.errors import (
     PromptError,
     TokenizerError,
 )  # fmt: skip
+from dflash_jax.interrupts import interrupts
 from dflash_jax.sampling_params import SamplingParams
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -215,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
-        return args.run(args)
+        with interrupts():
+            return args.run(args)
     except DFlashError as error:
         head, *problems = str(error).split("\n  - ")
         print(f"error: {head} {'; '.join(problems)}".rstrip(), file=sys.stderr)

@@ -2,7 +2,8 @@
 
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
@@ -72,10 +73,11 @@ def generate(
     """
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
-    pieces = _pieces(model, [prompts] if single else list(prompts), params, **options)
+    served = _pieces(model, [prompts] if single else list(prompts), params, **options)
     total = 1 if single else len(prompts)
     done: list[Completion | None] = [None] * total
-    with tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
+    # Closed here, not when it is collected: a traceback that somebody keeps would keep the pages too.
+    with closing(served) as pieces, tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
         tokens, started = 0, time.perf_counter()
         for piece in pieces:
             tokens += len(piece.token_ids)
@@ -141,7 +143,7 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     raise PromptError(f"a prompt must be a text, token ids or messages, got {prompt!r:.80}")
 
 
-def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Iterator[Piece]:
+def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:
     each = (
         [params or SamplingParams()] * len(prompts)
         if params is None or isinstance(params, SamplingParams)
@@ -161,7 +163,7 @@ def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_op
     return _serve(model, requests, run)
 
 
-def _serve(model: Model, requests: list[Request], run) -> Iterator[Piece]:
+def _serve(model: Model, requests: list[Request], run) -> Generator[Piece]:
     writers = [_Writer(model, request) for request in requests]
     try:
         for update in run:

@@ -29,6 +29,7 @@ from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputExistsError, output_folder, write_converted
 from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted, resolve_source
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
+from dflash_jax.interrupts import interrupts
 from dflash_jax.model import check_pair
 from dflash_jax.models import DFlashConfig
 
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Bytes move on the host. Orbax would start JAX's GPU backend all the same, which takes most of the card's memory.
         jax.config.update("jax_platforms", "cpu")
     try:
-        return console.finish(_run(options, console))
+        with interrupts():
+            return console.finish(_run(options, console))
     except (Exception, KeyboardInterrupt) as error:
         code, label = next((code, label) for kind, code, label in _FAILURES if isinstance(error, kind))
         message = str(error) or type(error).__name__

@@ -102,3 +102,19 @@ def test_wrong_roles_and_options(tmp_path, target):
             dj.load(target, **options)
     with pytest.raises(dj.CheckpointError):
         dj.load(tmp_path / "nothing")
+
+
+def test_interrupt_outside_the_device_calls(target, monkeypatch):
+    """Ctrl-C while the bar is drawn: every page is free, also while the traceback is alive."""
+    model = dj.load(target, max_batch=1)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tqdm.tqdm.set_postfix_str", interrupt)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        dj.generate(model, [5, 6, 7], PARAMS, progress=True)
+    assert kept.tb is not None
+    assert model.engine.allocator.num_free == model.engine.num_pages
+    monkeypatch.undo()
+    assert len(dj.generate(model, [5, 6, 7], dj.SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3

@@ -1,0 +1,38 @@
+"""Ctrl-C that is never lost, for commands.
+
+Python drops an exception that is raised inside a garbage collection callback or a destructor, and JAX registers such a callback.
+An interrupt that arrives there is raised a moment later instead.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SWALLOWING = ("_xla_gc_callback", "__del__")
+_DELAY_SECONDS = 0.01
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """While it lasts, SIGINT raises KeyboardInterrupt where it counts. Does nothing in a process that ignores SIGINT."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_name in _SWALLOWING:
+            signal.setitimer(signal.ITIMER_REAL, _DELAY_SECONDS)
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -1,0 +1,50 @@
+"""An interrupt is raised, also when it arrives where Python would drop the exception."""
+
+import signal
+import time
+
+import pytest
+
+from dflash_jax.interrupts import interrupts
+
+
+class Interrupted:
+    """Its destructor is interrupted; an exception raised there is only printed."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_is_raised():
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_interrupt_in_a_destructor_is_raised_after_it():
+    def run() -> None:
+        with interrupts():
+            thing = Interrupted()
+            del thing
+            reached.append(True)
+            time.sleep(5)
+
+    reached: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert reached == [True]
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)
+    with interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGALRM)) == before
+
+
+def test_process_that_ignores_interrupts_goes_on_doing_so():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
