@@ -14,10 +14,12 @@ HEADER = ("case", "metric", "measured", "floor", "peer", "device", "date", "comm
 
 
 def show(value: Any, unit: str = "") -> str:
-    """A figure with four digits, anything else as it is, nothing as a dash."""
+    """A figure with four digits or all that stand before the point, anything else as it is, nothing as a dash."""
     if value is None:
         return "-"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    text = str(value)
+    if isinstance(value, float):
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{text} {unit}".strip()
 
 
