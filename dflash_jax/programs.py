@@ -19,11 +19,13 @@ def round_up(value: int, buckets: tuple[int, ...]) -> int:
 
 
 def powers(first: int, last: int, base: int) -> tuple[int, ...]:
-    """`first`, `first * base`, ... and at the end `last` itself."""
+    """`first`, `first * base`, ... and `last` at the end; one that `last` exceeds by less than half is left out."""
     buckets = []
     while first < last:
         buckets.append(first)
         first *= base
+    if buckets and last < 1.5 * buckets[-1]:
+        buckets.pop()  # nearly the same program twice
     return (*buckets, last)
 
 

@@ -94,6 +94,5 @@ class SamplingParams:
         value = getattr(self, name)
         good = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
         if not good or value > high or value < low or (open_below and value == low):
-            raise ParameterError(
-                f"{name} must be a number {'above' if open_below else 'from'} {low} to {high}, got {value!r}"
-            )
+            span = f"above {low} and at most {high}" if open_below else f"from {low} to {high}"
+            raise ParameterError(f"{name} must be a number {span}, got {value!r}")

@@ -19,7 +19,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
     "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
     "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
-    "top_p": ("a number above 0.0 to 1.0", (0.0, -0.5, 1.1, *NOT_NUMBERS)),
+    "top_p": ("a number above 0.0 and at most 1.0", (0.0, -0.5, 1.1, *NOT_NUMBERS)),
     "min_p": ("a number from 0.0 to 1.0", (-0.1, 1.01, *NOT_NUMBERS)),
     "stop": ("non-empty strings", ("", ["a", ""], [b"a"], [1], b"ab", None, 5)),
     "stop_token_ids": (f"at most {MAX_STOP_IDS} token ids", ([-1], [1.0], ["a"], "12", [True], None, 5, [0] * 65)),
