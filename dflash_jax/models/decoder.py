@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.models.layers import Attend, Linear, RMSNorm, linear
+from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, linear
 
 
 class Embedding(nnx.Module):
@@ -29,7 +29,11 @@ class Decoder(nnx.Module):
         self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size)
 
     def __call__(
-        self, ids: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, taps: tuple[int, ...] = ()
+        self,
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend | LatentAttend,
+        taps: tuple[int, ...] = (),
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"]]:
         """Hidden states after the final norm, and the tapped residual streams side by side in the order of `taps`.
 

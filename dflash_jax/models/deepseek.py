@@ -6,7 +6,6 @@ and values (`MLAttention.expand`), or move the up-projections to the query and t
 """
 
 import re
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +15,12 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.deepseek_config import DeepseekConfig
-from dflash_jax.models.layers import MLP, Linear, RMSNorm, apply_rope
+from dflash_jax.models.layers import MLP, LatentAttend, Linear, RMSNorm, apply_rope
 from dflash_jax.models.moe import MoE, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
-
-
-@runtime_checkable
-class LatentAttend(Protocol):
-    """Attention to latent rows, wherever the caller keeps them."""
-
-    def latent(self, layer: "MLAttention", q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
-        """`q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, and the same tokens' `kv_c [B,T,R]` and `k_pe [B,T,r]`, to `[B,T,N,V_h]`."""
-        ...
 
 
 def apply_interleaved_rope(
