@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dflash_jax.attention.mla import LatentForm
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import PageAllocator, Pages, make_pages, page_bytes
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.loop import loop
@@ -71,7 +71,7 @@ class Engine:
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
     # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
     draft_temperature: float = 0.75
-    latent_form: LatentForm = LatentForm()
+    latent_form: LatentForm = BY_ARITHMETIC
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):

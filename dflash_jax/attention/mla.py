@@ -49,8 +49,8 @@ class LatentForm:
     """When latent attention is expanded, and in what pieces.
 
     Attributes:
-      expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer. That
-        counts multiplications only; where the line lies on a given GPU is to be measured.
+      expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer,
+        which counts multiplications only; where the line lies on a given GPU is to be measured.
       context_chunk: tokens of context expanded at a time, for all sequences of a call together.
     """
 
@@ -63,6 +63,7 @@ class LatentForm:
 
 
 ABSORBED = LatentForm(expand_above=math.inf)
+BY_ARITHMETIC = LatentForm()
 
 
 def break_even_queries(rank: int, nope: int, value: int) -> float:
@@ -135,8 +136,8 @@ def chunked_prefill(
 ) -> Float[Array, "B T N V"]:
     """New tokens over themselves and over the context in their sequences' pages, expanded.
 
-    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages. Shapes are
-    static; chunks past the longest context are not computed.
+    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages. Shapes
+    are static; chunks past the longest context are not computed.
 
     Args:
       latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.

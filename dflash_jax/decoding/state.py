@@ -6,7 +6,7 @@ from typing import Literal, no_type_check
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.attention.mla import LatentForm
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache.pages import Pages
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode, RequestArrays
@@ -35,7 +35,7 @@ class Setup:
     logprobs: bool = False
     proposals: Proposals = "shared_noise"
     draft_temperature: float = 1.0
-    form: LatentForm = LatentForm()
+    form: LatentForm = BY_ARITHMETIC
 
     def for_prefill(self) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs."""
