@@ -27,7 +27,7 @@ from dflash_jax.models import Family, family_of
 
 _MOST_NOTICES = 8
 # What a notice about many tensors names: up to the layer's number, otherwise the first part.
-_PART = re.compile(r"(?:[\w.]*?\blayers\.\d+\.)|[^.]*\.?")
+_PART = re.compile(r"^(?:[\w.]*?\blayers\.\d+\.|[^.]*\.?)")
 
 
 class HuggingFaceCheckpoint:
@@ -112,7 +112,7 @@ def _left_out(names: Sequence[str]) -> list[str]:
     """One notice for each tensor, or for each layer and tower where they are many (a layer of experts has hundreds)."""
     if len(names) <= _MOST_NOTICES:
         return [f"{name} is not needed and left out" for name in names]
-    parts = Counter(_PART.match(name)[0] for name in names)
+    parts = Counter(_PART.findall(name)[0] for name in names)
     return [f"{part}*: {count} tensors are not needed and left out" for part, count in parts.items()]
 
 

@@ -15,9 +15,9 @@ from dflash_jax.models.parameters import Parameter, Source, count, init_params, 
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
 
 __all__ = [
-    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Source", "bind", "count",
-    "default_target_layer_ids", "family_named", "family_of", "fuse_context_projection", "init_params", "parameter_names",
-    "to_huggingface",
+    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Source", "bind",
+    "count", "default_target_layer_ids", "family_named", "family_of", "fuse_context_projection", "init_params",
+    "parameter_names", "to_huggingface",
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """DeepSeek-V2, DeepSeek-V3 and Kimi-K2 targets: latent attention (arXiv 2405.04434, section 2.1), their parameters and names.
 
-One row `[kv_c | k_pe]` stands for the keys and values of all heads of a token. A caller's `attend.latent` may expand it to full keys
-and values (`MLAttention.expand`), or move the up-projections to the query and the output and attend to the rows themselves
+One row `[kv_c | k_pe]` stands for the keys and values of all heads of a token. A caller's `attend.latent` may expand it to full
+keys and values (`MLAttention.expand`), or move the up-projections to the query and the output and attend to the rows themselves
 (`absorb`, `up`); both give the same numbers.
 """
 

@@ -114,9 +114,9 @@ def _refuse_quantised(values: Mapping[str, Any]) -> None:
     if quantization := values.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ConfigError(
-            f"config.json says the weights are quantised ({method!r}), expected bfloat16, float16 or float32. Write the checkpoint in "
-            "bfloat16 first (DeepSeek-V3's repository has a script that multiplies its 8-bit blocks by their scales; int4 "
-            "experts need their publisher's tool) and remove quantization_config, or take a bfloat16 release"
+            f"config.json says the weights are quantised ({method!r}), expected bfloat16, float16 or float32. Write the "
+            "checkpoint in bfloat16 first (DeepSeek-V3's repository has a script that multiplies its 8-bit blocks by their scales; "
+            "int4 experts need their publisher's tool) and remove quantization_config, or take a bfloat16 release"
         )
 
 

@@ -25,7 +25,6 @@ from dflash_jax.models.layers import (
 from dflash_jax.models.parameters import Parameter, single
 
 
-
 class DFlash(nnx.Module):
     """A drafter; embeddings and head are the target's unless the checkpoint brings its own."""
 

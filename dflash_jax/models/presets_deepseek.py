@@ -90,9 +90,7 @@ _K2 = dataclasses.replace(
     rope=_rope(mscale=1.0, theta=5e4, factor=32.0, beta_fast=1.0),
     max_position=131_072,
 )
-_K25 = dataclasses.replace(
-    _K2, norm_eps=1e-5, rope=_rope(mscale=1.0, theta=5e4, factor=64.0), max_position=262_144
-)
+_K25 = dataclasses.replace(_K2, norm_eps=1e-5, rope=_rope(mscale=1.0, theta=5e4, factor=64.0), max_position=262_144)
 
 DEEPSEEK_TARGETS: Mapping[str, DeepseekConfig] = MappingProxyType(
     {
