@@ -176,5 +176,5 @@ def chunked_prefill(
     nothing = jnp.zeros_like(new[0]), jnp.full_like(new[1], -jnp.inf)
     chunks = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
     with jax.named_scope("latent_context"):
-        context = jax.lax.fori_loop(0, chunks, add, nothing)
-    return merge_states(*context, *new)[0].astype(q_nope.dtype)
+        out, lse = jax.lax.fori_loop(0, chunks, add, nothing)
+    return merge_states(out, lse, *new)[0].astype(q_nope.dtype)

@@ -86,5 +86,9 @@ def plan_context(
     token_to_seq = np.zeros((len(lens), totals.max()), np.int32)
     for row, counts in zip(token_to_seq, lens, strict=True):
         row[: counts.sum()] = np.repeat(np.arange(len(counts)), counts)
-    narrow = (array.astype(np.int32) for array in (starts, lens, cu_seq_lens, totals, lens.max(axis=1)))
-    return ContextChunks(chunk_size, *narrow, token_to_seq, int(query_lens[: with_context[-1] + 1].sum()))
+    return ContextChunks(
+        chunk_size=chunk_size, starts=starts.astype(np.int32), lens=lens.astype(np.int32),
+        cu_seq_lens=cu_seq_lens.astype(np.int32), totals=totals.astype(np.int32),
+        max_seq_lens=lens.max(axis=1).astype(np.int32), token_to_seq=token_to_seq,
+        tokens_with_context=int(query_lens[: with_context[-1] + 1].sum()),
+    )  # fmt: skip

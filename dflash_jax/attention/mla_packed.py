@@ -29,10 +29,10 @@ def gather_latents(
 
 
 def paged_chunks(
-    chunks: ContextChunks | None, latent_pages: Float[Array, "pages 1 p C"], page_table: Int[Array, "n W"]
+    chunks: ContextChunks, latent_pages: Float[Array, "pages 1 p C"], page_table: Int[Array, "n W"]
 ) -> Iterator[tuple[Float[Array, "rows C"], Int[np.ndarray, "rows"]]]:
     """Latent rows of each chunk and the request each belongs to, -1 for rows that belong to none."""
-    for i in range(0 if chunks is None else len(chunks.totals)):
+    for i in range(len(chunks.totals)):
         plan = (chunks.cu_seq_lens[i], chunks.token_to_seq[i], chunks.starts[i])
         owner = np.where(np.arange(chunks.token_to_seq.shape[1]) < chunks.totals[i], chunks.token_to_seq[i], -1)
         yield gather_latents(latent_pages, page_table, *map(jnp.asarray, plan)), owner
@@ -44,8 +44,8 @@ def packed_prefill(
     q_pe: Float[Array, "T N r"],
     latents: Float[Array, "T C"],
     query_lens: Int[np.ndarray, "n"],
-    context: Iterable[tuple[Array, Int[np.ndarray, "rows"]]],
-    tokens_with_context: int,
+    context: Iterable[tuple[Array, Int[np.ndarray, "rows"]]] = (),
+    tokens_with_context: int = 0,
 ) -> Float[Array, "T N V"]:
     """New tokens of all requests over themselves and their contexts, expanded and joined chunk by chunk.
 
@@ -55,6 +55,8 @@ def packed_prefill(
       context: latent rows and their requests, one pair for each chunk, in any order within a request: the rotated part of a row
         knows its position, and every new token sees the whole context.
       tokens_with_context: the first tokens, which alone look at the context.
+
+    The two defaults are for a batch without context, for which there is no plan.
     """
     tokens = q_nope.shape[0]
     owner = np.full(tokens, -1)

@@ -9,15 +9,16 @@ import numpy as np
 GARBAGE_ENTRIES = (2_147_480_000, -1, -7, -2_147_483_648)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Layer:
-    """Weights `w_uk [N,P,R]`, `w_uv [N,V,R]`."""
+    """Weights `w_uk [N,P,R]`, `w_uv [N,V,R]`; a pytree, so that calls of one shape share a program."""
 
     w_uk: jax.Array
     w_uv: jax.Array
-    scale: float
-    index: int = 0
-    causal: bool = True
+    scale: float = dataclasses.field(metadata={"static": True})
+    index: int = dataclasses.field(default=0, metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def absorb(self, q_nope, q_pe):
         return jnp.concatenate([jnp.einsum("btnp,npr->btnr", q_nope, self.w_uk), q_pe], axis=-1)

@@ -1,6 +1,7 @@
 """Latent attention: absorbed, expanded and chunked give one result, whatever the chunk, the order or the garbage around."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -19,21 +20,21 @@ EXPANDED = LatentForm(expand_above=0, context_chunk=1 << 20)
 CONTEXT, QUERIES = [0, 8, 17, 30, 0, 5], [5, 6, 1, 3, 6, 0]  # chunks of 8: none, C, 2 C + 1, more, none, idle
 
 
+@functools.partial(jax.jit, static_argnames="form")
+def attend_latent(layer, q_nope, q_pe, latents, pages, table, context_lens, q_lens, *, form):
+    # As decoding does: an idle row keeps its positions, only q_lens says that it is idle.
+    positions = context_lens[:, None] + jnp.arange(q_nope.shape[1])
+    options = {} if form is None else {"form": form}
+    attend = PagedAttend(Pages((pages,), ()), table, positions, q_lens, **options)
+    kv_c, k_pe = jnp.split(latents, [layer.w_uk.shape[-1]], axis=-1)
+    return attend.latent(layer, q_nope, q_pe, kv_c, k_pe), attend.pages
+
+
 def run(batch: Batch, t: int, form: LatentForm | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Output `[B, t, N, V]` and the pages afterwards; every row past `q_lens` is NaN."""
-    rank = batch.latents.shape[-1] - batch.rotated
-    latents = batch.new(batch.latents, t)
-
-    def call(q_nope, q_pe, latents, pages, table, context_lens, q_lens):
-        # As decoding does: an idle row keeps its positions, only q_lens says that it is idle.
-        positions = context_lens[:, None] + jnp.arange(t)
-        options = {} if form is None else {"form": form}
-        attend = PagedAttend(Pages((pages,), ()), table, positions, q_lens, **options)
-        out = attend.latent(batch.layer, q_nope, q_pe, latents[..., :rank], latents[..., rank:])
-        return out, attend.pages
-
-    arrays = batch.new(batch.q_nope, t), batch.new(batch.q_pe, t), latents, batch.pages, batch.page_table
-    out, pages = jax.jit(call)(*arrays, batch.context_lens, batch.q_lens)
+    new = (batch.new(array, t) for array in (batch.q_nope, batch.q_pe, batch.latents))
+    tables = batch.page_table, batch.context_lens, batch.q_lens
+    out, pages = attend_latent(batch.layer, *new, batch.pages, *tables, form=form)
     assert pages.v == ()
     return np.asarray(out), np.asarray(pages.k[0])
 
@@ -58,7 +59,7 @@ def test_new_rows_are_in_the_pages_and_nothing_else_changed(form: LatentForm | N
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_absorbed_equals_expanded(seed: int, dtype: type) -> None:
     rng = np.random.default_rng(seed)
     heads, nope, rotated, value, rank = rng.integers(1, 9, 5) * (1, 2, 2, 3, 4)
@@ -75,7 +76,7 @@ def test_absorbed_equals_expanded(seed: int, dtype: type) -> None:
     np.testing.assert_allclose(expanded, batch.oracle(16), rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize("chunk_pages", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("chunk_pages", [1, 3, 5])
 def test_the_chunk_does_not_matter(chunk_pages: int) -> None:
     batch = make_batch([0, 16, 33, 61, 3], [7, 7, 2, 7, 1], seed=2)
     whole, _ = run(batch, 7, EXPANDED)
@@ -83,7 +84,7 @@ def test_the_chunk_does_not_matter(chunk_pages: int) -> None:
     np.testing.assert_allclose(out, whole, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("page_size", [1, 5, 16, 61, 64])
+@pytest.mark.parametrize("page_size", [1, 5, 61, 64])
 def test_the_page_size_does_not_matter(page_size: int) -> None:
     batch = make_batch(CONTEXT, QUERIES, page_size=page_size)
     out, _ = run(batch, 6, LatentForm(0, 6 * page_size))

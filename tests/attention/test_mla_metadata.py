@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention.mla import chunked_prefill
 from dflash_jax.attention.mla_metadata import plan_context, workspace_tokens
 from dflash_jax.attention.mla_packed import packed_prefill, paged_chunks
 from dflash_jax.errors import CapacityError
@@ -102,9 +101,12 @@ def packed(batch: Batch, workspace: int, padding: int = 3) -> np.ndarray:
         return jnp.asarray(np.concatenate([*rows, np.full((padding, *array.shape[2:]), np.nan, array.dtype)]))
 
     chunks = plan(batch.q_lens, batch.context_lens, workspace=workspace, page_size=batch.pages.shape[2])
-    context = paged_chunks(chunks, jnp.asarray(batch.pages), jnp.asarray(batch.page_table))
     arrays = pack(batch.q_nope), pack(batch.q_pe), pack(batch.latents)
-    out = packed_prefill(batch.layer, *arrays, batch.q_lens, context, chunks.tokens_with_context if chunks else 0)
+    if chunks is None:
+        out = packed_prefill(batch.layer, *arrays, batch.q_lens)
+    else:
+        context = paged_chunks(chunks, jnp.asarray(batch.pages), jnp.asarray(batch.page_table))
+        out = packed_prefill(batch.layer, *arrays, batch.q_lens, context, chunks.tokens_with_context)
     assert (np.asarray(out)[len(out) - padding :] == 0).all()
     return np.asarray(out)[: len(out) - padding]
 
@@ -113,20 +115,12 @@ def flat(batch: Batch, padded: np.ndarray) -> np.ndarray:
     return np.concatenate([row[:count] for row, count in zip(padded, batch.q_lens, strict=True)])
 
 
-@pytest.mark.parametrize("workspace", [20, 43, 1000])
+@pytest.mark.parametrize("workspace", [20, 1000])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 2, 0, 3, 1)])
 def test_the_packed_prefill(workspace: int, order: tuple[int, ...]) -> None:
     """Contexts of 0, C, 2 C + 1 and others, in orders where requests without context come first, last and between."""
     batch = make_batch([9, 4, 13, 0, 0], [2, 3, 1, 4, 2], seed=11).rows(order)
     np.testing.assert_allclose(packed(batch, workspace), flat(batch, batch.oracle(4)), rtol=0, atol=1e-5)
-
-
-def test_packed_equals_padded() -> None:
-    batch = make_batch([9, 0, 30], [2, 4, 3], seed=12)
-    arrays = batch.new(batch.q_nope, 4), batch.new(batch.q_pe, 4), batch.new(batch.latents, 4), batch.pages
-    tables = batch.page_table, batch.context_lens, batch.q_lens
-    padded = chunked_prefill(batch.layer, *map(jnp.asarray, (*arrays, *tables)), context_chunk=24)
-    np.testing.assert_allclose(packed(batch, 16), flat(batch, np.asarray(padded)), rtol=0, atol=1e-5)
 
 
 def test_no_context_at_all() -> None:
