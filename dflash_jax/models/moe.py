@@ -1,7 +1,8 @@
 """Mixture of experts: which experts a token takes (float32), and the experts as one grouped matrix product.
 
 Tokens are sorted by expert and multiplied group by group with `jax.lax.ragged_dot_general`. No expert has a capacity: nothing is
-dropped, and a token's result does not depend on the other tokens of the batch.
+dropped, and a token's result does not depend on the other tokens of the batch. What that costs is up to XLA, which on CPUs
+multiplies every row with every expert and masks.
 """
 
 import jax
