@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoint import open_converted
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.info import collect, lines
 from dflash_jax.models import bind
 
 CONFIG: dict[str, Any] = {
@@ -164,6 +165,15 @@ def test_the_text_model_of_a_vision_model(hf, bits):
     assert hf.convert(folder, "--output", hf.root / "out") == 0
     assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
     assert tensors_of(hf.root / "back").keys() == tensors.keys()
+
+
+def test_info_tells_of_latent_rows(hf):
+    facts = collect(source(hf), draft=False)
+    assert "3 layers of 32 x 48, 2 heads and one latent row of 24, vocabulary 96" in "\n".join(lines(facts))
+    assert (facts["models"][0]["latent_width"], facts["models"][0]["experts"]) == (24, 8)
+    pages = facts["pages"]
+    size = pages["num_pages"] * pages["page_size"] * 3 * 24 * jnp.dtype(pages["dtype"]).itemsize
+    assert pages["pool_bytes"] == size
 
 
 def test_a_missing_expert_is_named(hf):

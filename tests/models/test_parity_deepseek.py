@@ -167,6 +167,19 @@ def test_the_correction_bias_chooses_but_does_not_weigh(case: str) -> None:
         assert expected["routing1"].max() < config.routing_scale
 
 
+def test_half_precision_stays_half_precision() -> None:
+    """Routing is float32, with a bias that is float32 in every checkpoint; what comes out has the model's dtype again."""
+    config, params, inputs, _ = golden("deepseek_v3")
+    narrow = {
+        name: value if name.endswith("router.bias") else value.astype(jnp.bfloat16) for name, value in params.items()
+    }
+    ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
+    model = bind(config, narrow)
+    hidden, features = model(ids, positions, dense_attend(), (0, 1, 2))
+    assert (hidden.dtype, features.dtype, model.logits(hidden).dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    assert np.isfinite(model.logits(hidden)).all()
+
+
 def test_views_of_the_up_projection() -> None:
     config, params, _, _ = golden("deepseek_v3")
     attention = bind(config, params).layers[0].attn
