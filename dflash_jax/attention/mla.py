@@ -51,7 +51,7 @@ class LatentForm:
     Attributes:
       expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer,
         which counts multiplications only; where the line lies on a given GPU is to be measured.
-      context_chunk: tokens of context expanded at a time, for all sequences of a call together.
+      context_chunk: tokens of context expanded at a time, for all sequences of a call together; a page each at least.
     """
 
     expand_above: int | float | None = None
@@ -136,22 +136,18 @@ def chunked_prefill(
 ) -> Float[Array, "B T N V"]:
     """New tokens over themselves and over the context in their sequences' pages, expanded.
 
-    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages. Shapes
-    are static; chunks past the longest context are not computed.
+    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages, but
+    at least one page each. Shapes are static; chunks past the longest context are not computed.
 
     Args:
       latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.
       context_lens: tokens of each sequence before the new ones; nothing past them is read from the pages.
       q_lens: new tokens that are real; rows past them give 0.
-
-    Raises:
-      ValueError: a sequence's share of `context_chunk` is less than a page.
     """
     b, t = q_nope.shape[:2]
     pages, _, p, width = latent_pages.shape
-    columns = context_chunk // b // p
-    if columns == 0:
-        raise ValueError(f"context_chunk {context_chunk} shared by {b} sequences is less than a page of {p} tokens")
+    columns = min(max(1, context_chunk // b // p), page_table.shape[1])
+    chunk = columns * p
     rows = jnp.arange(t)
     live = rows < q_lens[:, None]
     itself = live[:, :, None] & live[:, None]
@@ -160,8 +156,6 @@ def chunked_prefill(
     latents = jnp.where(live[:, :, None], latents, jnp.zeros((), latents.dtype))
     new = expanded_attention(layer, q_nope, q_pe, latents, itself)
 
-    columns = min(columns, page_table.shape[1])
-    chunk = columns * p
     # Whole chunks, or the last slice would be shifted back over rows that were seen already.
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
 

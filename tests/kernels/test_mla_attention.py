@@ -172,3 +172,21 @@ def test_latents_are_written_to_their_slots_alone(implementation: str) -> None:
     for shape, slots in (((6, WIDTH), 7), ((6, WIDTH - 1), 6)):
         with pytest.raises(ValueError, match=r"latents|slots"):
             inspect.unwrap(latent_write)(jnp.array(pool), jnp.zeros(shape), jnp.zeros(slots, jnp.int32))
+
+
+def test_a_pool_of_more_than_two_to_the_31_entries(implementation: str) -> None:
+    """Offsets into the pool do not fit 32 bits. The zeros of the pool are never touched, so they take no memory."""
+    rng, pages = np.random.default_rng(0), 2**31 // (16 * WIDTH) + 2000
+    flat = np.zeros(pages * 16 * WIDTH + 64, np.float16)
+    # At a multiple of 64 bytes JAX reads the array in place.
+    pool = flat[-flat.ctypes.data % 64 // 2 :][: pages * 16 * WIDTH].reshape(pages, 1, 16, WIDTH)
+    pool[pages - 7] = rng.standard_normal((1, 16, WIDTH))
+    table, lens = np.array([[pages - 7]], np.int32), np.array([13], np.int32)
+    q = rng.standard_normal((1, 2, 3, WIDTH)).astype(np.float16)
+    small = Case(
+        q, pool[pages - 7 :], pool[:1], table * 0, lens, np.array([2], np.int32), {"scale": 0.2, "causal": True}
+    )
+    big = jax.device_put(pool, may_alias=True)
+    options = small.options | {"kv_lora_rank": RANK, "implementation": implementation}
+    out, _ = call(q, big, table, lens, small.q_lens, **options)
+    np.testing.assert_array_equal(out, run(small, implementation)[0])
