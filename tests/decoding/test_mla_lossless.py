@@ -1,6 +1,7 @@
 """A target with latent attention and mixture-of-experts layers under a drafter with grouped-query attention: no text changes."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,16 @@ def test_how_a_prompt_attends_does_not_matter(plain, changes) -> None:
 
 def test_page_size_does_not_matter(plain) -> None:
     assert run(make_engine(page_size=64, latent_form=LatentForm(16, 64)), prompts()[:4])[0] == plain[:4]
+
+
+def test_pools_are_never_copied(engine, plain) -> None:
+    """Programs hold no copy of a whole pool: neither the loop over cycles nor the one over a prompt's context chunks."""
+    shapes = "|".join(",".join(map(str, pool.shape)) for pages in engine.take_pools() for pool in pages.k[:1])
+    copy = re.compile(rf"= \w+\[(?:{shapes})\]\S* (?:copy|copy-start|convert|transpose)\(")
+    texts = {key[0].__name__: program.as_text() for key, program in engine.programs._compiled.items()}
+    assert {"prefill_chunk", "loop"} <= set(texts)
+    for name, text in texts.items():
+        assert not copy.findall(text), name
 
 
 def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
