@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import PageAllocator, Pages, make_pages, page_bytes
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.loop import loop
@@ -52,6 +53,7 @@ class Engine:
       dtype: of activations and pages.
       max_model_len: prompt and produced tokens of one request at most.
       max_batch: slots.
+      latent_form: how prompts attend where the target's attention is latent.
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       allocator: the account of pages; all are free whenever nothing runs.
     """
@@ -69,6 +71,7 @@ class Engine:
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
     # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
     draft_temperature: float = 0.75
+    latent_form: LatentForm = BY_ARITHMETIC
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
@@ -134,7 +137,7 @@ class Engine:
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:
         """What the programs for such requests are compiled for."""
         drafter = self.draft if draft else None
-        return Setup(self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature)
+        return Setup(self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form)
 
     def warmup_jobs(self, setups: Iterable[Setup], batch: Iterable[int] | None = None) -> Iterator[Callable[[], None]]:
         """Functions that compile, one program each, everything requests of these setups can need."""

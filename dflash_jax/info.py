@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.engine import Engine
 from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair
-from dflash_jax.models import DFlashConfig, count
+from dflash_jax.models import DeepseekConfig, DFlashConfig, count
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -79,6 +79,8 @@ def _model(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Any]:
     }
     if isinstance(config, DFlashConfig):
         facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
+    if isinstance(config, DeepseekConfig):
+        facts |= {"latent_width": config.latent_width, "experts": config.num_experts}
     return facts
 
 
@@ -98,9 +100,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("device", f"{device['count']} x {device['kind']} ({device['platform']}{memory})"),
     ]
     for model in facts["models"]:
+        keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
+        if "latent_width" in model:
+            keys = f"one latent row of {model['latent_width']}"
         shape = (
             f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
-            f"{model['kv_heads']} key/value heads of {model['head_dim']}, vocabulary {model['vocabulary']}"
+            f"{keys}, vocabulary {model['vocabulary']}"
         )
         rows += [
             (model["role"], f"{model['family']} from {model['folder']}"),

@@ -7,7 +7,9 @@ Weights may be bfloat16, float16 or float32. Others are refused: float64 because
 floats and integers because they mean nothing without scales, which quantised checkpoints each store in their own way.
 """
 
-from collections.abc import Callable
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,10 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
 
+_MOST_NOTICES = 8
+# What a notice about many tensors names: up to the layer's number, otherwise the first part.
+_PART = re.compile(r"^(?:[\w.]*?\blayers\.\d+\.|[^.]*\.?)")
+
 
 class HuggingFaceCheckpoint:
     """An opened Hugging Face folder; see `dflash_jax.checkpoint.Checkpoint`.
@@ -37,7 +43,7 @@ class HuggingFaceCheckpoint:
         self.folder = files.folder
         self.dtype = next((step.dtype for step in plan.steps if step.parameter.name == "norm.weight"), "float32")
         self.notices = [*files.notices]
-        self.notices += [f"{name} is not needed and left out" for name in plan.ignored]
+        self.notices += _left_out(plan.ignored)
         self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]
 
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
@@ -86,7 +92,9 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     if getattr(config, "tie_embeddings", False):
         embedding = next(parameter for parameter in parameters if parameter.name == "embed.weight")
         tied = {"lm_head.weight": embedding.sources[0].name}
-    plan = make_plan(parameters, family.canonical, files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable)
+    plan = make_plan(
+        parameters, family.canonical_for(config), files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable
+    )
     checkpoint = HuggingFaceCheckpoint(files, family, config, plan)
     if not files.complete:
         return checkpoint, problems
@@ -98,6 +106,14 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         if not same_bytes(copy, other)
     ]
     return checkpoint, problems
+
+
+def _left_out(names: Sequence[str]) -> list[str]:
+    """One notice for each tensor, or for each layer and tower where they are many (a layer of experts has hundreds)."""
+    if len(names) <= _MOST_NOTICES:
+        return [f"{name} is not needed and left out" for name in names]
+    parts = Counter(_PART.findall(name)[0] for name in names)
+    return [f"{part}*: {count} tensors are not needed and left out" for part, count in parts.items()]
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:

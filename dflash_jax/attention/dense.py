@@ -4,13 +4,39 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from dflash_jax.models.layers import Attend, Attention
+from dflash_jax.attention.mla import LatentLayer
+from dflash_jax.models.layers import Attention
+
+
+class DenseAttend:
+    """An `attend` over the tokens of one call; see `dense_attend`."""
+
+    def __init__(self, mask: Array | None, context: tuple[Array, Array] | None):
+        self.mask, self.context = mask, context
+
+    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
+        if self.context is not None:
+            k = jnp.concatenate([self.context[0][layer.index].astype(k.dtype), k], axis=1)
+            v = jnp.concatenate([self.context[1][layer.index].astype(v.dtype), v], axis=1)
+        visible = layer_mask(layer, q.shape[1], k.shape[1])[None] if self.mask is None else self.mask
+        return masked_attention(q, k, v, visible, layer.scale, None if layer.sinks is None else layer.sinks[...])
+
+    def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
+        """Latent attention with keys and values of every head written out: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`,
+        `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`. The plainest form: others are judged against it.
+        """
+        k_nope, v = layer.expand(kv_c)
+        k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:-1], k_pe.shape[-1]))
+        q, k = jnp.concatenate([q_nope, q_pe], axis=-1), jnp.concatenate([k_nope, k_pe], axis=-1)
+        ones = jnp.ones((1, q.shape[1], k.shape[1]), bool)
+        visible = self.mask if self.mask is not None else jnp.tril(ones) if layer.causal else ones
+        return masked_attention(q, k, v, visible, layer.scale)
 
 
 def dense_attend(
     mask: Bool[Array, "B T S"] | None = None,
     context: tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]] | None = None,
-) -> Attend:
+) -> DenseAttend:
     """An `attend` over the given tokens.
 
     Args:
@@ -18,15 +44,7 @@ def dense_attend(
         the context directly before the tokens.
       context: keys and values of all layers that come before the tokens' own.
     """
-
-    def attend(layer: Attention, q: Array, k: Array, v: Array) -> Array:
-        if context is not None:
-            k = jnp.concatenate([context[0][layer.index].astype(k.dtype), k], axis=1)
-            v = jnp.concatenate([context[1][layer.index].astype(v.dtype), v], axis=1)
-        visible = layer_mask(layer, q.shape[1], k.shape[1])[None] if mask is None else mask
-        return masked_attention(q, k, v, visible, layer.scale, None if layer.sinks is None else layer.sinks[...])
-
-    return attend
+    return DenseAttend(mask, context)
 
 
 def layer_mask(layer: Attention, queries: int, keys: int) -> Bool[Array, "T S"]:
@@ -41,19 +59,20 @@ def layer_mask(layer: Attention, queries: int, keys: int) -> Bool[Array, "T S"]:
 def masked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K h"],
     mask: Bool[Array, "b T S"],
     scale: float,
     sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
-    """Grouped-query attention with a float32 softmax; `sinks` add exp(sink) to each head's denominator."""
+) -> Float[Array, "B T N h"]:
+    """Grouped-query attention with a softmax in at least float32; `sinks` add exp(sink) to each head's denominator."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
     b, t, n, h = q.shape
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if q.dtype == wide else None
     grouped = q.reshape(b, t, k.shape[2], -1, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision).astype(jnp.float32) * scale
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision).astype(wide) * scale
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     if sinks is not None:
-        column = sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
+        column = sinks.astype(wide).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]].astype(q.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=precision).reshape(b, t, n, h)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=precision).reshape(b, t, n, -1)

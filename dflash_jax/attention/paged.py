@@ -4,9 +4,10 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import cache_write, paged_attention
+from dflash_kernels import cache_write, latent_write, paged_attention
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.models.layers import Attention
 
@@ -21,11 +22,18 @@ class PagedAttend:
       page_table: `[B, W]` int32, one row for each sequence.
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
+      form: when layers with latent attention expand their rows.
     """
 
     def __init__(
-        self, pages: Pages, page_table: Int[Array, "B W"], positions: Int[Array, "B T"], q_lens: Int[Array, "B"]
+        self,
+        pages: Pages,
+        page_table: Int[Array, "B W"],
+        positions: Int[Array, "B T"],
+        q_lens: Int[Array, "B"],
+        form: LatentForm = ABSORBED,
     ):
+        self.form = form
         self._k, self._v = list(pages.k), list(pages.v)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
@@ -41,6 +49,20 @@ class PagedAttend:
             window=layer.window, sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
         )  # fmt: skip
         return cast(Array, out)
+
+    def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
+        """Latent attention: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`."""
+        i = layer.index
+        latents = jnp.concatenate([kv_c, k_pe], axis=-1)
+        self._k[i] = latent_write(self._k[i], latents.reshape(-1, latents.shape[-1]), self.slots)
+        if not self.form.expands(
+            q_nope.shape[1], rank=kv_c.shape[-1], nope=q_nope.shape[-1], value=layer.w_uv.shape[1]
+        ):
+            return absorbed_attention(layer, q_nope, q_pe, self._k[i], self.page_table, self.seq_lens, self.q_lens)
+        return chunked_prefill(
+            layer, q_nope, q_pe, latents, self._k[i], self.page_table, self.seq_lens - self.q_lens, self.q_lens,
+            context_chunk=self.form.context_chunk,
+        )  # fmt: skip
 
     @property
     def pages(self) -> Pages:

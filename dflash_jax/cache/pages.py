@@ -1,4 +1,4 @@
-"""Page pools: for each layer one key pool and one value pool `[P, K, p, H]`, as a pytree that programs donate."""
+"""Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
 
 from dataclasses import dataclass
 from typing import no_type_check
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 
 
@@ -14,7 +15,12 @@ from dflash_jax.config import DecoderConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """Key and value pools of all layers of one model."""
+    """Key and value pools of all layers of one model.
+
+    Attributes:
+      k: keys; for a model with latent attention its rows, `[P, 1, p, R + r]`.
+      v: values; () for a model with latent attention.
+    """
 
     k: tuple[Float[Array, "P K p H"], ...]
     v: tuple[Float[Array, "P K p H"], ...]
@@ -26,14 +32,19 @@ class Pages:
 
 def make_pages(config: DecoderConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
     """Zeroed pools of `num_pages` pages for every layer of `config`."""
-    shape = (num_pages, config.num_kv_heads, page_size, config.head_dim)
-    k, v = (tuple(jax.device_put(jnp.zeros(shape, dtype)) for _ in range(config.num_layers)) for _ in range(2))
+    specs = layer_specs(config)
+    k, v = (
+        tuple(
+            jax.device_put(jnp.zeros(spec.shape(num_pages, page_size), dtype)) for spec in specs if keys or spec.values
+        )
+        for keys in (True, False)
+    )
     return Pages(k, v)
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes one page takes over all layers of `config`, keys and values."""
-    return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * jnp.dtype(dtype).itemsize
+    return sum(spec.entries for spec in layer_specs(config)) * page_size * jnp.dtype(dtype).itemsize
 
 
 def slots_of(

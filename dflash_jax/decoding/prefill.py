@@ -30,7 +30,7 @@ def prefill_chunk(
     rows = jnp.arange(ids.shape[1])
     positions = (start + rows)[None]
     with jax.named_scope("prefill"):
-        attend = PagedAttend(pages[0], page_table, positions, length[None])
+        attend = PagedAttend(pages[0], page_table, positions, length[None], setup.form)
         hidden, features = target(ids, positions, attend, setup.taps)
         logits = target.logits(jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1))
     draft_pages = pages[1]

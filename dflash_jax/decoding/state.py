@@ -6,6 +6,7 @@ from typing import Literal, no_type_check
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache.pages import Pages
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode, RequestArrays
@@ -25,6 +26,7 @@ class Setup:
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
+      form: how a prompt attends where the target's attention is latent.
     """
 
     target: DecoderConfig
@@ -33,10 +35,11 @@ class Setup:
     logprobs: bool = False
     proposals: Proposals = "shared_noise"
     draft_temperature: float = 1.0
+    form: LatentForm = BY_ARITHMETIC
 
     def for_prefill(self) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs."""
-        return Setup(target=self.target, draft=self.draft)
+        return Setup(target=self.target, draft=self.draft, form=self.form)
 
     @property
     def taps(self) -> tuple[int, ...]:

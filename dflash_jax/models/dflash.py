@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
     Attend,
@@ -22,7 +23,6 @@ from dflash_jax.models.layers import (
     rms_norm,
 )
 from dflash_jax.models.parameters import Parameter, single
-from dflash_jax.models.qwen3 import Embedding
 
 
 class DFlash(nnx.Module):

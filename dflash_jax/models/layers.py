@@ -5,7 +5,7 @@ dense array, nowhere) is the caller's business, so one set of modules serves tra
 """
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,15 @@ class Attend(Protocol):
     """Attention over whatever keys the caller keeps: `q [B,T,N,H]`, `k` and `v [B,T,K,H]` of the same tokens, to `[B,T,N,H]`."""
 
     def __call__(self, layer: "Attention", q: Array, k: Array, v: Array) -> Array: ...
+
+
+@runtime_checkable
+class LatentAttend(Protocol):
+    """Attention to latent rows, wherever the caller keeps them."""
+
+    def latent(self, layer: Any, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
+        """`q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, and the same tokens' `kv_c [B,T,R]` and `k_pe [B,T,r]`, to `[B,T,N,V_h]`."""
+        ...
 
 
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"]) -> Float[Array, "... F"]:

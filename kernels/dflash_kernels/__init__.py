@@ -1,10 +1,15 @@
 """Attention and cache operations for the GPU: arrays in, arrays out. Knows no model.
 
-Letters: B sequences, T query tokens per sequence, S keys, N query heads, K key/value heads, H head dim, P pages, p page size.
+Letters: B sequences, T query tokens per sequence, S keys, N query heads, K key/value heads, H head dim, P pages, p page size,
+R latent width, r rotated key part, C = R + r.
 """
 
-from dflash_kernels.cache_write.api import cache_write
+from dflash_kernels.cache_write.api import cache_write, latent_write
 from dflash_kernels.dispatch import NoImplementationError
+from dflash_kernels.merge_states.api import merge_states
+from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
 
-__all__ = ["NoImplementationError", "cache_write", "paged_attention"]
+__all__ = [
+    "NoImplementationError", "cache_write", "latent_write", "merge_states", "mla_attention", "paged_attention",
+]  # fmt: skip

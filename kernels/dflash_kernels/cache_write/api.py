@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.cache_write.reference import cache_write_reference
+from dflash_kernels.cache_write.reference import cache_write_reference, latent_write_reference
 from dflash_kernels.dispatch import first_fitting
 
 IMPLEMENTATIONS = {"xla": cache_write_reference}
+LATENT_IMPLEMENTATIONS = {"xla": latent_write_reference}
 
 
 def cache_write(
@@ -38,3 +39,30 @@ def cache_write(
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {k.shape[0]} tokens")
     with jax.named_scope("cache_write"):
         return first_fitting("cache_write", IMPLEMENTATIONS, implementation, k_pages, v_pages, k, v, slots)
+
+
+def latent_write(
+    latent_pages: Float[Array, "P 1 p C"],
+    latents: Float[Array, "T C"],
+    slots: Int[Array, "S"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "P 1 p C"]:
+    """The pool with latent row t at slot `slots[t] = page * p + row`.
+
+    Args:
+      latent_pages: page pool; donate it to the surrounding jit and the write happens in place.
+      latents: new rows, cast to the pool's dtype. Rows past the last slot are padding and written nowhere.
+      slots: int32, at most as many as rows; a negative slot writes nothing. No two rows may share a slot.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1 or latents.shape[1:] != latent_pages.shape[3:]:
+        raise ValueError(f"latents {latents.shape} [T, C] do not fit pages of {latent_pages.shape} [P, 1, p, C]")
+    if slots.ndim != 1 or slots.shape[0] > latents.shape[0]:
+        raise ValueError(f"slots {slots.shape} must hold one slot for each of {latents.shape[0]} rows, or fewer")
+    with jax.named_scope("latent_write"):
+        return first_fitting("latent_write", LATENT_IMPLEMENTATIONS, implementation, latent_pages, latents, slots)

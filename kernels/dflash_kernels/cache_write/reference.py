@@ -12,12 +12,18 @@ def cache_write_reference(
     slots: Int[Array, "T"],
 ) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
     """See `cache_write`."""
-    pages, _, p, _ = k_pages.shape
+    return _write(k_pages, k, slots), _write(v_pages, v, slots)
+
+
+def latent_write_reference(
+    latent_pages: Float[Array, "P 1 p C"], latents: Float[Array, "T C"], slots: Int[Array, "S"]
+) -> Float[Array, "P 1 p C"]:
+    """See `latent_write`."""
+    return _write(latent_pages, latents[: slots.shape[0], None], slots)
+
+
+def _write(pool: Float[Array, "P K p H"], new: Float[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
+    pages, _, p, _ = pool.shape
     # jnp counts negative indices from the end; one past the end is what "drop" drops.
     page = jnp.where(slots < 0, pages, slots // p)
-    row = slots % p
-
-    def write(pool: Array, new: Array) -> Array:
-        return pool.at[page, :, row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
-
-    return write(k_pages, k), write(v_pages, v)
+    return pool.at[page, :, slots % p].set(new.astype(pool.dtype), mode="drop", unique_indices=True)

@@ -1,0 +1,174 @@
+"""Multi-head latent attention over pages, in the two forms that compute the same.
+
+Absorbed: the queries are turned into latent space, and every head attends to the cached rows as they are. Reads least, so it suits
+a few queries over a long context: decoding and verification.
+
+Expanded: keys and values of every head are written out from the latent rows. Does less arithmetic per query and key, at the price
+of an up-projection per key, so it suits the many queries of a prompt. The context before them is expanded in chunks of bounded
+size, one after the other, and joined through the parts' lse: memory does not grow with the context.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import merge_states, mla_attention
+from jaxtyping import Array, Bool, Float, Int
+
+
+@runtime_checkable
+class LatentLayer(Protocol):
+    """What attention needs of a layer; `scale` holds the rotary embedding's factor too."""
+
+    index: int
+    causal: bool
+    scale: float
+
+    @property
+    def w_uv(self) -> Array:
+        """`[N, V_h, R]`, from the latent to the values."""
+        ...
+
+    def absorb(self, q_nope: Array, q_pe: Array) -> Array:
+        """`[B,T,N,P]` and `[B,T,N,r]` to queries of latent rows `[B,T,N,R+r]`."""
+        ...
+
+    def up(self, o_latent: Array) -> Array:
+        """`[B,T,N,R]` to `[B,T,N,V_h]`."""
+        ...
+
+    def expand(self, kv_c: Array) -> tuple[Array, Array]:
+        """`[...,R]` to keys without their rotated part `[...,N,P]` and values `[...,N,V_h]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class LatentForm:
+    """When latent attention is expanded, and in what pieces.
+
+    Attributes:
+      expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer,
+        which counts multiplications only; where the line lies on a given GPU is to be measured.
+      context_chunk: tokens of context expanded at a time, for all sequences of a call together; a page each at least.
+    """
+
+    expand_above: int | float | None = None
+    context_chunk: int = 1024
+
+    def expands(self, queries: int, *, rank: int, nope: int, value: int) -> bool:
+        line = break_even_queries(rank, nope, value) if self.expand_above is None else self.expand_above
+        return queries > line
+
+
+ABSORBED = LatentForm(expand_above=math.inf)
+BY_ARITHMETIC = LatentForm()
+
+
+def break_even_queries(rank: int, nope: int, value: int) -> float:
+    """Query tokens per call at which both forms take equally many multiplications for a key of the context.
+
+    Per head and key, absorbed takes (R + r) + R for each query; expanded takes (P + r) + V_h for each query and R (P + V_h) once.
+    171 queries for R 512, P 128, V_h 128.
+    """
+    saved = 2 * rank - nope - value
+    return math.inf if saved <= 0 else rank * (nope + value) / saved
+
+
+def absorbed_attention(
+    layer: LatentLayer,
+    q_nope: Float[Array, "B T N P"],
+    q_pe: Float[Array, "B T N r"],
+    latent_pages: Float[Array, "pages 1 p C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+) -> Float[Array, "B T N V"]:
+    """The queries over their sequences' pages, which hold the queries' own rows already."""
+    rank = latent_pages.shape[-1] - q_pe.shape[-1]
+    o_latent = mla_attention(
+        layer.absorb(q_nope, q_pe), latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank,
+        scale=layer.scale, causal=layer.causal,
+    )  # fmt: skip
+    return layer.up(cast(Array, o_latent))
+
+
+def expanded_attention(
+    layer: LatentLayer,
+    q_nope: Float[Array, "B T N P"],
+    q_pe: Float[Array, "B T N r"],
+    latents: Float[Array, "B S C"],
+    visible: Bool[Array, "B T S"],
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse, both at least float32, of queries over expanded latent rows.
+
+    Rows that no query may see must be finite; queries that see no row give 0 and -inf whatever they hold.
+    """
+    wide = jnp.promote_types(q_nope.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if q_nope.dtype == wide else None
+    kv_c, k_pe = latents[..., : -q_pe.shape[-1]], latents[..., None, -q_pe.shape[-1] :]
+    k_nope, v = layer.expand(kv_c)
+    k = jnp.concatenate([k_nope, jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))], axis=-1)
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision, preferred_element_type=wide) * layer.scale
+    scores = jnp.where(visible[:, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    share = (weights / jnp.where(total > 0, total, 1.0)).astype(v.dtype)
+    out = jnp.einsum("bnts,bsnv->bntv", share, v, precision=precision, preferred_element_type=wide)
+    return jnp.moveaxis(out, 1, 2), jnp.moveaxis((top + jnp.log(total))[..., 0], 1, 2)
+
+
+def chunked_prefill(
+    layer: LatentLayer,
+    q_nope: Float[Array, "B T N P"],
+    q_pe: Float[Array, "B T N r"],
+    latents: Float[Array, "B T C"],
+    latent_pages: Float[Array, "pages 1 p C"],
+    page_table: Int[Array, "B W"],
+    context_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    context_chunk: int,
+) -> Float[Array, "B T N V"]:
+    """New tokens over themselves and over the context in their sequences' pages, expanded.
+
+    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages, but
+    at least one page each. Shapes are static; chunks past the longest context are not computed.
+
+    Args:
+      latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.
+      context_lens: tokens of each sequence before the new ones; nothing past them is read from the pages.
+      q_lens: new tokens that are real; rows past them give 0.
+    """
+    b, t = q_nope.shape[:2]
+    pages, _, p, width = latent_pages.shape
+    columns = min(max(1, context_chunk // b // p), page_table.shape[1])
+    chunk = columns * p
+    rows = jnp.arange(t)
+    live = rows < q_lens[:, None]
+    itself = live[:, :, None] & live[:, None]
+    if layer.causal:
+        itself &= rows <= rows[:, None]
+    latents = jnp.where(live[:, :, None], latents, jnp.zeros((), latents.dtype))
+    new = expanded_attention(layer, q_nope, q_pe, latents, itself)
+
+    # Whole chunks, or the last slice would be shifted back over rows that were seen already.
+    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
+
+    def add(index: Array, context: tuple[Array, Array]) -> tuple[Array, Array]:
+        own = jax.lax.dynamic_slice_in_dim(table, index * columns, columns, axis=1)
+        held = index * chunk + jnp.arange(chunk) < context_lens[:, None]
+        gathered = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, width).astype(latents.dtype)
+        gathered = jnp.where(held[:, :, None], gathered, jnp.zeros((), gathered.dtype))
+        part = expanded_attention(layer, q_nope, q_pe, gathered, held[:, None] & live[:, :, None])
+        return merge_states(*context, *part)
+
+    nothing = jnp.zeros_like(new[0]), jnp.full_like(new[1], -jnp.inf)
+    chunks = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
+    with jax.named_scope("latent_context"):
+        out, lse = jax.lax.fori_loop(0, chunks, add, nothing)
+    return merge_states(out, lse, *new)[0].astype(q_nope.dtype)

@@ -1,0 +1,36 @@
+"""What each layer of a model keeps for a token: keys and values of some heads, or one latent row for all of them."""
+
+from dataclasses import dataclass
+
+from dflash_jax.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer's part of a page.
+
+    Attributes:
+      heads: key heads; 1 for a latent row.
+      dim: entries of each.
+      values: whether a value pool of the same shape stands beside the key pool. A latent row is key and value at once.
+    """
+
+    heads: int
+    dim: int
+    values: bool = True
+
+    def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+        return num_pages, self.heads, page_size, self.dim
+
+    @property
+    def entries(self) -> int:
+        """Numbers kept for one token."""
+        return self.heads * self.dim * (2 if self.values else 1)
+
+
+def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
+    """One spec for each layer of `config`; latent where the config has a `latent_width`."""
+    latent_width = getattr(config, "latent_width", 0)
+    if latent_width:
+        return (LayerSpec(1, latent_width, values=False),) * config.num_layers
+    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers

@@ -1,0 +1,58 @@
+"""The part all targets share: embedding, a stack of layers with taps on the residual stream, final norm and head."""
+
+from collections.abc import Iterable
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, linear
+
+
+class Embedding(nnx.Module):
+    def __init__(self, rows: int, dim: int):
+        self.weight = nnx.Param(jnp.zeros((rows, dim)))
+
+    def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+        return self.weight[...][ids]
+
+
+class Decoder(nnx.Module):
+    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, positions, attend)`."""
+
+    def __init__(self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool):
+        self.config = config
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List(layers)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size)
+
+    def __call__(
+        self,
+        ids: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend | LatentAttend,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"]]:
+        """Hidden states after the final norm, and the tapped residual streams side by side in the order of `taps`.
+
+        A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
+        tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
+        """
+        x = self.embed(ids)
+        streams = {-1: x}
+        for index, layer in enumerate(self.layers):
+            x = layer(x, positions, attend)
+            streams[index] = x
+        tapped = [streams[tap] for tap in taps]
+        features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
+        return self.norm(x), features
+
+    @property
+    def head_weight(self) -> Float[Array, "V D"]:
+        return self.embed.weight[...] if self.lm_head is None else self.lm_head.weight[...]
+
+    def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+        """float32 logits of hidden states after the final norm."""
+        return linear(hidden, self.head_weight).astype(jnp.float32)

@@ -1,0 +1,188 @@
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2 targets: latent attention (arXiv 2405.04434, section 2.1), their parameters and names.
+
+One row `[kv_c | k_pe]` stands for the keys and values of all heads of a token. A caller's `attend.latent` may expand it to full
+keys and values (`MLAttention.expand`), or move the up-projections to the query and the output and attend to the rows themselves
+(`absorb`, `up`); both give the same numbers.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import RopeConfig
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.deepseek_config import DeepseekConfig
+from dflash_jax.models.layers import MLP, LatentAttend, Linear, RMSNorm, apply_rope
+from dflash_jax.models.moe import MoE, moe_parameters
+from dflash_jax.models.parameters import Parameter, Source, single
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
+
+
+def apply_interleaved_rope(
+    x: Float[Array, "... heads r"], positions: Int[Array, "..."], rope: RopeConfig
+) -> Float[Array, "... heads r"]:
+    """Rotates dimensions 2i and 2i+1 together, and leaves them where they are."""
+    halves = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+    turned = apply_rope(halves, positions, rope)
+    return turned.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
+
+
+class MLAttention(nnx.Module):
+    """Latent projections around the caller's `attend.latent`.
+
+    Attributes the caller reads: `index`, `causal`, `window`, `sinks` (None for all published models), `scale`, `config`.
+    """
+
+    def __init__(self, config: DeepseekConfig, index: int):
+        self.config, self.index, self.causal = config, index, True
+        self.window, self.sinks = None, None
+        self.scale = config.attention_scale
+        n, d, bias = config.num_heads, config.hidden_size, config.attention_bias
+        self.direct = config.q_lora_rank is None
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(n * config.head_dim, d)
+        else:
+            self.q_a_proj = Linear(config.q_lora_rank, d, bias=bias)
+            self.q_a_norm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
+            self.q_b_proj = Linear(n * config.head_dim, config.q_lora_rank)
+        self.kv_a_proj = Linear(config.latent_width, d, bias=bias)
+        self.kv_a_norm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
+        self.kv_b_proj = Linear(n * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
+        self.o_proj = Linear(d, n * config.v_head_dim, bias=bias)
+
+    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
+        """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of `x [B,T,D]` at `positions [B,T]`."""
+        config = self.config
+        rotate = apply_interleaved_rope if config.rope_interleaved else apply_rope
+        q = self.q_proj(x) if self.direct else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        q = q.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+        q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        kv_c, k_pe = jnp.split(self.kv_a_proj(x), [config.kv_lora_rank], axis=-1)
+        # The rotary key is one for all heads.
+        k_pe = rotate(k_pe[..., None, :], positions, config.rope)[..., 0, :]
+        return q_nope, rotate(q_pe, positions, config.rope), self.kv_a_norm(kv_c), k_pe
+
+    def __call__(self, x: Array, positions: Array, attend: LatentAttend) -> Array:
+        out = attend.latent(self, *self.project(x, positions))
+        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+    @property
+    def w_uk(self) -> Float[Array, "N P R"]:
+        """From the latent to every head's position-free keys."""
+        return self._up_projection()[:, : self.config.qk_nope_head_dim]
+
+    @property
+    def w_uv(self) -> Float[Array, "N Vh R"]:
+        """From the latent to every head's values."""
+        return self._up_projection()[:, self.config.qk_nope_head_dim :]
+
+    def _up_projection(self) -> Array:
+        return self.kv_b_proj.weight[...].reshape(self.config.num_heads, -1, self.config.kv_lora_rank)
+
+    def absorb(self, q_nope: Float[Array, "... N P"], q_pe: Float[Array, "... N r"]) -> Float[Array, "... N W"]:
+        """Queries for latent rows: their dot product with a row is that of the expanded query and key."""
+        latent = jnp.einsum("...np,npr->...nr", q_nope, self.w_uk, precision=_precision(q_nope))
+        return jnp.concatenate([latent, q_pe], axis=-1)
+
+    def up(self, latent: Float[Array, "... N R"]) -> Float[Array, "... N Vh"]:
+        """Values from an average over latents."""
+        return jnp.einsum("...nr,nvr->...nv", latent, self.w_uv, precision=_precision(latent))
+
+    def expand(self, kv_c: Float[Array, "... R"]) -> tuple[Float[Array, "... N P"], Float[Array, "... N Vh"]]:
+        """Every head's position-free keys, and its values."""
+        both = self.kv_b_proj(kv_c).reshape(*kv_c.shape[:-1], self.config.num_heads, -1)
+        k_nope, v = jnp.split(both, [self.config.qk_nope_head_dim], axis=-1)
+        return k_nope, v
+
+
+def _precision(x: Array) -> jax.lax.Precision | None:
+    """float32 stays float32 on GPUs, as in `models.layers.linear`."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+class DeepseekLayer(nnx.Module):
+    def __init__(self, config: DeepseekConfig, index: int):
+        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attn = MLAttention(config, index)
+        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        dense = index < config.num_dense_layers
+        self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
+
+    def __call__(self, x: Array, positions: Array, attend: LatentAttend) -> Array:
+        x = x + self.attn(self.input_norm(x), positions, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Deepseek(Decoder):
+    """A decoder with latent attention; see `Decoder` for how it is called, with a `LatentAttend`."""
+
+    def __init__(self, config: DeepseekConfig):
+        layers = [DeepseekLayer(config, i) for i in range(config.num_layers)]
+        super().__init__(config, layers, tied=config.tie_embeddings)
+
+
+def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
+    """Parameters of a checkpoint with latent attention."""
+    v, d, f = config.vocab_size, config.hidden_size, config.intermediate_size
+    table = [single("embed.weight", "model.embed_tokens.weight", (v, d))]
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        table.append(single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)))
+        table += _attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
+        table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
+        if i < config.num_dense_layers:
+            gates = tuple(Source(f"{theirs}mlp.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
+            table.append(Parameter(f"{ours}mlp.gate_up_proj.weight", gates))
+            table.append(single(f"{ours}mlp.down_proj.weight", f"{theirs}mlp.down_proj.weight", (d, f)))
+        else:
+            table += moe_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")
+    table.append(single("norm.weight", "model.norm.weight", (d,)))
+    if not config.tie_embeddings:
+        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
+    return tuple(table)
+
+
+def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
+    d, n, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
+    values = n * config.v_head_dim
+    # Our name, theirs, shape; and those that a bias of the attention belongs to.
+    rows = [
+        ("kv_a_proj", "kv_a_proj_with_mqa", (config.latent_width, d)),
+        ("kv_a_norm", "kv_a_layernorm", (latent,)),
+        ("kv_b_proj", "kv_b_proj", (n * config.qk_nope_head_dim + values, latent)),
+        ("o_proj", "o_proj", (d, values)),
+    ]
+    if config.q_lora_rank is None:
+        rows.insert(0, ("q_proj", "q_proj", (n * config.head_dim, d)))
+    else:
+        rank = config.q_lora_rank
+        rows = [
+            ("q_a_proj", "q_a_proj", (rank, d)),
+            ("q_a_norm", "q_a_layernorm", (rank,)),
+            ("q_b_proj", "q_b_proj", (n * config.head_dim, rank)),
+            *rows,
+        ]
+    table = []
+    for name, source, shape in rows:
+        table.append(single(f"{ours}{name}.weight", f"{theirs}{source}.weight", shape))
+        if config.attention_bias and name in ("q_a_proj", "kv_a_proj", "o_proj"):
+            table.append(single(f"{ours}{name}.bias", f"{theirs}{source}.bias", shape[:1]))
+    return table
+
+
+def deepseek_canonical(name: str) -> str | None:
+    """Checkpoint name as declared above: without `language_model.`; None for vision towers and buffers computed here."""
+    if name.startswith(_VISION) or name.endswith("rotary_emb.inv_freq"):
+        return None
+    return name.removeprefix("language_model.")
+
+
+def is_mtp_tensor(config: DeepseekConfig, name: str) -> bool:
+    """Whether a canonical name belongs to a layer past the last one, which predicts further tokens (MTP)."""
+    found = _LAYER.match(name)
+    return found is not None and 0 <= int(found[1]) - config.num_layers < config.num_mtp_layers

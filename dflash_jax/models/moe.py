@@ -1,0 +1,136 @@
+"""Mixture of experts: which experts a token takes (float32), and the experts as one grouped matrix product.
+
+Tokens are sorted by expert and multiplied group by group with `jax.lax.ragged_dot_general`. No expert has a capacity: nothing is
+dropped, and a token's result does not depend on the other tokens of the batch. What that costs is up to XLA, which on CPUs
+multiplies every row with every expert and masks.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.deepseek_config import DeepseekConfig
+from dflash_jax.models.layers import MLP, Linear, linear
+from dflash_jax.models.parameters import Parameter, Source, single
+
+# Keeps the sum of a token's weights away from zero, as the released models' code does.
+_NORM_EPS = 1e-20
+# `[M, D] x [E, F, D] -> [M, F]`: rows of M belong to E in runs; both sides contract their last axis, so no weight is transposed.
+_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def route(
+    config: DeepseekConfig, logits: Float[Array, "T E"], bias: Float[Array, "E"] | None = None
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Experts of every token and their float32 weights.
+
+    greedy: the largest of a softmax. group_limited_greedy: the same among the groups whose best expert scores highest.
+    noaux_tc: scores are sigmoids; experts are chosen by score plus `bias`, among the groups with the highest sum of their two
+    best choices, and weighted by the score alone.
+
+    Args:
+      logits: float32.
+      bias: `e_score_correction_bias`, for noaux_tc.
+    """
+    wide = logits.astype(jnp.float32)
+    if config.routing == "noaux_tc":
+        scores = jax.nn.sigmoid(wide)
+        choice = scores if bias is None else scores + bias.astype(jnp.float32)
+        best_of_group, masked = 2, -jnp.inf
+    else:
+        scores = choice = jax.nn.softmax(wide, axis=-1)
+        best_of_group, masked = 1, 0.0
+    if config.num_groups > 1:
+        grouped = choice.reshape(*choice.shape[:-1], config.num_groups, -1)
+        group_scores = jax.lax.top_k(grouped, best_of_group)[0].sum(axis=-1)
+        groups = jax.lax.top_k(group_scores, config.groups_per_token)[1]
+        open_groups = jax.nn.one_hot(groups, config.num_groups, dtype=bool).any(axis=-2)
+        choice = jnp.where(open_groups[..., None], grouped, masked).reshape(choice.shape)
+    experts = jax.lax.top_k(choice, config.experts_per_token)[1]
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if config.norm_routing_weights:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + _NORM_EPS)
+    return experts, weights * config.routing_scale
+
+
+class Router(nnx.Module):
+    """Scores of the experts, in float32 whatever the model's dtype."""
+
+    def __init__(self, config: DeepseekConfig):
+        self.config = config
+        self.weight = nnx.Param(jnp.zeros((config.num_experts, config.hidden_size)))
+        self.bias = nnx.Param(jnp.zeros((config.num_experts,))) if config.routing == "noaux_tc" else None
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        logits = linear(x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        return route(self.config, logits, None if self.bias is None else self.bias[...])
+
+
+class Experts(nnx.Module):
+    """All routed experts: gate and up rows of expert after expert in one matrix `[E*2F, D]`, down rows in another `[E*D, F]`."""
+
+    def __init__(self, config: DeepseekConfig):
+        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.count = e
+        self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
+
+    def __call__(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """Sum over each token's experts, weighted and added in float32."""
+        taken = experts.shape[-1]
+        flat = experts.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=self.count).astype(jnp.int32)
+        gate, up = jnp.split(self._grouped(x[order // taken], self.gate_up_proj, sizes), 2, axis=-1)
+        out = self._grouped(jax.nn.silu(gate) * up, self.down_proj, sizes)
+        # Each token's results come back to its own rows, so their sum has one order whatever the batch.
+        out = out[jnp.argsort(order)].reshape(*experts.shape, -1)
+        return (out.astype(jnp.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
+
+    def _grouped(self, x: Float[Array, "M D"], matrix: Linear, sizes: Int[Array, "E"]) -> Float[Array, "M F"]:
+        weight = matrix.weight[...].reshape(self.count, -1, x.shape[-1])
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        return jax.lax.ragged_dot_general(
+            x, weight, sizes, _BY_EXPERT, precision=precision, preferred_element_type=x.dtype
+        )
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared experts, which are one feed-forward of their joint width."""
+
+    def __init__(self, config: DeepseekConfig):
+        self.router, self.experts = Router(config), Experts(config)
+        self.shared = MLP(config.hidden_size, config.moe_intermediate_size * config.num_shared_experts)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        rows = x.reshape(-1, x.shape[-1])
+        return self.experts(rows, *self.router(rows)).reshape(x.shape) + self.shared(x)
+
+
+def moe_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
+    """Parameters of one `MoE` whose checkpoint names start with `theirs`."""
+    e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    shared, gates = f * config.num_shared_experts, ("gate_proj", "up_proj")
+    experts = [f"{theirs}experts.{index}." for index in range(e)]
+    table = [single(f"{ours}router.weight", f"{theirs}gate.weight", (e, d))]
+    if config.routing == "noaux_tc":
+        table.append(single(f"{ours}router.bias", f"{theirs}gate.e_score_correction_bias", (e,), "float32"))
+    return [
+        *table,
+        Parameter(
+            f"{ours}experts.gate_up_proj.weight",
+            tuple(Source(f"{expert}{name}.weight", (f, d)) for expert in experts for name in gates),
+        ),
+        Parameter(
+            f"{ours}experts.down_proj.weight", tuple(Source(f"{expert}down_proj.weight", (d, f)) for expert in experts)
+        ),
+        Parameter(
+            f"{ours}shared.gate_up_proj.weight",
+            tuple(Source(f"{theirs}shared_experts.{name}.weight", (shared, d)) for name in gates),
+        ),
+        single(f"{ours}shared.down_proj.weight", f"{theirs}shared_experts.down_proj.weight", (d, shared)),
+    ]

@@ -1,0 +1,1 @@
+"""Joining attention over two disjoint sets of keys into attention over both."""

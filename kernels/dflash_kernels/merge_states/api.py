@@ -1,0 +1,45 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.merge_states.reference import merge_states_reference
+
+IMPLEMENTATIONS = {"xla": merge_states_reference}
+
+
+def merge_states(
+    prefix_out: Float[Array, "*rows H"],
+    prefix_lse: Float[Array, "*rows"],
+    suffix_out: Float[Array, "*rows H"],
+    suffix_lse: Float[Array, "*rows"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
+    """Attention of each row over two disjoint sets of keys, from its attention over each set.
+
+    A set without a visible key has lse -inf; +inf (the mark some kernels leave there) and NaN are read as -inf. Whatever the
+    output of such a set holds, NaN included, is not looked at. Two empty sets give 0 and -inf.
+
+    Args:
+      prefix_out, suffix_out: softmax-weighted values, each normalised over its own keys.
+      prefix_lse, suffix_lse: natural logarithm of each softmax's denominator, at least float32.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      Output in `prefix_out`'s dtype and lse in `prefix_lse`'s; weights and sums are at least float32.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    shapes = prefix_out.shape, prefix_lse.shape, suffix_out.shape, suffix_lse.shape
+    if shapes[0] != shapes[2] or shapes[1] != shapes[3] or shapes[0][:-1] != shapes[1]:
+        raise ValueError(f"outputs and lse of {shapes} must be [..., H] and [...] with the same leading axes")
+    with jax.named_scope("merge_states"):
+        return first_fitting(
+            "merge_states", IMPLEMENTATIONS, implementation, prefix_out, prefix_lse, suffix_out, suffix_lse
+        )

@@ -1,0 +1,67 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.mla_attention.reference import mla_attention_reference
+
+IMPLEMENTATIONS = {"xla": mla_attention_reference}
+
+
+def mla_attention(
+    q: Float[Array, "B T N C"],
+    latent_pages: Float[Array, "P 1 p C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    q_lens: Int[Array, "B"] | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "B T N R"] | tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """Absorbed multi-head latent attention: T query tokens for each sequence over its latent rows.
+
+    A row is `[latent (R) | rotated key part (r)]`, C = R + r; it is the key of every head, and its first R entries are the value.
+    The row of position s of sequence b lies in page `page_table[b, s // p]` at `s % p`. Pages have one head, so that they look
+    like any other key pool: `[P, K, p, H]` with K = 1. Live query row i stands at position `seq_lens[b] - q_lens[b] + i`.
+
+    Args:
+      q: queries with the key up-projection absorbed, `[q_nope @ w_uk | q_pe]`.
+      latent_pages: page pool. Rows at or past `seq_lens` may hold anything, NaN included.
+      page_table: int32 page indices; entries past a sequence's last page may hold anything.
+      seq_lens: int32 rows of each sequence, the query tokens' own included; 0 for an idle one.
+      kv_lora_rank: R.
+      scale: softmax scale. It belongs to the width of the heads before absorption, which this function does not see.
+      q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
+      causal: a query sees no row after its own position.
+      return_lse: also return the natural-log sum of exponentials, at least float32.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      Attention-weighted latents in q's dtype, to be up-projected by the caller; rows without a visible key are 0, their lse -inf.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    b, t, _, width = q.shape
+    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1 or latent_pages.shape[3] != width:
+        raise ValueError(f"q of width {width} does not fit latent pages of {latent_pages.shape} [P, 1, p, R + r]")
+    if not 0 < kv_lora_rank <= width:
+        raise ValueError(f"kv_lora_rank {kv_lora_rank} must be at least 1 and at most the rows' width {width}")
+    if page_table.shape[0] != b or seq_lens.shape != (b,) or (q_lens is not None and q_lens.shape != (b,)):
+        raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
+    if q_lens is None:
+        q_lens = jnp.full((b,), t, jnp.int32)
+    with jax.named_scope("mla_attention"):
+        out, lse = first_fitting(
+            "mla_attention", IMPLEMENTATIONS, implementation, q, latent_pages, page_table, seq_lens, q_lens,
+            kv_lora_rank=kv_lora_rank, scale=scale, causal=causal,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,126 @@
+"""Routing by hand, and the grouped product against every expert on every token."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from dflash_jax.models.moe import Experts, MoE, route
+from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+
+SMALL = dataclasses.replace(
+    DEEPSEEK_TARGETS["DeepSeek-V3"], hidden_size=24, moe_intermediate_size=10, num_experts=8, experts_per_token=3,
+    num_groups=4, groups_per_token=2,
+)  # fmt: skip
+
+
+def experts_with(config: Any, dtype: Any = jnp.float32) -> Experts:
+    module = Experts(config)
+    for index, linear in enumerate((module.gate_up_proj, module.down_proj)):
+        shape = linear.weight[...].shape
+        values = jax.random.normal(jax.random.key(index), shape) * shape[-1] ** -0.5
+        linear.weight = nnx.Param(values.astype(dtype))
+    return module
+
+
+def every_expert(config: Any, module: Experts, x: Any, experts: Any, weights: Any) -> Any:
+    """Every expert on every token, weighted by 0 where the token did not take it."""
+    e, f = config.num_experts, config.moe_intermediate_size
+    gate_up = module.gate_up_proj.weight[...].reshape(e, 2 * f, -1).astype(jnp.float32)
+    down = module.down_proj.weight[...].reshape(e, -1, f).astype(jnp.float32)
+    both = jnp.einsum("td,efd->tef", x.astype(jnp.float32), gate_up, precision="highest")
+    inner = jax.nn.silu(both[..., :f]) * both[..., f:]
+    outputs = jnp.einsum("tef,edf->ted", inner, down, precision="highest")
+    share = (jax.nn.one_hot(experts, e) * weights[..., None]).sum(axis=1)
+    return jnp.einsum("ted,te->td", outputs, share, precision="highest")
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
+def test_grouped_experts_are_every_expert(tokens: int, dtype: Any, tolerance: float) -> None:
+    x = jax.random.normal(jax.random.key(2), (tokens, SMALL.hidden_size)).astype(dtype)
+    chosen, weights = route(SMALL, jax.random.normal(jax.random.key(3), (tokens, SMALL.num_experts)) * 2)
+    module = experts_with(SMALL, dtype)
+    ours = module(x, chosen, weights)
+    theirs = np.asarray(every_expert(SMALL, module, x, chosen, weights))
+    assert ours.dtype == dtype
+    assert np.abs(np.asarray(ours, np.float32) - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+def test_no_token_is_dropped_when_all_take_the_same_experts() -> None:
+    x = jax.random.normal(jax.random.key(2), (50, SMALL.hidden_size))
+    chosen, weights = jnp.tile(jnp.array([[7, 0, 3]]), (50, 1)), jnp.full((50, 3), 0.5)
+    module = experts_with(SMALL)
+    theirs = every_expert(SMALL, module, x, chosen, weights)
+    np.testing.assert_allclose(module(x, chosen, weights), theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    module = MoE(SMALL)
+    module.experts = experts_with(SMALL)
+    module.router.weight = nnx.Param(jax.random.normal(jax.random.key(4), (SMALL.num_experts, SMALL.hidden_size)))
+    x = jax.random.normal(jax.random.key(2), (40, SMALL.hidden_size))
+    whole = module(x)
+    order = jax.random.permutation(jax.random.key(5), 40)
+    np.testing.assert_allclose(module(x[order]), whole[order], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(module(x[11:12]), whole[11:12], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_reach_router_and_experts() -> None:
+    module = MoE(SMALL)
+    module.experts = experts_with(SMALL)
+    x = jax.random.normal(jax.random.key(2), (9, SMALL.hidden_size))
+    grads = nnx.grad(lambda m: (m(x) ** 2).sum())(module)
+    for leaf in (grads.router.weight, grads.experts.gate_up_proj.weight, grads.experts.down_proj.weight):
+        assert np.isfinite(leaf[...]).all()
+        assert np.abs(leaf[...]).max() > 0
+
+
+def routed(logits: list[float], bias: list[float] | None = None, **changes: Any) -> dict[int, float]:
+    config = dataclasses.replace(SMALL, routing_scale=2.0, norm_routing_weights=False, **changes)
+    offsets = None if bias is None else jnp.asarray(bias)
+    chosen, weights = route(config, jnp.asarray([logits]), offsets)
+    return dict(zip(chosen[0].tolist(), weights[0].tolist(), strict=True))
+
+
+def softmax(logits: list[float]) -> np.ndarray:
+    powers = np.exp(np.asarray(logits))
+    return powers / powers.sum()
+
+
+LOGITS = [3.0, -3.0, 2.0, 1.9, 2.1, -3.0, 0.0, 0.5]
+
+
+def test_greedy_takes_the_largest() -> None:
+    found = routed(LOGITS, routing="greedy", num_groups=1, groups_per_token=1)
+    assert found == pytest.approx({index: 2 * softmax(LOGITS)[index] for index in (0, 4, 2)}, rel=1e-5)
+
+
+def test_groups_are_ranked_by_their_best_expert() -> None:
+    """Groups of two: 0-1 and 4-5 have the best experts, so 2 and 3 stay out although they beat all others there."""
+    found = routed(LOGITS, routing="group_limited_greedy")
+    assert set(found) in ({0, 4, 1}, {0, 4, 5})
+    assert found[0] == pytest.approx(2 * softmax(LOGITS)[0], rel=1e-5)
+
+
+def test_without_auxiliary_loss_groups_are_ranked_by_their_two_best() -> None:
+    """2-3 has the highest sum of two, then 0-1 by its first; the bias moves the choice and leaves the weights alone."""
+    scores = 1 / (1 + np.exp(-np.asarray(LOGITS)))
+    assert routed(LOGITS) == pytest.approx({index: 2 * scores[index] for index in (2, 3, 7)}, rel=1e-5)
+    bias = [0.0] * 6 + [-5.0, -5.0]
+    assert routed(LOGITS, bias) == pytest.approx({index: 2 * scores[index] for index in (0, 2, 3)}, rel=1e-5)
+
+
+def test_negative_choices_do_not_lose_to_closed_groups() -> None:
+    """A closed group counts as minus infinity, not as zero, which would beat every expert of negative choice."""
+    assert set(routed(LOGITS, [-5.0] * 6 + [-9.0] * 2)) <= {0, 1, 2, 3}
+
+
+def test_weights_add_up_to_the_scale() -> None:
+    config = dataclasses.replace(SMALL, routing_scale=2.5)
+    _, weights = route(config, jax.random.normal(jax.random.key(0), (20, SMALL.num_experts)))
+    np.testing.assert_allclose(weights.sum(axis=-1), 2.5, rtol=1e-5)
