@@ -152,15 +152,11 @@ def test_alone_equals_in_a_batch(engine) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"latent_form": ABSORBED}, {"max_chunk": 16, "latent_form": LatentForm(expand_above=0)}],
+    [{"latent_form": ABSORBED}, {"max_chunk": 16, "page_size": 64, "latent_form": LatentForm(expand_above=0)}],
     ids=["absorbed", "small-chunks"],
 )
 def test_how_a_prompt_attends_does_not_matter(plain, changes) -> None:
     assert run(make_engine(**changes), prompts()[:4], draft=False)[0] == plain[:4]
-
-
-def test_page_size_does_not_matter(plain) -> None:
-    assert run(make_engine(page_size=64, latent_form=LatentForm(16, 64)), prompts()[:4])[0] == plain[:4]
 
 
 def test_pools_are_never_copied(engine, plain) -> None:
