@@ -203,5 +203,5 @@ def test_families_are_found_by_architecture_then_by_kind() -> None:
         UnsupportedModelError, match=r"\['LlamaForCausalLM'\].*known architectures: Qwen3ForCausalLM, .*DFlash"
     ):
         family_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-    with pytest.raises(UnsupportedModelError, match="no model family is called 'llama'; known: qwen3, .*dflash"):
+    with pytest.raises(UnsupportedModelError, match=r"no model family is called 'llama'; known: qwen3, .*dflash"):
         family_named("llama")
