@@ -27,6 +27,19 @@ class Case:
         fields = (self.q, self.k_pages, self.v_pages, self.page_table, self.seq_lens, self.q_lens)
         return tuple(jnp.asarray(field) for field in fields)
 
+    def key(self, page: int, head: int, at: int) -> np.ndarray:
+        """One key in float64, dequantised."""
+        scale = self.options.get("k_scale")
+        factor = 1.0 if scale is None else scale[head] if scale.ndim == 1 else scale[page, head, at]
+        return self.k_pages[page, head, at].astype(np.float64) * np.float64(factor)
+
+    def value(self, page: int, head: int, at: int) -> np.ndarray:
+        """One value in float64, dequantised."""
+        scale = self.options.get("v_scale")
+        return self.v_pages[page, head, at].astype(np.float64) * (
+            1.0 if scale is None else scale[head].astype(np.float64)
+        )
+
     def rows(self, order: Sequence[int]) -> "Case":
         """The same pools with only these sequences, in this order."""
         picked = {name: getattr(self, name)[list(order)] for name in ("q", "page_table", "seq_lens", "q_lens")}
@@ -51,18 +64,23 @@ def make_case(
     garbage: float = np.nan,
     width: int | None = None,
     shuffled: bool = True,
+    stored: Any = None,
     **options: Any,
 ) -> Case:
     """Random inputs. Every slot, page, query row and table entry that must not matter holds `garbage`.
 
     Tokens of the sequences are the same for every `page_size`, `width`, `garbage` and `shuffled`: pages of different sequences
-    interleave and a sequence's pages are in no order, unless `shuffled` is False.
+    interleave and a sequence's pages are in no order, unless `shuffled` is False. `stored` is the dtype of the pages where it is
+    not that of the queries: float8_e4m3fn, with a scale for each KV head, or int8, with scales of each token and of each channel.
     """
     rng = np.random.default_rng(seed)
     b, longest = len(seq_lens), max(*seq_lens, 1)
     q_lens = [t] * b if q_lens is None else list(q_lens)
     q = rng.standard_normal((b, t, kv_heads * group, head_dim)).astype(dtype)
     tokens = rng.standard_normal((2, b, longest, kv_heads, head_dim)).astype(dtype)
+    k_scale = v_scale = None
+    if stored is not None:
+        tokens, k_scale, v_scale = quantised(tokens, stored, rng)
     for row in range(b):
         q[row, q_lens[row] :] = garbage
 
@@ -71,21 +89,44 @@ def make_case(
     order = rng.permutation(pages) if shuffled else np.arange(pages)
     width = max(*needed, 1) + 1 if width is None else width
     table = np.array([[GARBAGE_ENTRIES[(row + column) % 4] for column in range(width)] for row in range(b)], np.int32)
-    pools = np.full((2, pages, kv_heads, page_size, head_dim), garbage, dtype)
+    pools = np.full((2, pages, kv_heads, page_size, head_dim), 113 if stored == np.int8 else garbage, tokens.dtype)
+    paged_scale = np.full((pages, kv_heads, page_size), garbage, np.float32)
     for row, length in enumerate(seq_lens):
         own = order[sum(needed[:row]) :][: needed[row]]
         table[row, : needed[row]] = own
         for s in range(length):
             pools[:, own[s // page_size], :, s % page_size] = tokens[:, row, s]
+            if stored == np.int8:
+                paged_scale[own[s // page_size], :, s % page_size] = k_scale[row, s]
+    if stored is not None:
+        options |= {"k_scale": paged_scale if stored == np.int8 else k_scale, "v_scale": v_scale}
     lens = np.array(seq_lens, np.int32), np.array(q_lens, np.int32)
     return Case(q, pools[0], pools[1], table, *lens, options)
+
+
+def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keys and values `[2, B, S, K, H]` as they are stored, and the scales of both."""
+    kv_heads = tokens.shape[3]
+    if stored == np.int8:
+        k_scale = np.abs(tokens[0]).max(axis=-1).astype(np.float32) / 127
+        v_scale = np.abs(tokens[1]).max(axis=(0, 1)).astype(np.float32) / 127
+        whole = np.stack([tokens[0] / k_scale[..., None], tokens[1] / v_scale])
+        return np.round(whole.astype(np.float32)).astype(np.int8), k_scale, v_scale
+    # Up to near the largest, 448; the smallest have no exponent of their own.
+    scales = rng.uniform(0.012, 0.03, (2, kv_heads)).astype(np.float32)
+    return (tokens / scales[:, None, None, :, None]).astype(np.float32).astype(stored), *scales
+
+
+def alibi(seen: Sequence[int], position: int, sqrt: bool) -> np.ndarray:
+    """What each key's distance adds to its score, before the slope."""
+    return np.array([-(max(position - s, 0) ** 0.5) if sqrt else s - position for s in seen], np.float64)
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Output `[B, T, N, H]` and lse `[B, T, N]` in float64; reads nothing but what a query may see."""
     b, t, n, h = case.q.shape
     kv_heads, page_size = case.k_pages.shape[1:3]
-    options = {"causal": True, "window": None, "soft_cap": None, "sinks": None} | case.options
+    options = {"causal": True, "window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None} | case.options
     left, right = options["window"] or (None, None)
     out, lse = np.zeros((b, t, n, h)), np.full((b, t, n), -np.inf)
     for row in range(b):
@@ -102,12 +143,13 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
             for head in range(n):
                 kv = head // (n // kv_heads)
                 query = case.q[row, i, head].astype(np.float64)
-                scores = (
-                    np.array([query @ case.k_pages[page, kv, at].astype(np.float64) for page, at in places])
-                    * case.scale
-                )
+                scores = np.array([query @ case.key(page, kv, at) for page, at in places]) * case.scale
                 if options["soft_cap"] is not None:
                     scores = options["soft_cap"] * np.tanh(scores / options["soft_cap"])
+                if options["alibi_slopes"] is not None:
+                    scores = scores + options["alibi_slopes"][head] * alibi(
+                        seen, position, options.get("alibi_sqrt", False)
+                    )
                 everything = (
                     scores if options["sinks"] is None else np.append(scores, np.float64(options["sinks"][head]))
                 )
@@ -116,7 +158,5 @@ def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 top = everything.max()
                 lse[row, i, head] = top + np.log(np.exp(everything - top).sum())
                 for score, (page, at) in zip(scores, places, strict=True):
-                    out[row, i, head] += np.exp(score - lse[row, i, head]) * case.v_pages[page, kv, at].astype(
-                        np.float64
-                    )
+                    out[row, i, head] += np.exp(score - lse[row, i, head]) * case.value(page, kv, at)
     return out, lse

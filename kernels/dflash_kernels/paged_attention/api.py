@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
@@ -15,8 +15,8 @@ IMPLEMENTATIONS = {"mosaic_gpu": paged_attention_mosaic_gpu, "xla": paged_attent
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     *,
@@ -25,6 +25,10 @@ def paged_attention(
     window: tuple[int | None, int | None] | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "K H"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -36,7 +40,7 @@ def paged_attention(
 
     Args:
       q: queries, bfloat16, float16 or float32.
-      k_pages, v_pages: page pools. Rows at or past `seq_lens` may hold anything, NaN included.
+      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8. Rows at or past `seq_lens` may hold anything, NaN included.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence, the query tokens' own included; 0 for an idle row.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
@@ -44,6 +48,11 @@ def paged_attention(
       window: keys seen to the left and right of the query's position, None on a side for all.
       soft_cap: c of `c * tanh(score / c)`, applied after the scale.
       sinks: float32 logit per head added to the softmax denominator only.
+      alibi_slopes: float32 slope per head: `slope * (key position - query position)` is added to the score, after the cap.
+      alibi_sqrt: add `-slope * sqrt(distance)` for keys behind the query and nothing for keys ahead of it instead.
+      k_scale: float32 factor of the keys. float8 pages: of all or of each KV head, 1 where None. int8 pages: of each token and KV
+        head, in pages like the keys; a scale of a row past `seq_lens` may be NaN.
+      v_scale: float32 factor of the values. float8 pages: as for the keys. int8 pages: of each KV head and channel.
       scale: softmax scale, `H ** -0.5` where None.
       return_lse: also return the natural-log sum of exponentials, float32, sinks included.
       implementation: a name, names to try in order, or None for the best that takes the call.
@@ -52,7 +61,7 @@ def paged_attention(
       Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit).
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or scales do not fit the pages' dtype.
       NoImplementationError: nothing named takes these arguments.
     """
     b, _, n, h = q.shape
@@ -63,10 +72,30 @@ def paged_attention(
         raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
     if q_lens is None:
         q_lens = jnp.full((b,), q.shape[1], jnp.int32)
+    if alibi_slopes is not None and alibi_slopes.shape != (n,):
+        raise ValueError(f"alibi_slopes {alibi_slopes.shape} must be ({n},), one for each query head")
     with jax.named_scope("paged_attention"):
         out, lse = first_fitting(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,
-            causal=causal, window=window or (None, None), soft_cap=soft_cap, sinks=sinks,
-            scale=h**-0.5 if scale is None else scale,
+            causal=causal, window=window or (None, None), soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes,
+            alibi_sqrt=alibi_sqrt, k_scale=_fitting(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
+            v_scale=_fitting(v_scale, v_pages, "v_scale", (kv_heads, h)), scale=h**-0.5 if scale is None else scale,
         )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _fitting(scale: float | Array | None, pages: Array, name: str, int8_shape: tuple[int, ...]) -> Array | None:
+    """Scales as implementations get them: `[K]` with float8 pages, `int8_shape` with int8 pages, None with others."""
+    kv_heads = pages.shape[1]
+    shape = None if scale is None else jnp.shape(scale)
+    if pages.dtype == jnp.int8:
+        if scale is None or shape != int8_shape:
+            raise ValueError(f"int8 pages need {name} of {int8_shape}, not {shape}")
+        return jnp.asarray(scale, jnp.float32)
+    if pages.dtype == jnp.float8_e4m3fn:
+        if shape not in (None, (), (kv_heads,)):
+            raise ValueError(f"float8_e4m3fn pages take a scalar {name} or one of ({kv_heads},), not {shape}")
+        return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (kv_heads,))
+    if scale is not None:
+        raise ValueError(f"{name} is for float8_e4m3fn and int8 pages; these are {pages.dtype}")
+    return None

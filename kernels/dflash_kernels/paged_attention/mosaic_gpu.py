@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan
 
@@ -16,8 +16,8 @@ CHOSEN = Tuning()
 
 def paged_attention_mosaic_gpu(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
@@ -27,9 +27,15 @@ def paged_attention_mosaic_gpu(
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
     scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
     _refuse_device(causal)
+    if alibi_slopes is not None or alibi_sqrt or k_scale is not None or v_scale is not None:
+        raise NotImplementedError("takes neither ALiBi nor quantised pages")
     return tuned(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
         scale=scale,
@@ -38,8 +44,8 @@ def paged_attention_mosaic_gpu(
 
 def tuned(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],

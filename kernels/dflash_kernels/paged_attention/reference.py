@@ -2,13 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 
 def paged_attention_reference(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
@@ -18,8 +18,12 @@ def paged_attention_reference(
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
     scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """See `paged_attention`."""
+    """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32."""
     b, t, n, h = q.shape
     pages, kv_heads, p, _ = k_pages.shape
     table = jnp.clip(page_table, 0, pages - 1)
@@ -37,14 +41,20 @@ def paged_attention_reference(
         visible &= behind >= -window[1]
 
     def gather(pool: Array) -> Array:
-        return jnp.moveaxis(pool[table], 2, 1).reshape(b, kv_heads, -1, h)
+        rows = jnp.moveaxis(pool[table], 2, 1).reshape(b, kv_heads, -1, *pool.shape[3:])
+        return rows.astype(q.dtype) if pool.dtype.itemsize == 1 else rows
 
     grouped = q.reshape(b, t, kv_heads, -1, h)
     scores = jnp.einsum(
         "btkgh,bksh->bkgts", grouped, gather(k_pages), precision=precision, preferred_element_type=jnp.float32
     ) * scale  # fmt: skip
+    if k_scale is not None:
+        scores *= (k_scale[:, None] if k_scale.ndim == 1 else gather(k_scale))[..., None, None, :]
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if alibi_slopes is not None:
+        bias = -jnp.sqrt(jnp.maximum(behind, 0).astype(jnp.float32)) if alibi_sqrt else -behind.astype(jnp.float32)
+        scores += alibi_slopes.reshape(kv_heads, -1, 1, 1) * bias[:, None, None]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     sink = jnp.full((1, kv_heads, n // kv_heads, 1, 1), -jnp.inf)
@@ -55,12 +65,14 @@ def paged_attention_reference(
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top)
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
-    values = jnp.where((keys < seq_lens[:, None])[:, None, :, None], gather(v_pages), jnp.zeros((), v_pages.dtype))
+    values = jnp.where((keys < seq_lens[:, None])[:, None, :, None], gather(v_pages), 0)
     share = weights / jnp.where(total > 0, total, 1.0)
     # Moved to [B, T, K, G, H] afterwards: written as one einsum, XLA's CPU backend refuses bfloat16.
     out = jnp.einsum(
-        "bkgts,bksh->bkgth", share.astype(v_pages.dtype), values, precision=precision, preferred_element_type=jnp.float32
+        "bkgts,bksh->bkgth", share.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
+    if v_scale is not None:
+        out *= v_scale.reshape(kv_heads, 1, 1, -1)
     live = (rows < q_lens[:, None])[:, None, None, :, None]
     lse = jnp.where(live, top + jnp.log(total), -jnp.inf)
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse[..., 0], 3, 1)
