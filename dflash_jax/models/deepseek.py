@@ -46,11 +46,12 @@ class MLAttention(nnx.Module):
         self.direct = config.q_lora_rank is None
         if config.q_lora_rank is None:
             self.q_proj = Linear(n * config.head_dim, d)
+            self.kv_a_proj = Linear(config.latent_width, d, bias=bias)
         else:
-            self.q_a_proj = Linear(config.q_lora_rank, d, bias=bias)
+            # Both latents come from one product over x: the queries' rows first.
+            self.qkv_a_proj = Linear(config.q_lora_rank + config.latent_width, d, bias=bias)
             self.q_a_norm = RMSNorm(config.q_lora_rank, config.latent_norm_eps)
             self.q_b_proj = Linear(n * config.head_dim, config.q_lora_rank)
-        self.kv_a_proj = Linear(config.latent_width, d, bias=bias)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
         self.kv_b_proj = Linear(n * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
         self.o_proj = Linear(d, n * config.v_head_dim, bias=bias)
@@ -59,10 +60,14 @@ class MLAttention(nnx.Module):
         """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of `x [B,T,D]` at `positions [B,T]`."""
         config = self.config
         rotate = apply_interleaved_rope if config.rope_interleaved else apply_rope
-        q = self.q_proj(x) if self.direct else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
+        if self.direct:
+            q, row = self.q_proj(x), self.kv_a_proj(x)
+        else:
+            q_a, row = jnp.split(self.qkv_a_proj(x), [config.q_lora_rank or 0], axis=-1)
+            q = self.q_b_proj(self.q_a_norm(q_a))
         q = q.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
         q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        kv_c, k_pe = jnp.split(self.kv_a_proj(x), [config.kv_lora_rank], axis=-1)
+        kv_c, k_pe = jnp.split(row, [config.kv_lora_rank], axis=-1)
         # The rotary key is one for all heads.
         k_pe = rotate(k_pe[..., None, :], positions, config.rope)[..., 0, :]
         return q_nope, rotate(q_pe, positions, config.rope), self.kv_a_norm(kv_c), k_pe
@@ -148,30 +153,29 @@ def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
 
 
 def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
-    d, n, latent = config.hidden_size, config.num_heads, config.kv_lora_rank
+    d, n, latent, rank = config.hidden_size, config.num_heads, config.kv_lora_rank, config.q_lora_rank
     values = n * config.v_head_dim
-    # Our name, theirs, shape; and those that a bias of the attention belongs to.
-    rows = [
-        ("kv_a_proj", "kv_a_proj_with_mqa", (config.latent_width, d)),
-        ("kv_a_norm", "kv_a_layernorm", (latent,)),
-        ("kv_b_proj", "kv_b_proj", (n * config.qk_nope_head_dim + values, latent)),
-        ("o_proj", "o_proj", (d, values)),
-    ]
-    if config.q_lora_rank is None:
-        rows.insert(0, ("q_proj", "q_proj", (n * config.head_dim, d)))
+    down = [("kv_a_proj_with_mqa", config.latent_width)]
+    if rank is None:
+        table = [single(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (n * config.head_dim, d))]
+        fused = "kv_a_proj"
     else:
-        rank = config.q_lora_rank
-        rows = [
-            ("q_a_proj", "q_a_proj", (rank, d)),
-            ("q_a_norm", "q_a_layernorm", (rank,)),
-            ("q_b_proj", "q_b_proj", (n * config.head_dim, rank)),
-            *rows,
+        table = [
+            single(f"{ours}q_a_norm.weight", f"{theirs}q_a_layernorm.weight", (rank,)),
+            single(f"{ours}q_b_proj.weight", f"{theirs}q_b_proj.weight", (n * config.head_dim, rank)),
         ]
-    table = []
-    for name, source, shape in rows:
-        table.append(single(f"{ours}{name}.weight", f"{theirs}{source}.weight", shape))
-        if config.attention_bias and name in ("q_a_proj", "kv_a_proj", "o_proj"):
-            table.append(single(f"{ours}{name}.bias", f"{theirs}{source}.bias", shape[:1]))
+        fused, down = "qkv_a_proj", [("q_a_proj", rank), *down]
+    table += [
+        Parameter(f"{ours}{fused}.weight", tuple(Source(f"{theirs}{name}.weight", (rows, d)) for name, rows in down)),
+        single(f"{ours}kv_a_norm.weight", f"{theirs}kv_a_layernorm.weight", (latent,)),
+        single(
+            f"{ours}kv_b_proj.weight", f"{theirs}kv_b_proj.weight", (n * config.qk_nope_head_dim + values, latent)
+        ),
+        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, values)),
+    ]
+    if config.attention_bias:
+        biases = tuple(Source(f"{theirs}{name}.bias", (rows,)) for name, rows in down)
+        table += [Parameter(f"{ours}{fused}.bias", biases), single(f"{ours}o_proj.bias", f"{theirs}o_proj.bias", (d,))]
     return table
 
 
