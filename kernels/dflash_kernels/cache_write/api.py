@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.reference import cache_write_reference, latent_write_reference
 from dflash_kernels.dispatch import first_fitting
@@ -42,17 +42,18 @@ def cache_write(
 
 
 def latent_write(
-    latent_pages: Float[Array, "P 1 p C"],
-    latents: Float[Array, "T C"],
+    latent_pages: Shaped[Array, "P 1 p C"],
+    latents: Shaped[Array, "T C"],
     slots: Int[Array, "S"],
     *,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "P 1 p C"]:
+) -> Shaped[Array, "P 1 p C"]:
     """The pool with latent row t at slot `slots[t] = page * p + row`.
 
     Args:
       latent_pages: page pool; donate it to the surrounding jit and the write happens in place.
-      latents: new rows, cast to the pool's dtype. Rows past the last slot are padding and written nowhere.
+      latents: new rows as the pool keeps them (`latent_cache`), or cast to its dtype. Rows past the last slot are padding and
+        written nowhere.
       slots: int32, at most as many as rows; a negative slot writes nothing. No two rows may share a slot.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

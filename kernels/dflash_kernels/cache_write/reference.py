@@ -1,7 +1,7 @@
 """The definition in jnp."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 def cache_write_reference(
@@ -16,13 +16,13 @@ def cache_write_reference(
 
 
 def latent_write_reference(
-    latent_pages: Float[Array, "P 1 p C"], latents: Float[Array, "T C"], slots: Int[Array, "S"]
-) -> Float[Array, "P 1 p C"]:
+    latent_pages: Shaped[Array, "P 1 p C"], latents: Shaped[Array, "T C"], slots: Int[Array, "S"]
+) -> Shaped[Array, "P 1 p C"]:
     """See `latent_write`."""
     return _write(latent_pages, latents[: slots.shape[0], None], slots)
 
 
-def _write(pool: Float[Array, "P K p H"], new: Float[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
+def _write(pool: Shaped[Array, "P K p H"], new: Shaped[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
     pages, _, p, _ = pool.shape
     # jnp counts negative indices from the end; one past the end is what "drop" drops.
     page = jnp.where(slots < 0, pages, slots // p)

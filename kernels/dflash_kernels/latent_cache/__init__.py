@@ -1,0 +1,1 @@
+"""Latent rows in eight bits: how they are kept in pages, written and read."""

@@ -1,0 +1,74 @@
+"""The definitions in jnp. Arithmetic is float32, rounding to nearest with ties to even, whatever the input's dtype."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped, UInt8
+
+E4M3, E2M1 = jnp.float8_e4m3fn, jnp.float4_e2m1fn
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+# Smallest largest value a group is scaled by, so that a group of zeros has a scale.
+GROUP_FLOOR = 1e-10
+NVFP4_BLOCK = 16
+
+
+def divide(x: Float[Array, "*s"], by: Float[Array, "..."]) -> Float[Array, "*s"]:
+    """`x / by`, each quotient rounded once: XLA would multiply by the reciprocal of a divisor it can see to be shared."""
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
+
+
+def to_e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """The nearest e4m3 value; past 448 and at infinity it is 448, NaN stays NaN."""
+    return jnp.where(jnp.isnan(x), x, jnp.clip(x, -E4M3_MAX, E4M3_MAX)).astype(E4M3)
+
+
+def largest(x: Float[Array, "*s D"]) -> Float[Array, "*s 1"]:
+    """Largest absolute value of each row, NaN where there is one: minima and maxima of compiled programs may lose it."""
+    top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    return jnp.where(jnp.isnan(x).any(axis=-1, keepdims=True), jnp.nan, top)
+
+
+def power_of_two_above(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """The smallest power of two that is at least `x > 0`, from the bits: log2 rounds."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    up = (bits + 0x007F_FFFF) & 0x7F80_0000
+    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(up, jnp.float32), x)
+
+
+def quantise_tensor_reference(x: Float[Array, "*rows D"], scale: Float[Array, ""]) -> Float[Array, "*rows D"]:
+    """See `quantise_tensor`."""
+    return to_e4m3(x.astype(jnp.float32) * (1 / scale.astype(jnp.float32)))
+
+
+def quantise_groups_reference(
+    x: Float[Array, "*rows D"], *, group: int, power_of_two: bool
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows G"]]:
+    """See `quantise_groups`."""
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    top = largest(wide)
+    scale = divide(jnp.where(top < GROUP_FLOOR, GROUP_FLOOR, top), jnp.float32(E4M3_MAX))
+    scale = power_of_two_above(scale) if power_of_two else scale
+    return to_e4m3(divide(wide, scale)).reshape(x.shape), scale[..., 0]
+
+
+def quantise_nvfp4_reference(
+    x: Float[Array, "*rows D"], global_scale: Float[Array, ""]
+) -> tuple[UInt8[Array, "*rows D/2"], Shaped[Array, "*rows D/16"]]:
+    """See `quantise_nvfp4`."""
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
+    global_scale = global_scale.astype(jnp.float32)
+    scales = to_e4m3(global_scale * (largest(wide)[..., 0] * jnp.float32(1 / E2M1_MAX)))
+    read = scales.astype(jnp.float32)
+    inverse = jnp.where(read > 0, divide(jnp.broadcast_to(global_scale, read.shape), jnp.where(read > 0, read, 1)), 0)
+    # Infinity times 0 would be NaN, which four bits cannot hold.
+    scaled = jnp.clip(wide, -jnp.finfo(jnp.float32).max, jnp.finfo(jnp.float32).max) * inverse[..., None]
+    codes = e2m1_codes(scaled).reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return codes[..., 0] | (codes[..., 1] << 4), scales
+
+
+def e2m1_codes(x: Float[Array, "*s"]) -> UInt8[Array, "*s"]:
+    """Sign and index among 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of the nearest value; a tie goes to the even index."""
+    size = jnp.abs(x)
+    index = jnp.zeros(x.shape, jnp.uint8)
+    for border, tie_goes_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True) * 4, strict=False):
+        index += (size >= border) if tie_goes_up else (size > border)
+    return index | (jnp.signbit(x).astype(jnp.uint8) << 3)
