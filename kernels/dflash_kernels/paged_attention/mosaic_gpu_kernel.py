@@ -1,10 +1,7 @@
 """The Hopper kernel: one CTA attends with one block of query rows to one part of one sequence's pages.
 
 A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, 64 rows to a warpgroup, so that every
-key and value is read once for all query tokens. Keys come in tiles through a ring of shared memory filled by TMA, one copy
-for each page. There is no producer warpgroup: the first warpgroup refills a stage as soon as its tile is used up, which keeps
-a CTA at 128 threads and lets two of them share a multiprocessor and hide each other's softmax. Scores stay in registers; the
-softmax is online, in base 2, in float32.
+key and value is read once for all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32.
 """
 
 import functools
@@ -17,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, add_values, precise_tanh, scores_of, spread, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -68,7 +66,9 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, q.shape[2], launch.head_dim), jnp.float32)
 
     def body(q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, **buffers):
-        _Block(launch, q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers).run()
+        names = ("q", "k", "v", "table", "seq_lens", "q_lens", "o", "lse")
+        given = (q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref)
+        _Block(launch, dict(zip(names, given, strict=True)), buffers).run()
 
     return plgpu.kernel(
         body,
@@ -82,52 +82,8 @@ def attention(
     )(q, k_pages, v_pages, table, seq_lens, q_lens)  # fmt: skip
 
 
-class _Block:
-    """One CTA's work. Scalars of its sequence and rows are read once, at construction."""
-
-    def __init__(self, launch, q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers):
-        self.launch, self.buffers = launch, buffers
-        self.q_ref, self.k_ref, self.v_ref, self.table_ref = q_ref, k_ref, v_ref, table_ref
-        self.o_ref, self.lse_ref = o_ref, lse_ref
-        self.b, self.split, self.wg = lax.axis_index("b"), lax.axis_index("split"), lax.axis_index("wg")
-        heads = lax.axis_index("heads")
-        self.head = lax.rem(heads, jnp.int32(launch.kv_heads))
-        self.row_block = lax.div(heads, jnp.int32(launch.kv_heads))
-        self.first_row = self.row_block * launch.block_rows + self.wg * ROWS
-        self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
-        # A sequence longer than its table is cut to it; positions still count from the true length.
-        self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
-        self._ranges()
-
-    def _limits(self, token):
-        """First key a query token sees, and the key after the last one."""
-        position = self.seq_len - self.q_len + token
-        left, right = self.launch.window
-        low, high = 0 if left is None else position - left, self.kv_len
-        if self.launch.causal:
-            high = jnp.minimum(high, position + 1)
-        if right is not None:
-            high = jnp.minimum(high, position + (right + 1))
-        return low, high
-
-    def _ranges(self):
-        """Tiles of this split: [begin, end); all live rows see the whole of tiles [full_begin, full_end)."""
-        launch, keys = self.launch, jnp.int32(self.launch.keys)
-        first = lax.div(self.row_block * launch.block_rows, jnp.int32(launch.group))
-        last = lax.div(self.row_block * launch.block_rows + (launch.block_rows - 1), jnp.int32(launch.group))
-        last = jnp.minimum(last, self.q_len - 1)
-        (low, full_high), (full_low, high) = self._limits(first), self._limits(last)
-        low, high = jnp.maximum(low, 0), jnp.where(first < self.q_len, jnp.maximum(high, 0), 0)
-        low_tile, high_tile = lax.div(low, keys), lax.div(high + (keys - 1), keys)
-        tiles = jnp.maximum(high_tile - low_tile, 0)
-        share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
-        self.begin = low_tile + self.split * share
-        self.end = jnp.maximum(jnp.minimum(self.begin + share, low_tile + tiles), self.begin)
-        self.full_begin = self.begin
-        if launch.window[0] is not None:
-            first_whole = lax.div(jnp.maximum(full_low, 0) + (keys - 1), keys)
-            self.full_begin = jnp.clip(first_whole, self.begin, self.end)
-        self.full_end = jnp.clip(lax.div(jnp.maximum(full_high, 0), keys), self.full_begin, self.end)
+class _Block(Part):
+    """One CTA's work."""
 
     def run(self):
         @pl.when(self.begin < self.end)
@@ -136,12 +92,7 @@ class _Block:
             rows = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
             acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.head_dim), jnp.float32), _WGMMA)
-            carry = (acc, rows, total)
-            if self.launch.window[0] is not None:
-                carry = lax.fori_loop(self.begin, self.full_begin, self._masked_step, carry)
-            carry = lax.fori_loop(self.full_begin, self.full_end, self._step, carry)
-            carry = lax.fori_loop(self.full_end, self.end, self._masked_step, carry)
-            self._finish(*carry)
+            self._finish(*self.walk(self._step, (acc, rows, total)))
 
         @pl.when(self.begin >= self.end)
         def _():
@@ -154,75 +105,35 @@ class _Block:
 
             @pl.when(self.wg == wg)
             def _(wg=wg, rows=rows):
-                source = self.q_ref.at[self.b, self.head, pl.ds(self.first_row, rows)]
+                source = self.refs["q"].at[self.b, self.head, pl.ds(self.first_row, rows)]
                 target = self.buffers["q_sm"].at[wg, pl.ds(0, rows)]
                 plgpu.copy_gmem_to_smem(source, target, self.buffers["q_in"].at[wg])
 
-        @pl.when(self.wg == 0)
-        def _():
-            tiles = [self.begin + stage for stage in range(self.launch.stages)]
-            pages = [self._pages(tile) for tile in tiles]
-            for tile, held in zip(tiles, pages, strict=True):
-
-                @pl.when(tile < self.end)
-                def _(tile=tile, held=held):
-                    self._fill("k", tile, held)
-                    self._fill("v", tile, held)
-
+        pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v")))
         plgpu.barrier_wait(self.buffers["q_in"].at[self.wg])
 
     def _given_rows(self):
         """Rows that each warpgroup has in `q`."""
         if self.launch.row_blocks > 1:
             return [ROWS] * self.launch.warpgroups
-        return [min(self.q_ref.shape[2] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
-
-    def _pages(self, tile):
-        """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
-        launch = self.launch
-        last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
-        if launch.page_size >= launch.keys:
-            entries = [lax.div(tile, jnp.int32(launch.page_size // launch.keys))]
-        else:
-            entries = [tile * launch.copies + copy for copy in range(launch.copies)]
-        return [self.table_ref[self.b, jnp.minimum(entry, last)] for entry in entries]
-
-    def _fill(self, which, tile, pages):
-        """Starts the copies of one tile of keys or values."""
-        launch, stage = self.launch, self._stage(tile)
-        pool = self.k_ref if which == "k" else self.v_ref
-        memory, barrier = self.buffers[f"{which}_sm"], self.buffers[f"{which}_in"]
-        if launch.page_size >= launch.keys:
-            part = lax.rem(tile, jnp.int32(launch.page_size // launch.keys))
-            rows = pl.ds(part * launch.keys, launch.keys)
-            plgpu.copy_gmem_to_smem(pool.at[pages[0], self.head, rows], memory.at[stage], barrier.at[stage])
-            return
-        for copy, page in enumerate(pages):
-            rows = pl.ds(copy * launch.page_size, launch.page_size)
-            plgpu.copy_gmem_to_smem(pool.at[page, self.head], memory.at[stage, rows], barrier.at[stage])
+        return [min(self.refs["q"].shape[2] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
 
     def _refill(self, which, tile, pages):
         """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""
-        stage, freed = self._stage(tile), self.buffers[f"{which}_out"]
+        stage, freed = self.stage(tile), self.buffers[f"{which}_out"]
         plgpu.barrier_arrive(freed.at[stage])
 
         @pl.when(self.wg == 0)
         def _():
             plgpu.barrier_wait(freed.at[stage])
             coming = tile + self.launch.stages
-            pl.when(coming < self.end)(functools.partial(self._fill, which, coming, pages))
+            pl.when(coming < self.end)(functools.partial(self.fill, which, coming, pages))
 
-    def _stage(self, tile):
-        return lax.rem(tile - self.begin, jnp.int32(self.launch.stages))
-
-    def _masked_step(self, tile, carry):
-        return self._step(tile, carry, masked=True)
-
-    def _step(self, tile, carry, *, masked=False):
+    def _step(self, tile, carry, *, masked):
         """One tile of keys: scores, online softmax, values."""
-        launch, stage = self.launch, self._stage(tile)
+        launch, stage = self.launch, self.stage(tile)
         acc, top, total = carry
-        coming = self._pages(tile + launch.stages)
+        coming = self.pages(tile + launch.stages)
         plgpu.barrier_wait(self.buffers["k_in"].at[stage])
         scores = scores_of(self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage], launch.keys)
         self._refill("k", tile, coming)
@@ -256,7 +167,7 @@ class _Block:
     def _mask(self, tile):
         launch, shape = self.launch, (ROWS, self.launch.keys)
         bounded = launch.causal or launch.window != (None, None)
-        low, high = self._limits(self._row_tokens()) if bounded else (0, self.kv_len)
+        low, high = self.limits(self._row_tokens()) if bounded else (0, self.kv_len)
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
         mask = keys < spread(high - tile * self.launch.keys, shape)
         if self.launch.window[0] is not None:
@@ -272,7 +183,7 @@ class _Block:
 
         @pl.when(live < self.launch.keys)
         def _():
-            values = self.buffers["v_sm"].at[self._stage(tile)]
+            values = self.buffers["v_sm"].at[self.stage(tile)]
             shape = (self.launch.keys, self.launch.head_dim)
             rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), _WGMMA)
             held = plgpu.layout_cast(values[...], _WGMMA)
@@ -295,7 +206,7 @@ class _Block:
 
     def _write(self, out, lse):
         launch, o_sm = self.launch, self.buffers["o_sm"]
-        self.lse_ref.at[self.b, self.head, self.split, pl.ds(self.first_row, ROWS)][...] = lse
+        self.refs["lse"].at[self.b, self.head, self.split, pl.ds(self.first_row, ROWS)][...] = lse
         if out is None:
             return
         o_sm.at[self.wg][...] = out.astype(o_sm.dtype)
@@ -307,7 +218,7 @@ class _Block:
 
                 @pl.when(self.wg == wg)
                 def _(wg=wg, rows=rows):
-                    target = self.o_ref.at[self.b, self.head, self.split, pl.ds(self.first_row, rows)]
+                    target = self.refs["o"].at[self.b, self.head, self.split, pl.ds(self.first_row, rows)]
                     plgpu.copy_smem_to_gmem(o_sm.at[wg, pl.ds(0, rows)], target)
 
         plgpu.wait_smem_to_gmem(0)
@@ -319,5 +230,5 @@ class _Block:
 
         @pl.loop(0, jnp.minimum(self.launch.tokens - first, ROWS // group))
         def _(token):
-            target = self.o_ref.at[self.b, first + token, self.head]
+            target = self.refs["o"].at[self.b, first + token, self.head]
             plgpu.copy_smem_to_gmem(rows.at[pl.ds(token * group, group)], target)

@@ -38,7 +38,7 @@ class Launch:
 
     Attributes:
       tokens, group, head_dim, page_size, table_width, kv_heads: shapes of the call.
-      warpgroups: 64-row tiles of one CTA, which share its keys and values.
+      warpgroups: of one CTA, which share its keys and values; rows: query rows of each.
       row_blocks: CTAs that the rows of one KV head are spread over.
       keys: keys of a tile; stages: tiles in flight.
       splits: parts that a sequence's visible pages are dealt to; min_tiles: fewest tiles worth a part of their own.
@@ -52,6 +52,7 @@ class Launch:
     table_width: int
     kv_heads: int
     warpgroups: int
+    rows: int
     row_blocks: int
     keys: int
     stages: int
@@ -65,7 +66,7 @@ class Launch:
 
     @property
     def block_rows(self) -> int:
-        return self.warpgroups * ROWS
+        return self.warpgroups * self.rows
 
     @property
     def copies(self) -> int:
@@ -101,7 +102,7 @@ def plan(
         stages = max(min((budget - queries - BARRIERS) // (keys * head_dim * 4), 4), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
-        warpgroups=warpgroups, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
+        warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
         direct=direct, **mask,
     )  # fmt: skip
 
