@@ -156,6 +156,9 @@ def test_schedule() -> None:
         assert launch.stages >= 2
     assert planned(1, 1, table_width=512).splits == 32
     assert not planned(64, 16, has_sinks=True).direct
+    # Tokens of 960 bytes do not start where a copy may.
+    assert not planned(64, 2, group=6, head_dim=80).direct
+    assert planned(64, 2, group=4, head_dim=80).direct
     assert planned(8, 32).warpgroups == 2
     assert planned(8, 1024).row_blocks == 32
     assert best_splits(8, 264, 64, 64, 4) == 1

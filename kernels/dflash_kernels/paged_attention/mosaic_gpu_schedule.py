@@ -92,9 +92,10 @@ def plan(
     if splits is None:
         slots = MULTIPROCESSORS * per_multiprocessor
         splits = best_splits(ctas, slots, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS))
-    # A part that starts or ends inside a token's group of rows has no place in the output until it is merged.
+    # A part that starts or ends inside a token's group of rows has no place in the output until it is merged, and a token's rows
+    # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
-    direct = splits == 1 and not has_sinks and whole_tokens
+    direct = splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
     stages = tuning.stages
     if stages is None:
         queries = warpgroups * ROWS * head_dim * (4 if direct else 6)
