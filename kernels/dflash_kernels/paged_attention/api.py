@@ -9,8 +9,13 @@ from jaxtyping import Array, Float, Int, Int8
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.paged_attention.triton import paged_attention_triton
 
-IMPLEMENTATIONS = {"mosaic_gpu": paged_attention_mosaic_gpu, "xla": paged_attention_reference}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": paged_attention_mosaic_gpu,
+    "triton": paged_attention_triton,
+    "xla": paged_attention_reference,
+}
 
 
 def paged_attention(

@@ -1,7 +1,6 @@
 """Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan
+from dflash_kernels.target import target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 CHOSEN = Tuning()
@@ -99,16 +99,12 @@ def _attend(
 
 
 def _refuse_device(causal: bool) -> None:
-    """Raises NotImplementedError where the default device cannot run the kernel."""
-    chosen = jax.config.jax_default_device
-    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
-    capability = getattr(device, "compute_capability", "none")
-    if device.platform != "gpu" or capability != "9.0":
-        had = f"the default device, {device.device_kind}, has {capability}"
-        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {had}")
-    found = re.search(r"cuda (\d+)", str(getattr(device.client, "platform_version", "")))
-    if causal and found and 12080 <= int(found[1]) < 12091:
-        raise NotImplementedError(f"CUDA {found[1]} miscompiles causal masks of such kernels; use 12.9.1 or later")
+    """Raises NotImplementedError where the device in use cannot run the kernel."""
+    device = target()
+    if device.capability != 90:
+        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
+    if causal and 12080 <= device.cuda < 12091:
+        raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:

@@ -1,0 +1,176 @@
+"""The Triton kernels: attention of a block of query rows over one part of a sequence's pages, and the merge of the parts.
+
+A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, so that every key and value is read once for
+all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32. Everything that is known before the launch
+is a constant of the program: strides above all, since Triton loads in vectors only what it knows to be aligned.
+"""
+
+# Triton is an extra, and its language is not Python's: a checker sees constants where a program has tensors.
+# pyright: reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+@no_type_check  # keeps the tests' shape checker from wrapping a function that Triton has to read
+def widen(values, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
+    """Page entries as the dtype that multiplies; `FLOAT8_BITS` says that bytes hold float8_e4m3fn.
+
+    Its sign, exponent and mantissa fit into float16 as they are; the exponents' biases differ by 8.
+    """
+    if FLOAT8_BITS:
+        bits = values.to(tl.uint16)
+        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
+        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+    return values.to(dtype)
+
+
+@triton.jit
+@no_type_check
+def attend(
+    q_ptr, k_ptr, v_ptr, table_ptr, seq_ptr, live_ptr, sinks_ptr, slopes_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
+    TOKENS: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    SPLITS: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SINKS: tl.constexpr, ALIBI: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, FLOAT8_BITS: tl.constexpr,
+):  # fmt: skip
+    """One program of the grid (KV heads x row blocks, splits, B).
+
+    Pointers: q `[B, T, N, H]`; pages `[P, K, p, H]`; table `[B, W]`; seq_lens, q_lens `[B]`; out `[B, T, N, splits, H]` and lse
+    `[B, T, N, splits]`, each part normalised over its own keys. Pointers of options that are off are never followed.
+    LEFT, RIGHT: keys visible on each side of a query's position (causality is RIGHT 0), None for all. SINKS: logits are added here,
+    which is right for a single part. ALIBI: "linear" or "sqrt". K_SCALE: "head" or "token"; V_SCALE: "head" or "channel".
+    """
+    head, part, b = tl.program_id(0) // ROW_BLOCKS, tl.program_id(1), tl.program_id(2)
+    rows = tl.program_id(0) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    token = rows // GROUP
+    query_head = head * GROUP + rows % GROUP
+    length, live = tl.load(seq_ptr + b), tl.load(live_ptr + b)
+    alive = token < tl.minimum(live, TOKENS)
+    position = length - live + token
+
+    places = ((b.to(tl.int64) * TOKENS + token) * (KV_HEADS * GROUP) + query_head)[:, None]
+    inside = columns[None, :] < HEAD_DIM
+    queries = tl.load(q_ptr + places * HEAD_DIM + columns[None, :], mask=alive[:, None] & inside, other=0.0)
+
+    # Keys that any row of this block sees, in whole tiles, dealt to the parts.
+    first_token = tl.program_id(0) % ROW_BLOCKS * ROWS // GROUP
+    last_token = tl.minimum(tl.program_id(0) % ROW_BLOCKS * ROWS + ROWS - 1, TOKENS * GROUP - 1) // GROUP
+    last_token = tl.minimum(last_token, live - 1)
+    start, stop = 0, tl.minimum(length, WIDTH * PAGE)
+    if LEFT is not None:
+        start = tl.maximum(length - live + first_token - LEFT, 0)
+    if RIGHT is not None:
+        stop = tl.minimum(stop, length - live + last_token + RIGHT + 1)
+    if first_token > last_token:
+        stop = 0
+    first, last = start // KEYS, tl.cdiv(stop, KEYS)
+    share = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
+    begin = first + part * share
+    end = tl.minimum(begin + share, last)
+
+    factor = SCALE * LOG2E
+    if SOFT_CAP is not None:
+        factor = SCALE * 1.0
+    if K_SCALE == "head":
+        factor = tl.load(k_scale_ptr + head) * factor
+    if ALIBI is not None:
+        slope = tl.load(slopes_ptr + query_head, mask=rows < TOKENS * GROUP, other=0.0) * LOG2E
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(begin, end):
+        key = tile * KEYS + tl.arange(0, KEYS)
+        there = key < stop
+        if PAGE % KEYS == 0:
+            page = tl.load(table_ptr + b * WIDTH + tile // (PAGE // KEYS)).to(tl.int64)
+            slot = (page * KV_HEADS + head) * PAGE + tile % (PAGE // KEYS) * KEYS + tl.arange(0, KEYS)
+        else:
+            page = tl.load(table_ptr + b * WIDTH + key // PAGE, mask=there, other=0).to(tl.int64)
+            slot = (page * KV_HEADS + head) * PAGE + key % PAGE
+        place = slot[:, None] * HEAD_DIM + columns[None, :]
+        held = there[:, None] & inside
+        keys = widen(tl.load(k_ptr + place, mask=held, other=0), queries.dtype, FLOAT8_BITS)
+        scores = tl.dot(queries, tl.trans(keys)) * factor
+        if K_SCALE == "token":
+            scores *= tl.load(k_scale_ptr + slot, mask=there, other=0.0)[None, :]
+        if SOFT_CAP is not None:
+            # The hardware's own tanh keeps eleven bits, too few under a cap of fifty.
+            scores = (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2 * LOG2E / SOFT_CAP)))) * (SOFT_CAP * LOG2E)
+        behind = position[:, None] - key[None, :]
+        if ALIBI == "linear":
+            scores -= slope[:, None] * behind
+        if ALIBI == "sqrt":
+            scores -= slope[:, None] * tl.sqrt(tl.maximum(behind, 0).to(tl.float32))
+        visible = there[None, :] & alive[:, None]
+        if LEFT is not None:
+            visible &= behind <= LEFT
+        if RIGHT is not None:
+            visible &= behind >= -RIGHT
+        scores = tl.where(visible, scores, float("-inf"))
+
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        values = widen(tl.load(v_ptr + place, mask=held, other=0), queries.dtype, FLOAT8_BITS)
+        sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None])
+        top = higher
+
+    if SINKS:
+        sink = tl.load(sinks_ptr + query_head, mask=alive, other=float("-inf")) * LOG2E
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.exp2(sink - base)
+        sums *= fade[:, None]
+        top = higher
+    outs = sums / tl.where(total > 0, total, 1.0)[:, None]
+    if V_SCALE == "head":
+        outs *= tl.load(v_scale_ptr + head)
+    if V_SCALE == "channel":
+        outs *= tl.load(v_scale_ptr + head * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)[None, :]
+    ours = rows < TOKENS * GROUP
+    places = places * SPLITS + part
+    tl.store(out_ptr + places * HEAD_DIM + columns[None, :], outs.to(out_ptr.dtype.element_ty), mask=ours[:, None] & inside)
+    lse = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(lse_ptr + places, lse[:, None], mask=ours[:, None])
+
+
+@triton.jit
+@no_type_check
+def merge(
+    parts_ptr, parts_lse_ptr, live_ptr, sinks_ptr, out_ptr, lse_ptr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One program for each query row: parts `[B, T, N, splits, H]` and their lse to out `[B, T, N, H]` and lse `[B, T, N]`."""
+    row = tl.program_id(0).to(tl.int64)
+    split, columns = tl.arange(0, SPLITS_PADDED), tl.arange(0, COLUMNS)
+    lse = tl.load(parts_lse_ptr + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(lse, 0)
+    sink = float("-inf")
+    if SINKS:
+        token = row // HEADS
+        if token % TOKENS < tl.load(live_ptr + token // TOKENS):
+            sink = tl.load(sinks_ptr + row % HEADS)
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2((lse - base) * LOG2E)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2((sink - base) * LOG2E)
+    place = (row * SPLITS + split)[:, None] * HEAD_DIM + columns[None, :]
+    parts = tl.load(parts_ptr + place, mask=(weights > 0)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM + columns, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log2(total) * LN2, float("-inf")))

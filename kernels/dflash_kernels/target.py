@@ -1,0 +1,52 @@
+"""The device that a program is traced for."""
+
+import dataclasses
+import re
+
+import jax
+
+# Compute capability and multiprocessors by a word of the device's name: for programs that are lowered for a GPU which this machine
+# does not have. Devices that are there say so themselves.
+_KNOWN = {
+    "A100": (80, 108), "A30": (80, 56), "A10": (86, 72), "A10G": (86, 80), "L4": (89, 58), "L40": (89, 142), "L40S": (89, 142),
+    "H100": (90, 132), "H200": (90, 132), "GH200": (90, 132), "B200": (100, 148), "GB200": (100, 148),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A device kind.
+
+    Attributes:
+      kind: the device's name.
+      platform: "gpu", "cpu" and so on.
+      capability: CUDA compute capability times ten, 0 where it is none or unknown.
+      multiprocessors: of a GPU; 0 elsewhere.
+      cuda: version of the CUDA runtime, 13000 for 13.0; 0 where it is not known.
+    """
+
+    kind: str
+    platform: str
+    capability: int
+    multiprocessors: int
+    cuda: int = 0
+
+    @property
+    def words(self) -> str:
+        known = f"has {self.capability // 10}.{self.capability % 10}" if self.capability else "has none that is known"
+        return f"the device, {self.kind}, {known}"
+
+
+def target() -> Target:
+    """The abstract device of the mesh in use where it names another kind than the default device, else the default device."""
+    chosen = jax.config.jax_default_device
+    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.device_kind != device.device_kind:
+        known = next((_KNOWN[word] for word in re.findall(r"\w+", abstract.device_kind) if word in _KNOWN), (0, 0))
+        return Target(abstract.device_kind, abstract.platform, known[0], abstract.num_cores or known[1])
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    capability = int(major) * 10 + int(minor) if major.isdigit() and minor.isdigit() else 0
+    cuda = re.search(r"cuda (\d+)", str(getattr(device.client, "platform_version", "")))
+    cores = getattr(device, "core_count", 0) or 0
+    return Target(device.device_kind, device.platform, capability, cores, int(cuda[1]) if cuda else 0)

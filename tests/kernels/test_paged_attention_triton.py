@@ -1,0 +1,171 @@
+"""The Triton kernel of paged attention: in Triton's interpreter, compiled for GPUs that are not here, and for real (`-m gpu`)."""
+
+import dataclasses
+import functools
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.paged_attention.triton import paged_attention_triton
+from dflash_kernels.paged_attention.triton_schedule import SHARED_MEMORY, Tuning, plan
+
+from .attention_oracle import Case, make_case, oracle
+from .compile_triton import compiled
+
+SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
+MASK = {"causal": True, "window": (None, None), "soft_cap": None, "sinks": None}
+
+# T, group, page size, head dim, sequence lengths, query lengths, mask, tuning. Idle rows, short rows and rows before the sequence.
+CASES = {
+    "q1": (1, 4, 64, 128, [150, 64, 0, 1], None, {}, Tuning(splits=1)),
+    "q1-split": (1, 4, 64, 128, [330, 64, 0, 1], None, {}, Tuning(splits=5)),
+    "q16-direct": (16, 4, 64, 128, [190, 70, 5, 0], [16, 3, 16, 16], {}, Tuning(splits=1)),
+    "q16-split": (16, 4, 64, 128, [330, 70, 5, 0], [16, 0, 16, 16], {}, Tuning(splits=2)),
+    "q16-full": (16, 4, 64, 128, [330, 64, 5, 0], [16, 3, 16, 16], {"causal": False}, Tuning(splits=3)),
+    "page16": (4, 1, 16, 64, [150, 17], [4, 2], {}, Tuning(splits=2)),
+    "page32": (3, 8, 32, 64, [150, 96], [3, 2], {"causal": False}, Tuning(splits=2)),
+    "page128": (3, 5, 128, 128, [150, 129], None, {}, Tuning(splits=2)),
+    "page5": (3, 3, 5, 64, [33, 4], None, {"causal": False}, Tuning(splits=2)),
+    "row-blocks": (40, 3, 64, 64, [150, 21], [40, 9], {}, Tuning(splits=2)),
+    "window": (8, 2, 16, 128, [290, 70], [8, 3], {"window": (70, 0)}, Tuning(splits=2)),
+    "window-both": (8, 2, 64, 64, [290, 3], [8, 3], {"causal": False, "window": (9, 3)}, Tuning(splits=1)),
+    "window-right": (8, 2, 64, 64, [90, 3], None, {"causal": False, "window": (None, 2)}, Tuning(splits=2)),
+    "window-behind": (8, 2, 64, 64, [90, 3], None, {"causal": False, "window": (9, -2)}, Tuning(splits=2)),
+    "cap-sinks": (4, 4, 64, 128, [150, 2, 0], [4, 4, 2], {"soft_cap": 1.5, "sinks": SINKS[:8]}, Tuning(splits=2)),
+    "sinks-one-part": (2, 4, 64, 64, [90, 1, 0], [2, 1, 2], {"sinks": SINKS[:8], "scale": 0.25}, Tuning(splits=1)),
+    "head72": (3, 3, 64, 72, [150, 2], None, {}, Tuning(splits=2)),
+    "head80": (3, 1, 16, 80, [50, 2], None, {}, Tuning(splits=1)),
+    "head96": (3, 3, 64, 96, [150, 2], None, {}, Tuning(splits=2)),
+    "head192": (16, 4, 64, 192, [90, 2], None, {}, Tuning(splits=2)),
+    "head256": (1, 16, 32, 256, [70, 2], None, {}, Tuning(splits=2)),
+    "chosen": (4, 4, 64, 128, [150, 70], None, {}, Tuning()),
+}  # fmt: skip
+
+
+def case_of(name: str) -> Case:
+    t, group, page_size, head_dim, seq_lens, q_lens, mask, _ = CASES[name]
+    shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": jnp.float16}
+    return make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask)
+
+
+def interpret(calls: dict[str, Any], folder: Path) -> dict[str, tuple[np.ndarray, ...]]:
+    """Results of calls `(op, function, arrays, options)` under Triton's interpreter."""
+    pytest.importorskip("triton")
+    given, made = folder / "calls.pkl", folder / "results.pkl"
+    given.write_bytes(pickle.dumps(calls))
+    script = Path(__file__).parent / "interpret_triton.py"
+    done = subprocess.run([sys.executable, script, given, made], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pickle.loads(made.read_bytes())
+
+
+def call_of(case: Case, tuning: Tuning) -> tuple[Any, ...]:
+    arrays = tuple(np.asarray(array) for array in case.arrays())
+    options = MASK | case.options | {"scale": case.scale, "tuning": tuning}
+    options["window"] = options["window"] or (None, None)
+    return "paged_attention", "paged_attention_triton", arrays, options
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, ...]]:
+    calls = {name: call_of(case_of(name), CASES[name][-1]) for name in CASES}
+    return interpret(calls, tmp_path_factory.mktemp("interpreter"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name: str, interpreted: dict[str, tuple[np.ndarray, ...]]) -> None:
+    case, (out, lse) = case_of(name), interpreted[name]
+    true_out, true_lse = oracle(case)
+    eps = float(jnp.finfo(case.q.dtype).eps)
+    assert out.dtype == case.q.dtype
+    np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    assert (out[~np.isfinite(true_lse)] == 0).all()
+
+
+def test_nothing_unused_is_read(tmp_path: Path) -> None:
+    build = functools.partial(make_case, [33, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=jnp.float16, causal=False, seed=3)
+    clean = build(garbage=0.0)
+    clean.page_table = np.where(clean.page_table % len(clean.k_pages) == clean.page_table, clean.page_table, 0)
+    cases = {(garbage, splits): build(garbage=garbage) for garbage in (np.nan, np.inf, -np.inf) for splits in (1, 2)}
+    cases |= {(0.0, splits): clean for splits in (1, 2)}
+    found = interpret({key: call_of(case, Tuning(splits=key[1])) for key, case in cases.items()}, tmp_path)
+    for (_, splits), results in found.items():
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(results, found[0.0, splits], strict=True))
+
+
+def test_longer_than_the_table(tmp_path: Path) -> None:
+    """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
+    case = make_case([128, 64], t=4, page_size=64, dtype=jnp.float16, width=2)
+    case = dataclasses.replace(case, seq_lens=case.seq_lens + np.array([2, 0], np.int32))
+    (out, lse) = interpret({"call": call_of(case, Tuning(splits=2))}, tmp_path)["call"]
+    true, true_lse = paged_attention_reference(*case.arrays(), **MASK | {"scale": case.scale})
+    np.testing.assert_allclose(out.astype(np.float32), np.asarray(true, np.float32), atol=2e-3)
+    np.testing.assert_allclose(lse, np.asarray(true_lse), atol=1e-4)
+
+
+def shapes(t: int, group: int, head_dim: int, page_size: int, dtype: Any = jnp.bfloat16) -> list[jax.ShapeDtypeStruct]:
+    q = jax.ShapeDtypeStruct((2, t, 2 * group, head_dim), dtype)
+    pages = jax.ShapeDtypeStruct((9, 2, page_size, head_dim), dtype)
+    table, lens = jax.ShapeDtypeStruct((2, 40), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return [q, pages, pages, table, lens, lens]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("t", "group", "head_dim", "page_size"),
+    [(1, 4, 128, 64), (16, 4, 128, 16), (1, 16, 64, 32), (7, 5, 72, 64), (16, 4, 192, 128), (16, 8, 256, 5)],
+)
+def test_compiles_to_machine_code(
+    t: int, group: int, head_dim: int, page_size: int, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Within the shared memory of every GPU since Ampere, with copies of 16 bytes that go on while a tile is worked on."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    mask = MASK | {"scale": 0.1} | ({"window": (70, 3), "soft_cap": 30.0, "causal": False} if t == 7 else {})
+    attend, merge = compiled(
+        "paged_attention", paged_attention_triton, *shapes(t, group, head_dim, page_size), capability=capability,
+        monkeypatch=monkeypatch, **mask,
+    )  # fmt: skip
+    ptx = attend.asm["ptx"]
+    assert f".target sm_{capability}" in ptx
+    assert attend.metadata.shared <= SHARED_MEMORY
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", ptx)
+    assert any(int(pending) > 0 for pending in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx))
+    assert ("wgmma" in ptx) == (capability == 90 and t * group >= 64)
+    assert attend.asm["cubin"]
+    assert merge.asm["cubin"]
+
+
+def test_schedule() -> None:
+    shape = {"group": 4, "head_dim": 128, "page_size": 64, "kv_heads": 8, "table_width": 64, "has_sinks": True}
+    mask = {"causal": True, "window": (None, None), "soft_cap": None, "scale": 0.1, "multiprocessors": 108}
+    assert [plan(Tuning(), b=b, tokens=1, **shape, **mask).splits for b in (64, 8, 1)] == [3, 3, 27]
+    assert [plan(Tuning(), b=1, tokens=t, **shape, **mask).constants["ROWS"] for t in (1, 5, 16, 64)] == [16, 32, 64, 64]
+    assert plan(Tuning(), b=1, tokens=64, **shape, **mask).grid[0] == 32
+    whole, parts = (plan(Tuning(splits=splits), b=1, tokens=1, **shape, **mask) for splits in (1, 5))
+    assert whole.constants["SINKS"]
+    assert not parts.constants["SINKS"]  # they are the merge's: adding them to every part would count them five times
+    assert parts.merge_constants(sinks=True)["SPLITS_PADDED"] == 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "changes", "reason"),
+    [
+        ({"head_dim": 320}, jnp.bfloat16, {}, "takes head dims up to 256, not 320"),
+        ({}, np.float32, {}, "takes bfloat16 or float16 throughout, not q float32"),
+        ({}, jnp.bfloat16, {"soft_cap": -1.0}, "takes a positive soft cap"),
+        ({}, jnp.bfloat16, {}, "needs an NVIDIA GPU of compute capability 8.0 or newer; the device, cpu, has none"),
+    ],
+)
+def test_refusals_name_their_reason(shape: dict[str, int], dtype: Any, changes: dict[str, Any], reason: str) -> None:
+    case = make_case([4], t=1, dtype=dtype, **shape)
+    with pytest.raises(NotImplementedError, match=reason):
+        paged_attention_triton(*case.arrays(), **MASK | {"scale": 0.1} | changes)
