@@ -93,6 +93,7 @@ def main(calls: Path, results: Path) -> None:
     for name, (op, function, arrays, options) in pickle.loads(calls.read_bytes()).items():
         OPS[op].jax_triton = lambda: types.SimpleNamespace(triton_call=triton_call)
         OPS[op].usable_target = lambda: DEVICE
+        options = {key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
         with jax.disable_jit():
             out = getattr(OPS[op], function)(*map(jnp.asarray, arrays), **options)
         made[name] = tuple(np.asarray(part) for part in out)

@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention
 
-from .attention_candidates import XLA, Candidate, check, run, same_bits
+from .attention_candidates import TRITON, XLA, Candidate, check, run, same_bits
 from .attention_oracle import make_case
 
 SLOPES = (2.0 ** -np.linspace(0.5, 8, 12)).astype(np.float32)
 STORED = (jnp.float8_e4m3fn, np.int8)
 
 
-@pytest.fixture(params=[pytest.param(XLA, id="xla"), pytest.param(XLA, id="xla-on-gpu", marks=pytest.mark.gpu)])
+CANDIDATES = (
+    pytest.param(XLA, id="xla"),
+    pytest.param(XLA, id="xla-on-gpu", marks=pytest.mark.gpu),
+    pytest.param(TRITON, id="triton", marks=pytest.mark.gpu),
+)
+
+
+@pytest.fixture(params=CANDIDATES)
 def candidate(request: pytest.FixtureRequest) -> Candidate:
     return request.param
 

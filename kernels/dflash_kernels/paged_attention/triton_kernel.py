@@ -98,7 +98,7 @@ def attend(
             slot = (page * KV_HEADS + head) * PAGE + key % PAGE
         place = slot[:, None] * HEAD_DIM + columns[None, :]
         held = there[:, None] & inside
-        keys = widen(tl.load(k_ptr + place, mask=held, other=0), queries.dtype, FLOAT8_BITS)
+        keys = widen(tl.load(k_ptr + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
         scores = tl.dot(queries, tl.trans(keys)) * factor
         if K_SCALE == "token":
             scores *= tl.load(k_scale_ptr + slot, mask=there, other=0.0)[None, :]
@@ -122,7 +122,7 @@ def attend(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
-        values = widen(tl.load(v_ptr + place, mask=held, other=0), queries.dtype, FLOAT8_BITS)
+        values = widen(tl.load(v_ptr + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None])
         top = higher
 

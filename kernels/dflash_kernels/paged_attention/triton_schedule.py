@@ -58,8 +58,9 @@ def power_of_two(number: int) -> int:
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
-    causal: bool, window: tuple[int | None, int | None], soft_cap: float | None, scale: float, has_sinks: bool,
-    multiprocessors: int,
+    multiprocessors: int, causal: bool, window: tuple[int | None, int | None], soft_cap: float | None, scale: float,
+    sinks: bool = False, alibi: str | None = None, k_scale: str | None = None, v_scale: str | None = None,
+    float8_bits: bool = False,
 ) -> Launch:  # fmt: skip
     """Cuts a call into programs."""
     columns = power_of_two(head_dim)
@@ -76,7 +77,7 @@ def plan(
     constants = {
         "TOKENS": tokens, "GROUP": group, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "PAGE": page_size, "WIDTH": table_width,
         "ROWS": rows, "KEYS": keys, "COLUMNS": columns, "ROW_BLOCKS": row_blocks, "SPLITS": splits, "SCALE": scale,
-        "SOFT_CAP": soft_cap, "LEFT": left, "RIGHT": right, "SINKS": has_sinks and splits == 1, "ALIBI": None, "K_SCALE": None,
-        "V_SCALE": None, "FLOAT8_BITS": False,
+        "SOFT_CAP": soft_cap, "LEFT": left, "RIGHT": right, "SINKS": sinks and splits == 1, "ALIBI": alibi, "K_SCALE": k_scale,
+        "V_SCALE": v_scale, "FLOAT8_BITS": float8_bits,
     }  # fmt: skip
     return Launch((kv_heads * row_blocks, splits, b), tuning.warps, tuning.stages, constants)
