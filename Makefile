@@ -12,6 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # On a machine with an NVIDIA driver the demo wants the GPU; the tests run on the CPU either way.
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)
 
+# Continuous integration also runs the kernels written in Triton, interpreted.
+COMMA := ,
+EXTRAS := test$(if $(CI),$(COMMA)test-triton)
+
 .PHONY: demo test lint clean
 .DELETE_ON_ERROR:
 
@@ -36,7 +40,7 @@ $(VENV)/installed-demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/installed-test: pyproject.toml | $(BIN)/python
 	@echo "installing dflash-jax and its test tools into $(VENV) (a few minutes on first use)"
-	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:

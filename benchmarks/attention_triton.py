@@ -1,4 +1,4 @@
-"""Paged attention through Triton (the implementation for GPUs older than Hopper) in the cases of attention.py, on whatever GPU is here.
+"""Paged attention through Triton, the kernel for GPUs older than Hopper, in cases of attention.py on whatever GPU is here.
 
     python benchmarks/attention_triton.py            # measure and write results/attention_triton.json
     python benchmarks/attention_triton.py --sweep    # time the kernel's choices for each shape, write nothing
@@ -69,7 +69,8 @@ def sweep(case: Case, arrays: tuple[jax.Array, ...]) -> None:
             print(f"{case.name:26s} {name:26s} failed: {str(reason)[:200]}", flush=True)
             continue
         middle = statistics.median(times)
-        print(f"{case.name:26s} {name:26s} {middle:8.1f} us {case.floor_us / middle:6.1%} error {error:.1e}", flush=True)
+        share = case.floor_us / middle
+        print(f"{case.name:26s} {name:26s} {middle:8.1f} us {share:6.1%} error {error:.1e}", flush=True)
 
 
 def main() -> None:

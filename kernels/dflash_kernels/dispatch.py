@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dflash_kernels.target import HOPPER, target
+
 
 class NoImplementationError(NotImplementedError):
     """No implementation takes this call. The message lists each one that was tried and why it refused."""
@@ -21,12 +23,17 @@ def first_fitting(
       op: name of the operation, for messages.
       implementations: name to function, best first. A function refuses by raising NotImplementedError with its reason.
       wanted: None for all in order, or one name, or several in the order to try. What is named is never replaced silently.
+        "triton" is left out of all on Hopper, where the other kernels and XLA are what is measured: there it has to be named.
       *args, **options: passed on.
 
     Raises:
       NoImplementationError: a name is unknown, or every candidate refused.
     """
-    names = list(implementations) if wanted is None else [wanted] if isinstance(wanted, str) else list(wanted)
+    if wanted is None:
+        left_out = {"triton"} if "triton" in implementations and target().capability == HOPPER else set()
+        names = [name for name in implementations if name not in left_out]
+    else:
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
     unknown = [name for name in names if name not in implementations]
     if unknown or not names:
         raise NoImplementationError(f"{op}: no implementation named {unknown}; there are {', '.join(implementations)}")

@@ -38,3 +38,8 @@ def jax_triton() -> Any:
     if not module.__version__.startswith(VERSION):
         raise NotImplementedError(f"needs jax-triton {VERSION}*, not {module.__version__} ({install})")
     return module
+
+
+def power_of_two(number: int) -> int:
+    """The smallest one that is not below the number: Triton's arrays have no other sizes."""
+    return 1 << (number - 1).bit_length()

@@ -5,6 +5,8 @@ import re
 
 import jax
 
+HOPPER = 90  # compute capability
+
 # Compute capability and multiprocessors by a word of the device's name: for programs that are lowered for a GPU which this machine
 # does not have. Devices that are there say so themselves.
 _KNOWN = {

@@ -1,7 +1,7 @@
-"""Runs calls of Triton implementations in Triton's interpreter, on numpy arrays: `python interpret_triton.py calls.pkl results.pkl`.
+"""Runs calls of Triton implementations in Triton's interpreter: `python interpret_triton.py calls.pkl results.pkl`.
 
-A process of its own, because Triton decides on import whether its kernels are interpreted. The functions that call jax-triton run as
-they are; only jax-triton itself is replaced.
+A process of its own, because Triton decides on import whether its kernels are interpreted. The functions that call jax-triton run
+as they are; only jax-triton itself is replaced.
 """
 
 import importlib
@@ -93,7 +93,9 @@ def main(calls: Path, results: Path) -> None:
     for name, (op, function, arrays, options) in pickle.loads(calls.read_bytes()).items():
         OPS[op].jax_triton = lambda: types.SimpleNamespace(triton_call=triton_call)
         OPS[op].usable_target = lambda: DEVICE
-        options = {key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
+        options = {
+            key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()
+        }
         with jax.disable_jit():
             out = getattr(OPS[op], function)(*map(jnp.asarray, arrays), **options)
         made[name] = tuple(np.asarray(part) for part in out)

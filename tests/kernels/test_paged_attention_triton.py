@@ -1,12 +1,8 @@
 """The Triton kernel of paged attention: in Triton's interpreter, compiled for GPUs that are not here, and for real (`-m gpu`)."""
 
 import dataclasses
-import functools
 import math
-import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ from dflash_kernels.paged_attention.triton import paged_attention_triton
 from dflash_kernels.paged_attention.triton_schedule import SHARED_MEMORY, Tuning, plan
 
 from .attention_oracle import Case, make_case, oracle
-from .compile_triton import compiled
+from .triton_tools import compiled, interpret
 
 SLOPES = (2.0 ** -np.linspace(0.5, 8, 8)).astype(np.float32)
 SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
@@ -63,17 +59,6 @@ def case_of(name: str) -> Case:
     return make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask)
 
 
-def interpret(calls: dict[str, Any], folder: Path) -> dict[str, tuple[np.ndarray, ...]]:
-    """Results of calls `(op, function, arrays, options)` under Triton's interpreter."""
-    pytest.importorskip("triton")
-    given, made = folder / "calls.pkl", folder / "results.pkl"
-    given.write_bytes(pickle.dumps(calls))
-    script = Path(__file__).parent / "interpret_triton.py"
-    done = subprocess.run([sys.executable, script, given, made], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return pickle.loads(made.read_bytes())
-
-
 def call_of(case: Case, tuning: Tuning) -> tuple[Any, ...]:
     arrays = tuple(np.asarray(array) for array in case.arrays())
     options = MASK | case.options | {"scale": case.scale, "tuning": tuning}
@@ -82,13 +67,16 @@ def call_of(case: Case, tuning: Tuning) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[np.ndarray, ...]]:
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[np.ndarray, ...]]:
+    """Everything that is interpreted, in one process."""
     calls = {name: call_of(case_of(name), CASES[name][-1]) for name in CASES}
+    calls |= {(fill, splits): call_of(unused(fill), Tuning(splits=splits)) for fill in FILLS for splits in (1, 2)}
+    calls["long"] = call_of(longer_than_its_table(), Tuning(splits=2))
     return interpret(calls, tmp_path_factory.mktemp("interpreter"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_agrees_with_float64(name: str, interpreted: dict[str, tuple[np.ndarray, ...]]) -> None:
+def test_agrees_with_float64(name: str, interpreted: dict[Any, tuple[np.ndarray, ...]]) -> None:
     case, (out, lse) = case_of(name), interpreted[name]
     true_out, true_lse = oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
@@ -98,22 +86,33 @@ def test_agrees_with_float64(name: str, interpreted: dict[str, tuple[np.ndarray,
     assert (out[~np.isfinite(true_lse)] == 0).all()
 
 
-def test_nothing_unused_is_read(tmp_path: Path) -> None:
-    build = functools.partial(make_case, [33, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=jnp.float16, causal=False, seed=3)
-    clean = build(garbage=0.0)
-    clean.page_table = np.where(clean.page_table % len(clean.k_pages) == clean.page_table, clean.page_table, 0)
-    cases = {(garbage, splits): build(garbage=garbage) for garbage in (np.nan, np.inf, -np.inf) for splits in (1, 2)}
-    cases |= {(0.0, splits): clean for splits in (1, 2)}
-    found = interpret({key: call_of(case, Tuning(splits=key[1])) for key, case in cases.items()}, tmp_path)
-    for (_, splits), results in found.items():
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(results, found[0.0, splits], strict=True))
+FILLS = ("zeros", "nan", "inf", "-inf")
 
 
-def test_longer_than_the_table(tmp_path: Path) -> None:
-    """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
+def unused(fill: str) -> Case:
+    """A call with `fill` in every row that must not matter; with zeros the table holds no garbage either."""
+    number = 0.0 if fill == "zeros" else float(fill)
+    case = make_case([33, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=jnp.float16, causal=False, seed=3, garbage=number)
+    if fill == "zeros":
+        case.page_table = np.where(case.page_table % len(case.k_pages) == case.page_table, case.page_table, 0)
+    return case
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nothing_unused_is_read(splits: int, interpreted: dict[Any, tuple[np.ndarray, ...]]) -> None:
+    for fill in FILLS:
+        found = zip(interpreted[fill, splits], interpreted["zeros", splits], strict=True)
+        assert all(a.tobytes() == b.tobytes() for a, b in found)
+
+
+def longer_than_its_table() -> Case:
     case = make_case([128, 64], t=4, page_size=64, dtype=jnp.float16, width=2)
-    case = dataclasses.replace(case, seq_lens=case.seq_lens + np.array([2, 0], np.int32))
-    (out, lse) = interpret({"call": call_of(case, Tuning(splits=2))}, tmp_path)["call"]
+    return dataclasses.replace(case, seq_lens=case.seq_lens + np.array([2, 0], np.int32))
+
+
+def test_longer_than_the_table(interpreted: dict[Any, tuple[np.ndarray, ...]]) -> None:
+    """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
+    case, (out, lse) = longer_than_its_table(), interpreted["long"]
     true, true_lse = paged_attention_reference(*case.arrays(), **MASK | {"scale": case.scale})
     np.testing.assert_allclose(out.astype(np.float32), np.asarray(true, np.float32), atol=2e-3)
     np.testing.assert_allclose(lse, np.asarray(true_lse), atol=1e-4)
@@ -153,9 +152,7 @@ def test_compiles_to_machine_code(
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.int8], ids=["fp8", "int8"])
-def test_quantised_pages_compile(
-    stored: Any, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_quantised_pages_compile(stored: Any, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     q, pages, _, *rest = shapes(5, 4, 128, 64)
     pages = jax.ShapeDtypeStruct(pages.shape, stored)
@@ -177,7 +174,8 @@ def test_schedule() -> None:
     for b in (64, 8, 1):
         programs = math.prod(plan(Tuning(), b=b, tokens=1, **shape, **mask).grid)
         assert 200 < programs < 4 * 8 * 64 * 4
-    assert [plan(Tuning(), b=1, tokens=t, **shape, **mask).constants["ROWS"] for t in (1, 5, 16, 64)] == [16, 32, 64, 64]
+    rows = [plan(Tuning(), b=1, tokens=t, **shape, **mask).constants["ROWS"] for t in (1, 5, 16, 64)]
+    assert rows == [16, 32, 64, 64]
     assert plan(Tuning(), b=1, tokens=64, **shape, **mask).grid[0] == 32
     whole, parts = (plan(Tuning(splits=splits), b=1, tokens=1, **shape, **mask) for splits in (1, 5))
     assert whole.constants["SINKS"]

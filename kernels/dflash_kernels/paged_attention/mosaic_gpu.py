@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan
-from dflash_kernels.target import target
+from dflash_kernels.target import HOPPER, target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 CHOSEN = Tuning()
@@ -101,7 +101,7 @@ def _attend(
 def _refuse_device(causal: bool) -> None:
     """Raises NotImplementedError where the device in use cannot run the kernel."""
     device = target()
-    if device.capability != 90:
+    if device.capability != HOPPER:
         raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
     if causal and 12080 <= device.cuda < 12091:
         raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")

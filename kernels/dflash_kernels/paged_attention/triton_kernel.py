@@ -5,9 +5,7 @@ all query tokens. Scores stay in registers; the softmax is online, in base 2, in
 is a constant of the program: strides above all, since Triton loads in vectors only what it knows to be aligned.
 """
 
-# Triton is an extra, and its language is not Python's: a checker sees constants where a program has tensors.
-# pyright: reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportGeneralTypeIssues=false, reportInvalidTypeForm=false
+# pyright: reportMissingImports=false  (Triton is an extra)
 
 from typing import no_type_check
 
@@ -126,8 +124,11 @@ def attend(
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None])
         top = higher
 
+    blind = top == float("-inf")
+    of_blind = top
     if SINKS:
-        sink = tl.load(sinks_ptr + query_head, mask=alive, other=float("-inf")) * LOG2E
+        of_blind = tl.load(sinks_ptr + query_head, mask=alive, other=float("-inf"))
+        sink = of_blind * LOG2E
         higher = tl.maximum(top, sink)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp2(top - base)
@@ -141,8 +142,10 @@ def attend(
         outs *= tl.load(v_scale_ptr + head * HEAD_DIM + columns, mask=columns < HEAD_DIM, other=0.0)[None, :]
     ours = rows < TOKENS * GROUP
     places = places * SPLITS + part
-    tl.store(out_ptr + places * HEAD_DIM + columns[None, :], outs.to(out_ptr.dtype.element_ty), mask=ours[:, None] & inside)
-    lse = tl.where(total > 0, (top + tl.log2(total)) * LN2, float("-inf"))
+    tl.store(
+        out_ptr + places * HEAD_DIM + columns[None, :], outs.to(out_ptr.dtype.element_ty), mask=ours[:, None] & inside
+    )
+    lse = tl.where(blind, of_blind, (top + tl.log2(total)) * LN2)
     tl.store(lse_ptr + places, lse[:, None], mask=ours[:, None])
 
 

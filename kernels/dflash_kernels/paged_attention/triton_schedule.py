@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from dflash_kernels.jax_triton_call import power_of_two
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import best_splits
 
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
@@ -49,11 +50,6 @@ class Launch:
             "TOKENS": of["TOKENS"], "HEADS": of["GROUP"] * of["KV_HEADS"], "HEAD_DIM": of["HEAD_DIM"], "COLUMNS": of["COLUMNS"],
             "SPLITS": self.splits, "SPLITS_PADDED": power_of_two(self.splits), "SINKS": sinks,
         }  # fmt: skip
-
-
-def power_of_two(number: int) -> int:
-    """The smallest one that is not below the number."""
-    return 1 << (number - 1).bit_length()
 
 
 def plan(

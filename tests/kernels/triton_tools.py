@@ -1,12 +1,17 @@
-"""Compiles the kernels of a Triton implementation for a GPU that is not here, down to machine code."""
+"""Triton implementations without a GPU: run in Triton's interpreter, or compiled down to machine code."""
 
 import importlib
+import pickle
+import subprocess
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from dflash_kernels.target import Target
 
@@ -14,6 +19,17 @@ TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8",
     "float8_e4m3fn": "fp8e4nv",
 }  # fmt: skip
+
+
+def interpret(calls: dict[Any, Any], folder: Path) -> dict[Any, tuple[np.ndarray, ...]]:
+    """Results of calls `(op, function, arrays, options)` under Triton's interpreter."""
+    pytest.importorskip("triton")
+    given, made = folder / "calls.pkl", folder / "results.pkl"
+    given.write_bytes(pickle.dumps(calls))
+    script = Path(__file__).parent / "interpret_triton.py"
+    done = subprocess.run([sys.executable, script, given, made], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pickle.loads(made.read_bytes())
 
 
 def compiled(
