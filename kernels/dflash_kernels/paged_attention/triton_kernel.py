@@ -5,7 +5,8 @@ all query tokens. Scores stay in registers; the softmax is online, in base 2, in
 is a constant of the program: strides above all, since Triton loads in vectors only what it knows to be aligned.
 """
 
-# pyright: reportMissingImports=false  (Triton is an extra)
+# Triton is an extra.
+# pyright: reportMissingImports=false
 
 from typing import no_type_check
 
