@@ -18,7 +18,7 @@ import numpy as np
 from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
-from dflash_jax.engine import MAX_CYCLES, Engine
+from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.requests import Request
@@ -62,7 +62,9 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
 def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> list[float]:
     """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
     rng = np.random.default_rng(0)
-    params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES), ignore_eos=True)
+    # Prompts that wait are prefilled between shorter calls, during which the first requests decode already.
+    admitting = batch * CYCLES_PER_CHUNK * -(-context // engine.buckets.chunk[-1])
+    params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES + admitting), ignore_eos=True)
     requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
     run, times = engine.run(requests, draft=draft), []
     updates = iter(run)

@@ -1,6 +1,7 @@
 """What goes into the engine and what comes out of it, and how a request looks on the device."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,30 +128,46 @@ def request_arrays(requests: list[Request | None], stop_width: int) -> RequestAr
     return RequestArrays(**host)
 
 
-def _slots(setup: Setup, requests: list[Request | None], stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]):
-    count = len(requests)
+def _slots(
+    setup: Setup, requests: RequestArrays, dtype: jnp.dtype, pools: tuple[Pages, Pages], **given: Any
+) -> DecodeState:
+    count = requests.temperature.shape[0]
     features = 0 if setup.draft is None else len(setup.taps) * setup.draft.target_hidden_size
-    zeros = np.zeros((count,), np.int32)
     host: dict[str, Any] = {
-        "pending": zeros,
-        "seq_lens": np.array([0 if request is None else len(request.prompt) for request in requests], np.int32),
+        "pending": np.zeros((count,), np.int32),
+        "seq_lens": np.zeros((count,), np.int32),
         "features": np.zeros((count, setup.width, features), dtype),
-        "fresh": zeros,
-        "produced": zeros,
-        "remaining": np.array([0 if request is None else request.params.max_tokens for request in requests], np.int32),
-        "done": np.array([request is None for request in requests]),
-        "request": request_arrays(requests, stop_width),
+        "fresh": np.zeros((count,), np.int32),
+        "produced": np.zeros((count,), np.int32),
+        "remaining": np.zeros((count,), np.int32),
+        "done": np.ones((count,), bool),
+        "request": requests,
         "target_pages": pools[0],
         "draft_pages": pools[1],
     }
-    return DecodeState(**host)
+    return DecodeState(**(host | given))
 
 
 def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
-    return jax.device_put(_slots(setup, [None] * slots, stop_width, dtype, pools))
+    return jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools))
 
 
-def request_row(setup: Setup, request: Request, stop_width: int, dtype: jnp.dtype) -> DecodeState:
-    """A prefilled request as a state of one slot, without pages, on the host."""
-    return _slots(setup, [request], stop_width, dtype, (Pages((), ()), Pages((), ())))
+def request_row(
+    setup: Setup, request: Request, stop_width: int, dtype: jnp.dtype, emitted: Sequence[int] = ()
+) -> DecodeState:
+    """A prefilled request as a state of one slot, without pages, on the host, for `dflash_jax.decoding.prefill.admit`.
+
+    Args:
+      emitted: tokens it had emitted before it lost its slot; all but the last one are in the pages again.
+    """
+
+    def one(value: int) -> np.ndarray:
+        return np.array([value], np.int32)
+
+    none = Pages((), ())
+    return _slots(
+        setup, request_arrays([request], stop_width), dtype, (none, none),
+        pending=one(emitted[-1] if emitted else -1), seq_lens=one(len(request.prompt) + max(0, len(emitted) - 1)),
+        produced=one(len(emitted)), remaining=one(request.params.max_tokens - len(emitted)), done=np.zeros((1,), bool),
+    )  # fmt: skip

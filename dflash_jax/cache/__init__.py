@@ -2,6 +2,9 @@
 
 from dflash_jax.cache.allocator import PageAllocator
 from dflash_jax.cache.pages import Pages, make_pages, page_bytes, slots_of
+from dflash_jax.cache.prefix import extend_keys
 from dflash_jax.cache.specs import LayerSpec, layer_specs
 
-__all__ = ["LayerSpec", "PageAllocator", "Pages", "layer_specs", "make_pages", "page_bytes", "slots_of"]
+__all__ = [
+    "LayerSpec", "PageAllocator", "Pages", "extend_keys", "layer_specs", "make_pages", "page_bytes", "slots_of",
+]  # fmt: skip

@@ -1,5 +1,7 @@
 """Cycles on the device: a `while_loop` around the one `cycle`, so that Python is asked once for many tokens."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -17,12 +19,15 @@ def loop(
     state: DecodeState,
     cycles: Int[Array, ""],
     until_any: Bool[Array, ""],
+    retired: Bool[Array, "B"],
 ) -> tuple[DecodeState, Emitted]:
     """Runs up to `cycles` (at most `max_cycles`, static) cycles and returns what each gave out, cycles first.
 
     Stops early when every slot is done, or, with `until_any`, as soon as another one is: its place can be given to a request
-    that waits. Rows of cycles that did not run have counts of 0.
+    that waits. Rows of cycles that did not run have counts of 0. Slots in `retired` are done from the start: their requests were
+    cancelled or have lost their pages.
     """
+    state = replace(state, done=state.done | retired)
     empty = no_rows(setup, max_cycles, state.done.shape[0])
     done_before = jnp.sum(state.done)
 

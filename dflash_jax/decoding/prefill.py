@@ -46,28 +46,30 @@ def prefill_chunk(
 def admit(
     setup: Setup, state: DecodeState, slot: Int[Array, ""], row: DecodeState, logits: Float[Array, "1 1 V"]
 ) -> tuple[DecodeState, Emitted]:
-    """Places a prefilled request into a slot and emits its first token.
+    """Places a prefilled request into a slot and emits its first token, unless it had emitted some before.
 
     Args:
       state: B slots; its pages pass through.
       slot: index to fill.
-      row: the request as a state of one slot (its pages are ignored): `seq_lens` is the prompt's length, `remaining` its
-        max_tokens; pending and features are set here.
-      logits: of the prompt's last token.
+      row: the request as a state of one slot (its pages are ignored): `seq_lens` tokens of it are in the pages, `produced` were
+        emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
+      logits: of the last token in the pages.
     """
     request = row.request
     filtered = without_stops(logits, request, row.produced) if setup.mode == "full" else logits
     filtered = filtered if setup.mode == "greedy" else filtered_logits(filtered, request, setup.mode)
     token = choose(filtered, row.seq_lens[:, None], request, setup.mode)
-    one = jnp.ones((1,), jnp.int32)
+    resumed = row.pending >= 0
+    gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
+    ended = is_stop(token, request.stop_ids)[:, 0] | (row.remaining <= 1)
     row = DecodeState(
-        pending=token[:, 0], seq_lens=row.seq_lens, features=row.features, fresh=jnp.zeros_like(one), produced=one,
-        remaining=row.remaining - 1, done=is_stop(token, request.stop_ids)[:, 0] | (row.remaining <= 1), request=request,
-        target_pages=state.target_pages, draft_pages=state.draft_pages,
+        pending=jnp.where(resumed, row.pending, token[:, 0]), seq_lens=row.seq_lens, features=row.features,
+        fresh=jnp.zeros_like(gained), produced=row.produced + gained, remaining=row.remaining - gained,
+        done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
     )  # fmt: skip
 
     def place(whole: Array, part: Array) -> Array:
         return whole if whole is part else whole.at[slot].set(part[0])
 
     placed = jax.tree.map(place, state, row)
-    return placed, Emitted(token, one, jnp.zeros_like(one), *log_probabilities(setup, logits, token))
+    return placed, Emitted(token, gained, jnp.zeros_like(gained), *log_probabilities(setup, logits, token))

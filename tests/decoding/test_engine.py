@@ -13,7 +13,8 @@ from dflash_jax.sampling_params import SamplingParams
 
 
 def poison(engine):
-    """NaN in every slot of every page."""
+    """NaN in every slot of every page, with nothing in them to be found again."""
+    engine.allocator.forget()
     engine._pools = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), engine.take_pools())
 
 
@@ -36,7 +37,7 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
         tokens += update.tokens
         if not update.first:
             break
-    state, table = run.state, run.tables[0]
+    state, table = run.state, run.slots.tables[0]
     length = int(state.seq_lens[0]) - int(state.fresh[0])
     assert sum(update.counts) < len(update.counts) * pair.draft.block_size, (
         "nothing was rejected: the test shows nothing"

@@ -27,7 +27,7 @@ def test_pages_are_never_copied(make_pair, draft):
     setup = engine.setup(mode="greedy", draft=draft)
     state = empty_state(setup, 2, STOP_WIDTH, engine.dtype, engine.take_pools())
     table = jax.ShapeDtypeStruct((2, 4), jnp.int32)
-    call = (engine.weights, table, state, jnp.int32(4), jnp.bool_(False))
+    call = (engine.weights, table, state, jnp.int32(4), jnp.bool_(False), jnp.zeros((2,), bool))
     text = engine.programs.prepare(loop, (setup, MAX_CYCLES), (2,), *call).as_text()
     assert "[333,1,16,16]" in text, "the pools' shape changed: adapt the test"
     copies = [line.strip() for line in text.splitlines() if re.search(r"= bf16\[333,1,16,16\]\S* copy", line)]

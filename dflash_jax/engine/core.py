@@ -1,0 +1,125 @@
+"""What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
+from dflash_jax.cache import PageAllocator, Pages, make_pages, page_bytes
+from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode
+from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.errors import CapacityError, PromptError
+from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.programs import Buckets, Programs
+from dflash_jax.requests import Request
+
+MAX_CYCLES = 32
+# While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
+CYCLES_PER_CHUNK = 4
+STOP_WIDTH = 8
+
+
+@dataclass
+class Core:
+    """One target, its drafter where there is one, compiled programs, and page pools.
+
+    Attributes:
+      weights: flat parameters under "target" and "draft", on the device.
+      dtype: of activations and pages.
+      max_model_len: prompt and produced tokens of one request at most.
+      max_batch: slots.
+      num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
+      latent_form: how prompts attend where the target's attention is latent.
+      share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
+      allocator: the account of pages; all are free whenever nothing runs.
+    """
+
+    target: DecoderConfig
+    draft: DFlashConfig | None
+    weights: Mapping[str, Mapping[str, Array]]
+    dtype: jnp.dtype
+    max_model_len: int
+    max_batch: int = 8
+    page_size: int = 64
+    num_pages: int = 0
+    max_chunk: int = 512
+    proposals: Proposals = "shared_noise"
+    # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
+    # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
+    draft_temperature: float = 0.75
+    latent_form: LatentForm = BY_ARITHMETIC
+    share_prefixes: bool = True
+    programs: Programs = field(default_factory=Programs)
+
+    def __post_init__(self):
+        # A cycle writes up to a block past the last committed token.
+        self.lookahead = 1 if self.draft is None else self.draft.block_size + 1
+        self.buckets = Buckets.build(
+            max_batch=self.max_batch,
+            max_tokens=self.max_model_len + self.lookahead,
+            page_size=self.page_size,
+            max_chunk=min(self.max_chunk, self.max_model_len),
+        )
+        if self.num_pages == 0:
+            self.num_pages = self.max_batch * self.buckets.width[-1]
+        self.allocator = PageAllocator(self.num_pages)
+        self._pools: tuple[Pages, Pages] | None = None
+        self._filled_by = self.weights
+        self._busy = False
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of both models' pages."""
+        models = [self.target] if self.draft is None else [self.target, self.draft]
+        return self.num_pages * sum(page_bytes(model, self.page_size, self.dtype) for model in models)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence with so many tokens before its next cycle, the cycle's own included."""
+        return -(-(tokens + self.lookahead) // self.page_size)
+
+    def check(self, request: Request) -> None:
+        """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
+        prompt, wanted = len(request.prompt), request.params.max_tokens
+        if prompt == 0:
+            raise PromptError("the prompt has no tokens: give at least one (a beginning-of-text token will do)")
+        ids = (*request.prompt, *request.params.stop_token_ids)
+        if not all(0 <= token < self.target.vocab_size for token in ids):
+            wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
+            raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        if prompt + wanted > self.max_model_len:
+            raise CapacityError(
+                f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}: "
+                "shorten the prompt, lower max_tokens, or load with a larger max_model_len"
+            )
+        if (pages := self.pages_for(prompt + wanted)) > self.num_pages:
+            raise CapacityError(
+                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
+                "larger num_pages"
+            )
+
+    def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:
+        """What the programs for such requests are compiled for."""
+        drafter = self.draft if draft else None
+        return Setup(self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form)
+
+    def take_pools(self) -> tuple[Pages, Pages]:
+        """The page pools, made on first use and again when an interrupted call has consumed them."""
+        if self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools)):
+            none = Pages((), ())
+            self._pools = (
+                make_pages(self.target, self.num_pages, self.page_size, self.dtype),
+                none if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
+            )
+            self.allocator.forget()
+        if self._filled_by is not self.weights:
+            self._filled_by = self.weights
+            self.allocator.forget()
+        return self._pools
+
+    def keep_pools(self, target: Pages, draft: Pages) -> None:
+        """The pools as the newest program returned them: it has consumed the ones before."""
+        self._pools = (target, draft)

@@ -1,0 +1,40 @@
+"""The engine that `generate` and `stream` use."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dflash_jax.decoding.state import Setup
+from dflash_jax.engine.core import MAX_CYCLES, Core
+from dflash_jax.engine.run import Run
+from dflash_jax.engine.warmup import warmup_jobs
+from dflash_jax.requests import Request
+
+
+class Engine(Core):
+    """Serves requests over one target and, where there is one, its drafter. Made with the attributes of `Core`."""
+
+    def run(
+        self, requests: Sequence[Request], *, draft: bool = True, cycles: int = MAX_CYCLES, slots: int | None = None
+    ) -> Run:
+        """Starts serving `requests`; iterate the result for updates.
+
+        Args:
+          requests: all are checked before any work starts. `Run.add` brings more.
+          draft: False decodes with the target alone.
+          cycles: cycles between two looks at the results; small for streaming, at most 32.
+          slots: how many run side by side; None for as many as there are requests, at most `max_batch` either way.
+
+        Raises:
+          PromptError, CapacityError: see `check`.
+          DFlashError: another run of this engine is not finished (at the first update).
+        """
+        for request in requests:
+            self.check(request)
+        return Run(self, requests, draft=draft and self.draft is not None, cycles=cycles, slots=slots)
+
+    def warmup_jobs(self, setups: Iterable[Setup], batch: Iterable[int] | None = None) -> Iterator[Callable[[], None]]:
+        """Functions that compile, one program each, everything requests of these setups can need.
+
+        Args:
+          batch: numbers of slots; None for every bucket.
+        """
+        return warmup_jobs(self, setups, batch)

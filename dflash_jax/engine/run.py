@@ -1,0 +1,222 @@
+"""One pass over requests: who gets a slot, what the device does next, and what comes back."""
+
+import operator
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import jax
+import numpy as np
+
+from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.prefill import prefill_chunk
+from dflash_jax.decoding.sampling import Mode
+from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Core
+from dflash_jax.engine.slots import Job, Slots
+from dflash_jax.engine.warmup import admit_program
+from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.programs import round_up
+from dflash_jax.requests import Request, Update, empty_state, request_row
+
+MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
+
+
+class Run:
+    """One pass over a list of requests. Iterating yields `Update`s; closing or leaving early gives every page back.
+
+    Requests are admitted in order of arrival, each as soon as a slot is free and the pool has room for its prompt beside what the
+    running ones need for their next few cycles. A pool that runs out is answered with fewer cycles for each look at the results,
+    then by taking the pages of the youngest request, which is prefilled again later and goes on where it was.
+    """
+
+    def __init__(self, core: Core, requests: Sequence[Request], *, draft: bool, cycles: int, slots: int | None):
+        self.core, self.cycles = core, max(1, min(cycles, MAX_CYCLES))
+        self.setup = core.setup(mode="greedy", draft=draft)
+        self.waiting: deque[Job] = deque()
+        self.arrivals = self.preemptions = 0
+        self.cancelled: set[int] = set()
+        stops = max((len(request.stop_ids) for request in requests), default=0)
+        self.stop_width = max(STOP_WIDTH, 1 << (stops - 1).bit_length() if stops else 0)
+        count = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
+        root = (b"with drafter" if draft else b"target alone") if core.share_prefixes else None
+        self.slots = Slots(count, core.buckets.width[-1], core.allocator, core.page_size, root)
+        self.retired = np.zeros((count,), bool)
+        for request in requests:
+            self._queue(request)
+        self._updates = self._serve()
+
+    def __iter__(self) -> Iterator[Update]:
+        return self._updates
+
+    def add(self, request: Request) -> None:
+        """Queues one more request, between two updates.
+
+        Raises:
+          PromptError, CapacityError: see `Core.check`.
+          ParameterError: it has more stop ids than the run was started for.
+        """
+        self.core.check(request)
+        if len(request.stop_ids) > self.stop_width:
+            raise ParameterError(
+                f"{len(request.stop_ids)} stop ids, a run started without them takes {self.stop_width}"
+            )
+        self._queue(request)
+
+    def cancel(self, index: int) -> None:
+        """Ends the request with this index before its next cycle; no update of it follows."""
+        self.cancelled.add(index)
+
+    def close(self) -> None:
+        """Ends the run; every page is free afterwards."""
+        self._updates.close()
+
+    def _queue(self, request: Request) -> None:
+        """Puts a request last, and makes the run's programs ones that serve it too."""
+        mode: Mode = request.mode if MODES.index(request.mode) > MODES.index(self.setup.mode) else self.setup.mode
+        logprobs = self.setup.logprobs or request.params.logprobs is not None
+        self.setup: Setup = replace(self.setup, mode=mode, logprobs=logprobs)
+        self.waiting.append(Job(request, self.arrivals))
+        self.arrivals += 1
+
+    def _serve(self) -> Generator[Update]:
+        core = self.core
+        if core._busy:
+            raise DFlashError(
+                "this model is generating already: finish or close that stream first, or load the model twice"
+            )
+        core._busy = True
+        try:
+            self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
+            while self.waiting or self.slots.taken:
+                self._drop_cancelled()
+                self._admit()
+                if (job := self.slots.prefilling) is not None:
+                    yield from self._prefill_chunk(job)
+                    self._admit()
+                if self.slots.decoding:
+                    yield from self._run_cycles()
+        except BaseException:
+            # An interrupt can come at any point, also in the middle of a change of the account.
+            core.allocator.reclaim()
+            raise
+        finally:
+            core._busy = False
+
+    def _drop_cancelled(self) -> None:
+        if self.cancelled:
+            self.waiting = deque(job for job in self.waiting if job.request.index not in self.cancelled)
+            for job in self.slots.taken:
+                if job.request.index in self.cancelled:
+                    self._take_slot(job)
+
+    def _take_slot(self, job: Job) -> None:
+        """The device learns of it with the next cycles."""
+        self.retired[job.slot] = True
+        self.slots.leave(job)
+
+    def _admit(self) -> None:
+        """Gives a slot to the request that has waited longest, one prompt at a time."""
+        if not self.waiting or self.slots.prefilling is not None:
+            return
+        job, few = self.waiting[0], min(self.cycles, CYCLES_PER_CHUNK)
+        growth = sum(max(0, self._pages_for(other, few) - len(other.pages)) for other in self.slots.decoding)
+        if self.slots.enter(job, self.core.pages_for(len(job.context)), spare=growth):
+            self.waiting.popleft()
+            job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
+
+    def _prefill_chunk(self, job: Job) -> Iterator[Update]:
+        """The next chunk of a prompt; with the last one the first token, unless it was emitted before the slot was lost."""
+        core, context = self.core, job.context
+        chunk = context[job.filled : job.filled + core.buckets.chunk[-1]]
+        ids = np.zeros((1, round_up(len(chunk), core.buckets.chunk)), np.int32)
+        ids[0, : len(chunk)] = chunk
+        table = self.slots.table(self._width(job.filled + len(chunk)), job.slot)
+        pages = (self.state.target_pages, self.state.draft_pages)
+        step = (core.weights, table, pages, ids, np.int32(job.filled), np.int32(len(chunk)))
+        pages, logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
+        self._keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
+        job.filled += len(chunk)
+        if job.filled < len(context):
+            return
+        row = request_row(self.setup, job.request, self.stop_width, core.dtype, job.tokens)
+        state, emitted = core.programs.call(
+            admit_program, (self.setup,), (1,), None, self.state, np.int32(job.slot), row, logits
+        )
+        self._keep(state)
+        job.decoding, self.retired[job.slot] = True, False
+        self.slots.publish(job)
+        if not job.tokens:
+            rows = jax.tree.map(operator.itemgetter(None), jax.device_get(emitted))
+            spent = time.perf_counter() - job.started - (core.programs.compile_s - job.compiled)
+            update = Update.collect(job.request, rows, 0, first=True, seconds=spent)
+            self._account(job, update)
+            yield update
+
+    def _run_cycles(self) -> Iterator[Update]:
+        core = self.core
+        cycles = self._make_room(self.cycles if self.slots.prefilling is None else min(self.cycles, CYCLES_PER_CHUNK))
+        running = self.slots.decoding
+        if not running:
+            return
+        started, compiled = time.perf_counter(), core.programs.compile_s
+        table = self.slots.table(self._width(max(len(job.pages) for job in running) * core.page_size))
+        waits = np.bool_(bool(self.waiting))
+        call = (core.weights, table, self.state, np.int32(cycles), waits, self.retired.copy())
+        state, rows = core.programs.call(loop, (self.setup, MAX_CYCLES), (2,), *call)
+        self._keep(state)
+        self.retired[:] = False
+        host = jax.device_get(rows)
+        spent = time.perf_counter() - started - (core.programs.compile_s - compiled)
+        updates = []
+        for job in running:
+            update = Update.collect(job.request, host, job.slot, first=False, seconds=spent)
+            job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
+            self._account(job, update)
+            updates.append(update)
+        yield from (update for update in updates if update.index not in self.cancelled)
+
+    def _account(self, job: Job, update: Update) -> None:
+        """Adds an update's tokens to its request, and takes its slot if they end it."""
+        job.tokens += update.tokens
+        job.request.produced = len(job.tokens)
+        update.finish(job.request)
+        if update.finish_reason is not None:
+            self.slots.leave(job)
+
+    def _make_room(self, cycles: int) -> int:
+        """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
+
+        Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Core.check`).
+        """
+        while running := self.slots.decoding:
+            available = self.core.allocator.num_free + sum(len(job.pages) for job in running)
+            for count in range(cycles, 0, -1):
+                wanted = {job: self._pages_for(job, count) for job in running}
+                if sum(wanted.values()) <= available:
+                    # What some give back is what others take.
+                    for job in sorted(running, key=lambda job: wanted[job] - len(job.pages)):
+                        self.slots.resize(job, wanted[job])
+                    return count
+            self._preempt(self.slots.youngest)
+        return 0
+
+    def _preempt(self, job: Job) -> None:
+        self._take_slot(job)
+        self.waiting.appendleft(job)
+        self.preemptions += 1
+
+    def _pages_for(self, job: Job, cycles: int) -> int:
+        """Pages of a running request before so many cycles: its tokens are limited by the cycles and by its max_tokens."""
+        most = min((cycles - 1) * self.setup.width, job.remaining - 1)
+        return self.core.pages_for(job.filled + most)
+
+    def _width(self, tokens: int) -> int:
+        return round_up(-(-tokens // self.core.page_size), self.core.buckets.width)
+
+    def _keep(self, state: DecodeState) -> None:
+        """The state is the pools' only owner: the engine must know the newest one at every moment."""
+        self.state = state
+        self.core.keep_pools(state.target_pages, state.draft_pages)

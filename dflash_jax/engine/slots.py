@@ -1,0 +1,141 @@
+"""Which request sits in which slot, and which pages are whose. Host memory only: the device sees the page tables."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash_jax.cache import PageAllocator, extend_keys
+from dflash_jax.requests import Request
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and how far it has come.
+
+    Attributes:
+      arrival: its place among the requests of its run.
+      tokens: what it has emitted. They stay when its slot is lost.
+      slot: -1 while it waits.
+      filled: tokens in the target's pages; the device's `seq_lens` once it decodes.
+      fresh: how many of them the drafter's pages may lack.
+      decoding: whether its context is in the pages and the device runs it.
+      keys: of the full pages of its text, as far as they were asked for.
+      started, compiled: clock and compile time when it took its slot.
+    """
+
+    request: Request
+    arrival: int
+    tokens: list[int] = field(default_factory=list)
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    filled: int = 0
+    fresh: int = 0
+    decoding: bool = False
+    keys: list[bytes] = field(default_factory=list)
+    started: float = 0.0
+    compiled: float = 0.0
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What must be in the pages before it decodes: all but the pending token, where it has one."""
+        return (*self.request.prompt, *self.tokens[:-1])
+
+    @property
+    def remaining(self) -> int:
+        return self.request.params.max_tokens - len(self.tokens)
+
+
+class Slots:
+    """The slots of one run.
+
+    Args:
+      count: slots.
+      width: columns of the page tables.
+      allocator: gives the pages.
+      page_size: tokens of a page.
+      root: names what the run's pages hold; None shares no page.
+
+    Attributes:
+      found: pages that requests took over from others so far.
+    """
+
+    def __init__(self, count: int, width: int, allocator: PageAllocator, page_size: int, root: bytes | None):
+        self.allocator, self.page_size, self.root = allocator, page_size, root
+        self.jobs: list[Job | None] = [None] * count
+        self.found = 0
+        # -1 is no page: a write there is dropped, a read is masked.
+        self.tables = np.full((count, width), -1, np.int32)
+
+    @property
+    def taken(self) -> list[Job]:
+        return [job for job in self.jobs if job is not None]
+
+    @property
+    def decoding(self) -> list[Job]:
+        return [job for job in self.taken if job.decoding]
+
+    @property
+    def prefilling(self) -> Job | None:
+        """At most one: the next one finds in the pool what this one is still writing."""
+        return next((job for job in self.taken if not job.decoding), None)
+
+    @property
+    def youngest(self) -> Job:
+        return max(self.taken, key=lambda job: job.arrival)
+
+    def enter(self, job: Job, pages: int, spare: int) -> bool:
+        """Gives `job` a slot and `pages` pages, the first ones with what they hold already; False where there is no room.
+
+        Args:
+          spare: free pages that must be left over.
+        """
+        if None not in self.jobs:
+            return False
+        shared = self._find(job)
+        if pages - len(shared) + spare > self.allocator.num_free:
+            self.allocator.free(shared)
+            return False
+        job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
+        job.filled, job.fresh = len(shared) * self.page_size, 0
+        self.jobs[job.slot] = job
+        self.found += len(shared)
+        self.resize(job, pages)
+        return True
+
+    def resize(self, job: Job, pages: int) -> None:
+        """Gives pages to `job` or takes its last ones, so that it has `pages`."""
+        if pages < len(job.pages):
+            self.allocator.free(job.pages[pages:])
+            del job.pages[pages:]
+        else:
+            job.pages += self.allocator.allocate(pages - len(job.pages))
+        self.tables[job.slot] = -1
+        self.tables[job.slot, : len(job.pages)] = job.pages
+
+    def leave(self, job: Job) -> None:
+        """Takes slot and pages from `job`. What full pages hold can be found until the pages are given to others."""
+        self.publish(job)
+        self.tables[job.slot] = -1
+        self.jobs[job.slot] = None
+        pages, job.pages, job.slot, job.decoding = job.pages, [], -1, False
+        self.allocator.free(pages)
+
+    def publish(self, job: Job) -> None:
+        """Lets others find the full pages of `job`: those below the tokens that either model may still write."""
+        if self.root is not None:
+            known = (*job.request.prompt, *job.tokens)[: job.filled - job.fresh]
+            extend_keys(job.keys, known, self.page_size, self.root)
+            for page, key in zip(job.pages[: len(known) // self.page_size], job.keys, strict=False):
+                self.allocator.publish(page, key)
+
+    def _find(self, job: Job) -> list[int]:
+        """Pages with the beginning of the context of `job`, at least one token of it left out: its logits are wanted."""
+        if self.root is None:
+            return []
+        extend_keys(job.keys, job.context, self.page_size, self.root)
+        return self.allocator.find(job.keys[: (len(job.context) - 1) // self.page_size])
+
+    def table(self, width: int, slot: int | None = None) -> np.ndarray:
+        """The first `width` columns of all slots' page tables, or of one."""
+        rows = self.tables if slot is None else self.tables[slot : slot + 1]
+        return np.ascontiguousarray(rows[:, :width])

@@ -1,0 +1,118 @@
+"""Random schedules: requests that arrive, share beginnings, are cancelled, lose their pages or see the run interrupted."""
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from dflash_jax.cache import PageAllocator
+from dflash_jax.engine import Engine, Run
+from dflash_jax.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, how it is to be continued, and the tokens that follow it when it is served alone."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    expected: tuple[int, ...]
+
+
+@dataclass
+class Outcome:
+    """What a schedule made happen."""
+
+    preemptions: int = 0
+    found: int = 0
+    cancelled: int = 0
+    interrupted: int = 0
+
+
+def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
+    """Served alone, by the target alone, with no page shared."""
+    shares, engine.share_prefixes = engine.share_prefixes, False
+    tokens = [
+        token for update in engine.run([Request(0, tuple(prompt), params)], draft=False) for token in update.tokens
+    ]
+    engine.share_prefixes = shares
+    return Text(tuple(prompt), params, tuple(tokens))
+
+
+def make_texts(engine: Engine, prompts: list[list[int]], tokens: int) -> list[Text]:
+    """Every prompt greedy and sampled."""
+    each = [SamplingParams(max_tokens=tokens), SamplingParams(max_tokens=tokens, temperature=0.9, seed=11)]
+    return [alone(engine, prompt, params) for prompt in prompts for params in each]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the steps of a run, before or after it is done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, engine: Engine, run: Run, at: int):
+        self.left = at
+        places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
+        places += [(run, "_admit"), (run, "_make_room"), (run, "_account"), (engine, "keep_pools")]
+        for owner, name in places:
+            patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
+
+    def wrapped(self, step):
+        def interrupted(*args, **kwargs):
+            before, self.left = self.left, self.left - 2
+            if before == 0:
+                raise KeyboardInterrupt
+            result = step(*args, **kwargs)
+            if before == 1:
+                raise KeyboardInterrupt
+            return result
+
+        return interrupted
+
+
+def play(engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False) -> Outcome:
+    """One schedule; fails unless every request that was not cancelled has the tokens it has alone, and every page is back."""
+    rng, outcome = random.Random(seed), Outcome()
+    chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
+    chosen[0] = rng.choice([text for text in texts if text.params.temperature > 0])  # one mode, one set of programs
+    longest = max(len(text.expected) for text in texts)
+    requests = [
+        Request(i, text.prompt, replace(text.params, max_tokens=rng.randint(1, longest)))
+        for i, text in enumerate(chosen)
+    ]
+    needed = max(engine.pages_for(len(request.prompt) + request.params.max_tokens) for request in requests)
+    # The pools stay as they are, so that nothing is compiled again; the account knows fewer pages.
+    engine.take_pools()
+    engine.allocator = PageAllocator(min(engine.num_pages, needed + rng.choice([0, 1, 2, 4, 8, 40])))
+    arrived = rng.randint(1, len(requests))
+    run = engine.run(requests[:arrived], cycles=rng.choice([1, 1, 1, 2, 5, 32]), slots=rng.randint(1, 4))
+    got = {request.index: [] for request in requests}
+    ended, cancelled = set(), set()
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            if interrupt:
+                Interrupter(patch, engine, run, rng.randint(0, 160))
+            for update in run:
+                assert update.index not in cancelled | ended
+                got[update.index] += update.tokens
+                if update.finish_reason is not None:
+                    ended.add(update.index)
+                if rng.random() < 0.03:
+                    cancelled.add(victim := rng.choice(requests[:arrived]).index)
+                    run.cancel(victim)
+                while arrived < len(requests) and (rng.random() < 0.4 or len(ended | cancelled) == arrived):
+                    run.add(requests[arrived])
+                    arrived += 1
+        except KeyboardInterrupt:
+            outcome.interrupted = 1
+    run.close()
+    engine.allocator.check_integrity()
+    assert engine.allocator.num_free == engine.allocator.num_pages
+    for request, text in zip(requests, chosen, strict=True):
+        expected = list(text.expected[: request.params.max_tokens])
+        if request.index in ended:
+            assert got[request.index] == expected
+        else:
+            assert outcome.interrupted or request.index in cancelled or request.index >= arrived
+            assert got[request.index] == expected[: len(got[request.index])]
+    outcome.preemptions, outcome.found, outcome.cancelled = run.preemptions, run.slots.found, len(cancelled - ended)
+    return outcome
