@@ -8,8 +8,9 @@ class Stats:
     """Where the time of one request went. Compilation is counted apart and in none of the other figures.
 
     Attributes:
-      prefill_s: seconds of this prompt's prefill.
-      decode_s: seconds of device calls from the first token to the last, shared with the requests that ran beside it.
+      prefill_s: seconds from this prompt's first chunk to its first token, with the cycles others ran in between.
+      decode_s: seconds of device calls from the first token to the last, shared with the requests that ran beside it. The chunk of
+        another prompt that ran between two calls counts with the second.
       compile_s: seconds the whole call spent compiling.
       time_to_first_token_s: seconds from the call to this request's first token, waiting included.
       tokens_per_s: tokens after the first one for each second of `decode_s`; 0 where there was none.

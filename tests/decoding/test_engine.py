@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.errors import CapacityError, DFlashError, PromptError
+from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError
 from dflash_jax.models import bind
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
@@ -63,6 +63,82 @@ def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
     together = pair.run(prompts, mixed)[0]
     assert [len(tokens) for tokens in together] == [10, 33, 7, 25, 1, 40, 12]
     assert together == [pair.run([prompt], one)[0][0] for prompt, one in zip(prompts, mixed, strict=True)]
+
+
+def test_no_sequence_waits_longer_than_one_chunk(make_pair, make_prompts, monkeypatch):
+    """A long prompt arrives while others decode: each of its chunks is followed by cycles of theirs."""
+    pair = make_pair(max_chunk=16)
+    engine, calls, tokens = pair.engine, [], {0: [], 1: [], 2: []}
+    long, *short = make_prompts((110, 8, 5))
+    call = engine.programs.call
+    monkeypatch.setattr(engine.programs, "call", lambda *args: calls.append(args[0].__name__) or call(*args))
+    requests = [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate((*short, long))]
+    run = engine.run(requests[:2], cycles=32, slots=4)
+    for update in run:
+        tokens[update.index] += update.tokens
+        if run.arrivals == 2 and len(calls) > 3:
+            run.add(requests[2])
+            calls.clear()
+    assert calls[:15] == ["loop", "prefill_chunk"] * 7 + ["admit_program"]
+    pair.assert_free()
+    monkeypatch.undo()
+    assert list(tokens.values()) == pair.run([*short, long])[0]
+
+
+def test_pages_grow_with_the_text(make_pair, make_prompts):
+    """Long answers are begun side by side in a pool that could not hold two of them whole."""
+    pair = make_pair(max_batch=4, num_pages=11)
+    params = SamplingParams(max_tokens=140)
+    assert 2 * pair.engine.pages_for(20 + 140) > 11
+    prompts = make_prompts((20, 17, 12, 9))
+    run = pair.engine.run([Request(i, tuple(p), params) for i, p in enumerate(prompts)], cycles=2)
+    tokens, most = {i: [] for i in range(4)}, 0
+    for update in run:
+        tokens[update.index] += update.tokens
+        most = max(most, len(run.slots.decoding))
+    pair.assert_free()
+    assert most >= 3
+    assert run.preemptions >= 2
+    assert list(tokens.values()) == [pair.run([prompt], params)[0][0] for prompt in prompts]
+
+
+def test_added_requests_bring_what_they_need(pair, make_prompts):
+    """A greedy run takes sampled requests and log-probabilities later, and refuses what can never run."""
+    prompts = make_prompts((12, 30, 50))
+    each = [
+        SamplingParams(max_tokens=20),
+        SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=4, logprobs=1),
+    ]
+    run = pair.engine.run([Request(0, tuple(prompts[0]), each[0])], cycles=2, slots=2)
+    tokens, logprobs = {0: [], 1: []}, []
+    for update in run:
+        if not tokens[1] and run.arrivals == 1:
+            with pytest.raises(PromptError):
+                run.add(Request(2, (), each[0]))
+            with pytest.raises(ParameterError, match="11 stop ids"):
+                run.add(Request(2, tuple(prompts[2]), SamplingParams(stop_token_ids=tuple(range(11)), max_tokens=5)))
+            run.add(Request(1, tuple(prompts[1]), each[1]))
+        tokens[update.index] += update.tokens
+        logprobs += update.logprobs
+    pair.assert_free()
+    assert list(tokens.values()) == pair.run(prompts[:2], each)[0]
+    assert len(logprobs) == 20
+
+
+def test_contents_of_lost_pages_and_other_weights_are_forgotten(make_pair, make_prompts):
+    pair = make_pair()
+    prompt = make_prompts((70,))[0]
+    expected = pair.run([prompt])[0]
+    assert pair.engine.allocator.num_published >= 70 // 16
+    for leaf in jax.tree.leaves(pair.engine.take_pools()):
+        leaf.delete()
+    assert pair.run([prompt])[0] == expected
+    weights = pair.engine.weights
+    pair.engine.weights = jax.tree.map(lambda leaf: leaf * 1.5, weights)
+    other = pair.run([prompt])[0]
+    assert other != expected
+    pair.engine.weights = weights
+    assert pair.run([prompt])[0] == expected
 
 
 def test_stop_ids_end_inside_a_block(pair, make_prompts):
