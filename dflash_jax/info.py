@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.engine import Engine
 from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair
-from dflash_jax.models import DeepseekConfig, DFlashConfig, count
+from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -80,7 +80,9 @@ def _model(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Any]:
     if isinstance(config, DFlashConfig):
         facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
     if isinstance(config, DeepseekConfig):
-        facts |= {"latent_width": config.latent_width, "experts": config.num_experts}
+        facts["latent_width"] = config.latent_width
+    if isinstance(config, DeepseekConfig | Qwen3MoeConfig):
+        facts |= {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
     return facts
 
 
@@ -115,6 +117,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             ),
             ("", shape),
         ]
+        if "experts" in model:
+            rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
     rows += [

@@ -25,6 +25,7 @@ DEFAULT_MODEL_LEN = 4096
 KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
     "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
 }
 
 

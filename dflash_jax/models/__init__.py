@@ -13,11 +13,12 @@ from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
 from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
+from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig, qwen3_moe_canonical, qwen3_moe_parameters
 
 __all__ = [
-    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Source", "bind",
-    "count", "default_target_layer_ids", "family_named", "family_of", "fuse_context_projection", "init_params",
-    "parameter_names", "to_huggingface",
+    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Qwen3Moe",
+    "Qwen3MoeConfig", "Source", "bind", "count", "default_target_layer_ids", "family_named", "family_of",
+    "fuse_context_projection", "init_params", "parameter_names", "to_huggingface",
 ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ class Family:
     name: str
     role: Literal["target", "draft"]
     architectures: tuple[str, ...]
-    config_class: type[Qwen3Config] | type[DFlashConfig] | type[DeepseekConfig]
+    config_class: type[Qwen3Config] | type[Qwen3MoeConfig] | type[DFlashConfig] | type[DeepseekConfig]
     parameters: Callable[[Any], tuple[Parameter, ...]]
     canonical: Callable[[str], str | None]
     model_types: tuple[str, ...] | None = None
@@ -68,6 +69,9 @@ class Family:
 
 FAMILIES = (
     Family("qwen3", "target", ("Qwen3ForCausalLM",), Qwen3Config, qwen3_parameters, qwen3_canonical),
+    Family(
+        "qwen3_moe", "target", ("Qwen3MoeForCausalLM",), Qwen3MoeConfig, qwen3_moe_parameters, qwen3_moe_canonical,
+    ),
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, deepseek_parameters, deepseek_canonical, MODEL_TYPES,
         is_mtp_tensor,

@@ -16,12 +16,13 @@ from dflash_jax.models.deepseek_config import DeepseekConfig
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.qwen3 import Qwen3
+from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
 
 @functools.lru_cache(maxsize=64)
 def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
     """The module graph of a config without arrays, and the dotted parameter name of every path in it."""
-    kinds = {Qwen3Config: Qwen3, DeepseekConfig: Deepseek, DFlashConfig: DFlash}
+    kinds = {Qwen3Config: Qwen3, Qwen3MoeConfig: Qwen3Moe, DeepseekConfig: Deepseek, DFlashConfig: DFlash}
     abstract = nnx.eval_shape(functools.partial(kinds[type(config)], config))
     graph, state = nnx.split(abstract)
     return graph, {path: ".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}

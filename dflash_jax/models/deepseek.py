@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.deepseek_config import DeepseekConfig
-from dflash_jax.models.layers import MLP, LatentAttend, Linear, RMSNorm, apply_rope
+from dflash_jax.models.layers import MLP, LatentAttend, Linear, RMSNorm, apply_rope, mlp_parameters
 from dflash_jax.models.moe import MoE, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 
@@ -133,7 +133,7 @@ class Deepseek(Decoder):
 
 def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
     """Parameters of a checkpoint with latent attention."""
-    v, d, f = config.vocab_size, config.hidden_size, config.intermediate_size
+    v, d = config.vocab_size, config.hidden_size
     table = [single("embed.weight", "model.embed_tokens.weight", (v, d))]
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
@@ -141,9 +141,7 @@ def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
         table += _attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         if i < config.num_dense_layers:
-            gates = tuple(Source(f"{theirs}mlp.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
-            table.append(Parameter(f"{ours}mlp.gate_up_proj.weight", gates))
-            table.append(single(f"{ours}mlp.down_proj.weight", f"{theirs}mlp.down_proj.weight", (d, f)))
+            table += mlp_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")
         else:
             table += moe_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")
     table.append(single("norm.weight", "model.norm.weight", (d,)))
@@ -168,9 +166,7 @@ def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> lis
     table += [
         Parameter(f"{ours}{fused}.weight", tuple(Source(f"{theirs}{name}.weight", (rows, d)) for name, rows in down)),
         single(f"{ours}kv_a_norm.weight", f"{theirs}kv_a_layernorm.weight", (latent,)),
-        single(
-            f"{ours}kv_b_proj.weight", f"{theirs}kv_b_proj.weight", (n * config.qk_nope_head_dim + values, latent)
-        ),
+        single(f"{ours}kv_b_proj.weight", f"{theirs}kv_b_proj.weight", (n * config.qk_nope_head_dim + values, latent)),
         single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, values)),
     ]
     if config.attention_bias:

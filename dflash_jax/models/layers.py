@@ -5,6 +5,7 @@ dense array, nowhere) is the caller's business, so one set of modules serves tra
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -180,9 +181,28 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_norm(x))
 
 
-def decoder_parameters(config: DecoderConfig, prefix: str, *, sinks: bool = False) -> list[Parameter]:
-    """Parameters of `config.num_layers` layers whose checkpoint names start with `prefix`."""
-    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+def mlp_parameters(config: DecoderConfig, ours: str, theirs: str) -> list[Parameter]:
+    """Parameters of one `MLP` whose checkpoint names start with `theirs`."""
+    d, f = config.hidden_size, config.intermediate_size
+    gates = tuple(Source(f"{theirs}{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
+    return [
+        Parameter(f"{ours}gate_up_proj.weight", gates),
+        single(f"{ours}down_proj.weight", f"{theirs}down_proj.weight", (d, f)),
+    ]
+
+
+def decoder_parameters(
+    config: DecoderConfig,
+    prefix: str,
+    *,
+    sinks: bool = False,
+    feed_forward: Callable[[int, str, str], list[Parameter]] | None = None,
+) -> list[Parameter]:
+    """Parameters of `config.num_layers` layers whose checkpoint names start with `prefix`.
+
+    `feed_forward` declares what stands in place of layer i's `MLP`, given i, our prefix and the checkpoint's.
+    """
+    d, h = config.hidden_size, config.head_dim
     n, k = config.num_heads, config.num_kv_heads
     table = []
     for i in range(config.num_layers):
@@ -203,10 +223,7 @@ def decoder_parameters(config: DecoderConfig, prefix: str, *, sinks: bool = Fals
             ]
         if sinks:
             table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
-        gates = tuple(Source(f"{theirs}mlp.{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
-        table += [
-            single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)),
-            Parameter(f"{ours}mlp.gate_up_proj.weight", gates),
-            single(f"{ours}mlp.down_proj.weight", f"{theirs}mlp.down_proj.weight", (d, f)),
-        ]
+        table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
+        names = f"{ours}mlp.", f"{theirs}mlp."
+        table += mlp_parameters(config, *names) if feed_forward is None else feed_forward(i, *names)
     return table

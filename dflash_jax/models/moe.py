@@ -5,12 +5,13 @@ dropped, and a token's result does not depend on the other tokens of the batch. 
 multiplies every row with every expert and masks.
 """
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.deepseek_config import DeepseekConfig
 from dflash_jax.models.layers import MLP, Linear, linear
 from dflash_jax.models.parameters import Parameter, Source, single
 
@@ -22,8 +23,34 @@ _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
+@runtime_checkable
+class ExpertsConfig(Protocol):
+    """What a configuration says about its experts; `DeepseekConfig` tells what each field means."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def num_shared_experts(self) -> int: ...
+    @property
+    def moe_intermediate_size(self) -> int: ...
+    @property
+    def routing(self) -> str: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def groups_per_token(self) -> int: ...
+    @property
+    def norm_routing_weights(self) -> bool: ...
+    @property
+    def routing_scale(self) -> float: ...
+
+
 def route(
-    config: DeepseekConfig, logits: Float[Array, "T E"], bias: Float[Array, "E"] | None = None
+    config: ExpertsConfig, logits: Float[Array, "T E"], bias: Float[Array, "E"] | None = None
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Experts of every token and their float32 weights.
 
@@ -59,7 +86,7 @@ def route(
 class Router(nnx.Module):
     """Scores of the experts, in float32 whatever the model's dtype."""
 
-    def __init__(self, config: DeepseekConfig):
+    def __init__(self, config: ExpertsConfig):
         self.config = config
         self.weight = nnx.Param(jnp.zeros((config.num_experts, config.hidden_size)))
         self.bias = nnx.Param(jnp.zeros((config.num_experts,))) if config.routing == "noaux_tc" else None
@@ -72,7 +99,7 @@ class Router(nnx.Module):
 class Experts(nnx.Module):
     """All routed experts: gate and up rows of expert after expert in one matrix `[E*2F, D]`, down rows in another `[E*D, F]`."""
 
-    def __init__(self, config: DeepseekConfig):
+    def __init__(self, config: ExpertsConfig):
         e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
         self.count = e
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
@@ -100,18 +127,20 @@ class Experts(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """Routed experts plus the shared experts, which are one feed-forward of their joint width."""
+    """Routed experts plus the shared experts, if any, which are one feed-forward of their joint width."""
 
-    def __init__(self, config: DeepseekConfig):
+    def __init__(self, config: ExpertsConfig):
         self.router, self.experts = Router(config), Experts(config)
-        self.shared = MLP(config.hidden_size, config.moe_intermediate_size * config.num_shared_experts)
+        shared = config.moe_intermediate_size * config.num_shared_experts
+        self.shared = MLP(config.hidden_size, shared) if shared else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
-        return self.experts(rows, *self.router(rows)).reshape(x.shape) + self.shared(x)
+        routed = self.experts(rows, *self.router(rows)).reshape(x.shape)
+        return routed if self.shared is None else routed + self.shared(x)
 
 
-def moe_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
+def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:
     """Parameters of one `MoE` whose checkpoint names start with `theirs`."""
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
     shared, gates = f * config.num_shared_experts, ("gate_proj", "up_proj")
@@ -119,8 +148,7 @@ def moe_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Param
     table = [single(f"{ours}router.weight", f"{theirs}gate.weight", (e, d))]
     if config.routing == "noaux_tc":
         table.append(single(f"{ours}router.bias", f"{theirs}gate.e_score_correction_bias", (e,), "float32"))
-    return [
-        *table,
+    table += [
         Parameter(
             f"{ours}experts.gate_up_proj.weight",
             tuple(Source(f"{expert}{name}.weight", (f, d)) for expert in experts for name in gates),
@@ -128,6 +156,11 @@ def moe_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Param
         Parameter(
             f"{ours}experts.down_proj.weight", tuple(Source(f"{expert}down_proj.weight", (d, f)) for expert in experts)
         ),
+    ]
+    if not shared:
+        return table
+    return [
+        *table,
         Parameter(
             f"{ours}shared.gate_up_proj.weight",
             tuple(Source(f"{theirs}shared_experts.{name}.weight", (shared, d)) for name in gates),

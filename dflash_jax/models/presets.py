@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 
 
 def _target(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
@@ -25,6 +26,26 @@ def _target(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> 
         max_position=40_960,
         windows=(None,) * layers,
         tie_embeddings=tied,
+    )
+
+
+def _moe_target(theta: float, max_position: int) -> Qwen3MoeConfig:
+    """A target of 128 experts, of which a token takes eight."""
+    return Qwen3MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        rope=RopeConfig(theta=theta, original_max_position=max_position),
+        max_position=max_position,
+        windows=(None,) * 48,
+        num_experts=128,
+        experts_per_token=8,
+        moe_intermediate_size=768,
+        norm_routing_weights=True,
     )
 
 
@@ -100,6 +121,13 @@ TARGETS: Mapping[str, Qwen3Config] = MappingProxyType(
     }
 )
 
+MOE_TARGETS: Mapping[str, Qwen3MoeConfig] = MappingProxyType(
+    {
+        "Qwen3-30B-A3B": _moe_target(1e6, 40_960),
+        "Qwen3-Coder-30B-A3B-Instruct": _moe_target(1e7, 262_144),
+    }
+)
+
 _HEADS = (32, 8, 128)
 _QWEN35 = {"vocab": 248_320, "mask": 248_070, "theta": 1e7, "max_position": 262_144}
 
@@ -108,6 +136,10 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "Qwen3-4B-DFlash-b16": _draft(2560, 9728, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3-8B-DFlash-b16": _draft(4096, 12_288, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3.5-4B-DFlash": _draft(2560, 9728, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
+        # Inner width and heads are its target family's, from second hand.
+        "Qwen3-Coder-30B-A3B-DFlash": _draft(
+            2048, 6144, 8, (32, 4, 128), (1, 7, 14, 20, 26, 32, 39, 45), 48, theta=1e7, max_position=262_144,
+        ),
         # The first release; the later one has six layers, five of them with a window. Full attention is from second hand.
         "Qwen3.5-27B-DFlash": _draft(5120, 17_408, 5, _HEADS, (1, 16, 31, 46, 61), 64, **_QWEN35),
         # The first release of eight layers; the later one has six.

@@ -8,17 +8,19 @@ Committed results are compared by the test_parity_*.py files, which need neither
 import argparse
 
 import torch
-from golden import deepseek_oracle, dflash_oracle, qwen3_oracle
+from golden import deepseek_oracle, dflash_oracle, qwen3_moe_oracle, qwen3_oracle
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="?", choices=("qwen3", "deepseek", "dflash", "all"), default="all")
+    parser.add_argument("family", nargs="?", choices=("qwen3", "qwen3_moe", "deepseek", "dflash", "all"), default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
     sizes: dict[str, int] = {}
     if family in ("qwen3", "all"):
         sizes |= qwen3_oracle.write_all()
+    if family in ("qwen3_moe", "all"):
+        sizes |= qwen3_moe_oracle.write_all()
     if family in ("deepseek", "all"):
         sizes |= deepseek_oracle.write_all()
     if family in ("dflash", "all"):

@@ -107,7 +107,7 @@ def write_all() -> dict[str, int]:
     return {case: _write(case, BASE | changes) for case, changes in CASES.items()}
 
 
-def _checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors under the names of the released files: one matrix for each expert and projection."""
     result = {}
     for name, value in tensors.items():
@@ -167,4 +167,4 @@ def _write(case: str, config: dict[str, object]) -> int:
     outputs["q0"], outputs["k0"], outputs["v0"] = recorded[0]
     outputs["scale0"] = torch.tensor(first.self_attn.scaling)
     config = {key: value for key, value in config.items() if value is not None or key == "q_lora_rank"}
-    return save(case, config, _checkpoint(tensors), {"ids": ids, "positions": positions}, outputs)
+    return save(case, config, checkpoint_tensors(tensors), {"ids": ids, "positions": positions}, outputs)

@@ -1,7 +1,8 @@
 """Goldens of the Qwen3 target: transformers' Qwen3ForCausalLM, eager attention, float32, one file per configuration."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -145,7 +146,7 @@ def write_all() -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _partial_rotary(model: Qwen3ForCausalLM) -> Iterator[None]:
+def _partial_rotary(model: Any) -> Iterator[None]:
     """Qwen3 rotates whole heads only, so Qwen3-Next's rotary, the same on the first dimensions, takes its place."""
     if model.config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0:
         yield
@@ -157,11 +158,21 @@ def _partial_rotary(model: Qwen3ForCausalLM) -> Iterator[None]:
 
 @torch.no_grad()
 def _write(case: str, config: dict[str, object]) -> int:
-    draw = Draw(case)
     config = {key: value for key, value in config.items() if value is not None}
-    parsed = Qwen3Config.from_dict(dict(config))
+    return golden_of(case, config, Qwen3Config.from_dict(dict(config)), Qwen3ForCausalLM, Draw(case), dict)
+
+
+def golden_of(
+    case: str,
+    config: dict[str, object],
+    parsed: Any,
+    kind: type[Any],
+    draw: Draw,
+    checkpoint: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> int:
+    """Writes one case of a model class; `checkpoint` gives its tensors the names of released files."""
     parsed._attn_implementation = NAME
-    model = Qwen3ForCausalLM(parsed).float().eval()
+    model = kind(parsed).float().eval()
     tensors = {name: draw.weight(name, tuple(value.shape)) for name, value in model.named_parameters()}
     missing = model.load_state_dict(tensors, strict=False)
     if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:
@@ -185,4 +196,4 @@ def _write(case: str, config: dict[str, object]) -> int:
     with _partial_rotary(model):
         outputs["logits"] = model(input_ids=ids, position_ids=positions, use_cache=False).logits
     outputs["q0"], outputs["k0"], outputs["v0"] = recorded[0]
-    return save(case, config, tensors, {"ids": ids, "positions": positions}, outputs)
+    return save(case, config, checkpoint(tensors), {"ids": ids, "positions": positions}, outputs)
