@@ -53,12 +53,13 @@ class Qwen3MoeConfig(DecoderConfig):
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         keys = KeyReader("config.json (Qwen3-MoE)", values)
-        fields = decoder_fields(keys)
+        fields: dict[str, Any] = decoder_fields(keys)
+        fields["windows"] = _windows(keys, fields["num_layers"])
         experts, taken = keys.integer("num_experts", 128), keys.integer("num_experts_per_tok", 8)
         if taken > experts:
             raise ConfigError(f"{keys.subject}: num_experts_per_tok={taken} is more than num_experts={experts}")
         config = cls(
-            **fields | {"windows": _windows(keys, fields["num_layers"])},
+            **fields,
             num_experts=experts,
             experts_per_token=taken,
             moe_intermediate_size=keys.integer("moe_intermediate_size", 768),
