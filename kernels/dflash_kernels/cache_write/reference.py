@@ -12,18 +12,23 @@ def cache_write_reference(
     slots: Int[Array, "T"],
 ) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
     """See `cache_write`."""
-    return _write(k_pages, k, slots), _write(v_pages, v, slots)
+    return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
 
 
 def latent_write_reference(
     latent_pages: Shaped[Array, "P 1 p C"], latents: Shaped[Array, "T C"], slots: Int[Array, "S"]
 ) -> Shaped[Array, "P 1 p C"]:
     """See `latent_write`."""
-    return _write(latent_pages, latents[: slots.shape[0], None], slots)
+    return write_rows(latent_pages, latents[: slots.shape[0], None], slots)
 
 
-def _write(pool: Shaped[Array, "P K p H"], new: Shaped[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
-    pages, _, p, _ = pool.shape
+def page_and_row(slots: Int[Array, "T"], pool: Array) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
+    """Indices of each slot in a pool `[P, K, p, ...]`; of a negative slot one that writes with mode "drop" leave out."""
     # jnp counts negative indices from the end; one past the end is what "drop" drops.
-    page = jnp.where(slots < 0, pages, slots // p)
-    return pool.at[page, :, slots % p].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+    return jnp.where(slots < 0, pool.shape[0], slots // pool.shape[2]), slots % pool.shape[2]
+
+
+def write_rows(pool: Shaped[Array, "P K p H"], new: Shaped[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
+    """The pool with `new` at its slots, cast to the pool's dtype."""
+    page, row = page_and_row(slots, pool)
+    return pool.at[page, :, row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
