@@ -77,8 +77,12 @@ def target_program(tokens: int, write: Callable[..., Any], dtype: Any) -> tuple[
         fixed = {"k_scale": jnp.full((KV_HEADS,), 0.02), "v_scale": jnp.full((KV_HEADS,), 0.02)}
     if dtype == jnp.int8:
         fixed = {"v_scale": jnp.full((KV_HEADS, HEAD_DIM), 0.03)}
-    scale = jnp.zeros((PAGES, KV_HEADS, PAGE_SIZE)) if dtype == jnp.int8 else None
-    state = [(pool(dtype), pool(dtype), scale, jnp.zeros((tokens, HEADS, HEAD_DIM), jnp.bfloat16)) for _ in qkv]
+
+    def layer_state() -> tuple[jax.Array | None, ...]:
+        scale = jnp.zeros((PAGES, KV_HEADS, PAGE_SIZE)) if dtype == jnp.int8 else None
+        return pool(dtype), pool(dtype), scale, jnp.zeros((tokens, HEADS, HEAD_DIM), jnp.bfloat16)
+
+    state = [layer_state() for _ in qkv]
 
     def program(state, rounds):
         def body(step, state):
@@ -129,7 +133,11 @@ def measure(program: Callable[..., Any], state: Any, calls: int) -> list[float]:
     rounds = max(20_000 // calls, 1)
     text = run.lower(state, rounds).compile().as_text()
     whole = ",".join(map(str, pool(jnp.int8).shape))
-    if any(f"[{whole}]" in line.split("=")[1].split("(")[0] and " copy(" in line for line in text.splitlines() if "=" in line):
+    if any(
+        f"[{whole}]" in line.split("=")[1].split("(")[0] and " copy(" in line
+        for line in text.splitlines()
+        if "=" in line
+    ):
         raise SystemExit("the program copies a pool")
     state, times = run(state, 10), []
     for _ in range(7):
@@ -151,7 +159,9 @@ def main() -> None:
         metric = "time per call" if name == "mosaic_gpu" else f"time per call, {name}"
         spread = [round(min(times), 2), round(max(times), 2)]
         floor = round(moved / BANDWIDTH * 1e6, 2)
-        record.add(case, metric, round(statistics.median(times), 2), "us", floor=floor, spread=spread, implementation=name)
+        record.add(
+            case, metric, round(statistics.median(times), 2), "us", floor=floor, spread=spread, implementation=name
+        )
 
     for tokens in (1, 16, 128, 512):
         moved = 2 * tokens * (HEADS + 2 * KV_HEADS) * row

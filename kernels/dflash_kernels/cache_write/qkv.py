@@ -138,11 +138,12 @@ def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, 
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {x.shape[0]} tokens")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin go together: give both or neither")
-    if cos is not None and sin is not None:
-        if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
-            raise ValueError(
-                f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"
-            )
+    if cos is None or sin is None:
+        return
+    if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"
+        )
 
 
 def _check_layer(
