@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
-from dflash_jax.models.layers import Attention
+from dflash_jax.models.layers import Attention, Rotary
 
 
 class DenseAttend:
@@ -14,7 +14,8 @@ class DenseAttend:
     def __init__(self, mask: Array | None, context: tuple[Array, Array] | None):
         self.mask, self.context = mask, context
 
-    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+        q, k, v = layer.heads(qkv, rotary)
         if self.context is not None:
             k = jnp.concatenate([self.context[0][layer.index].astype(k.dtype), k], axis=1)
             v = jnp.concatenate([self.context[1][layer.index].astype(v.dtype), v], axis=1)

@@ -4,12 +4,12 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import cache_write, latent_write, paged_attention
+from dflash_kernels import cache_write, latent_write, paged_attention, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
-from dflash_jax.models.layers import Attention
+from dflash_jax.models.layers import Attention, Rotary
 
 
 class PagedAttend:
@@ -40,12 +40,15 @@ class PagedAttend:
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
         self.slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
 
-    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
-        i = layer.index
-        flat = (self.slots.shape[0], *k.shape[2:])
-        self._k[i], self._v[i] = cache_write(self._k[i], self._v[i], k.reshape(flat), v.reshape(flat), self.slots)
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+        i, batch = layer.index, qkv.shape[:2]
+        rows = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        q, self._k[i], self._v[i], _ = qkv_write(
+            self._k[i], self._v[i], next(rows), self.slots, *rows, q_norm=layer.q_norm.weight[...],
+            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps,
+        )  # fmt: skip
         out = paged_attention(
-            q, self._k[i], self._v[i], self.page_table, self.seq_lens, q_lens=self.q_lens, causal=layer.causal,
+            q.reshape(*batch, *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens, q_lens=self.q_lens, causal=layer.causal,
             window=layer.window, sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
         )  # fmt: skip
         return cast(Array, out)

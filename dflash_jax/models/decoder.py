@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, linear
+from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, linear, rotary_tables
 
 
 class Embedding(nnx.Module):
@@ -19,7 +19,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, positions, attend)`."""
+    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend)`."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool):
         self.config = config
@@ -40,14 +40,18 @@ class Decoder(nnx.Module):
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
-        x = self.embed(ids)
+        x, rotary = self.embed(ids), self.rotary(positions)
         streams = {-1: x}
         for index, layer in enumerate(self.layers):
-            x = layer(x, positions, attend)
+            x = layer(x, rotary, attend)
             streams[index] = x
         tapped = [streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return self.norm(x), features
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+        """The rotation at `positions` that all layers share."""
+        return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
     @property
     def head_weight(self) -> Float[Array, "V D"]:

@@ -12,10 +12,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import RopeConfig
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.deepseek_config import DeepseekConfig
-from dflash_jax.models.layers import MLP, LatentAttend, Linear, RMSNorm, apply_rope, mlp_parameters
+from dflash_jax.models.layers import (
+    MLP,
+    LatentAttend,
+    Linear,
+    RMSNorm,
+    Rotary,
+    mlp_parameters,
+    rotary_tables,
+    rotate,
+)
 from dflash_jax.models.moe import MoE, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 
@@ -23,12 +31,10 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 
 
-def apply_interleaved_rope(
-    x: Float[Array, "... heads r"], positions: Int[Array, "..."], rope: RopeConfig
-) -> Float[Array, "... heads r"]:
-    """Rotates dimensions 2i and 2i+1 together, and leaves them where they are."""
+def rotate_interleaved(x: Float[Array, "... heads r"], rotary: Rotary) -> Float[Array, "... heads r"]:
+    """Turns dimensions 2i and 2i+1 together, and leaves them where they are."""
     halves = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    turned = apply_rope(halves, positions, rope)
+    turned = rotate(halves, rotary)
     return turned.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
 
 
@@ -56,10 +62,10 @@ class MLAttention(nnx.Module):
         self.kv_b_proj = Linear(n * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
         self.o_proj = Linear(d, n * config.v_head_dim, bias=bias)
 
-    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array, Array]:
-        """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of `x [B,T,D]` at `positions [B,T]`."""
+    def project(self, x: Array, rotary: Rotary) -> tuple[Array, Array, Array, Array]:
+        """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of `x [B,T,D]`."""
         config = self.config
-        rotate = apply_interleaved_rope if config.rope_interleaved else apply_rope
+        turn = rotate_interleaved if config.rope_interleaved else rotate
         if self.direct:
             q, row = self.q_proj(x), self.kv_a_proj(x)
         else:
@@ -69,11 +75,11 @@ class MLAttention(nnx.Module):
         q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         kv_c, k_pe = jnp.split(row, [config.kv_lora_rank], axis=-1)
         # The rotary key is one for all heads.
-        k_pe = rotate(k_pe[..., None, :], positions, config.rope)[..., 0, :]
-        return q_nope, rotate(q_pe, positions, config.rope), self.kv_a_norm(kv_c), k_pe
+        k_pe = turn(k_pe[..., None, :], rotary)[..., 0, :]
+        return q_nope, turn(q_pe, rotary), self.kv_a_norm(kv_c), k_pe
 
-    def __call__(self, x: Array, positions: Array, attend: LatentAttend) -> Array:
-        out = attend.latent(self, *self.project(x, positions))
+    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
+        out = attend.latent(self, *self.project(x, rotary))
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
     @property
@@ -118,8 +124,8 @@ class DeepseekLayer(nnx.Module):
         dense = index < config.num_dense_layers
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
 
-    def __call__(self, x: Array, positions: Array, attend: LatentAttend) -> Array:
-        x = x + self.attn(self.input_norm(x), positions, attend)
+    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
+        x = x + self.attn(self.input_norm(x), rotary, attend)
         return x + self.mlp(self.post_norm(x))
 
 
@@ -129,6 +135,9 @@ class Deepseek(Decoder):
     def __init__(self, config: DeepseekConfig):
         layers = [DeepseekLayer(config, i) for i in range(config.num_layers)]
         super().__init__(config, layers, tied=config.tie_embeddings)
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+        return rotary_tables(positions, self.config.rope, self.config.qk_rope_head_dim)
 
 
 def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:

@@ -17,10 +17,12 @@ from dflash_jax.models.layers import (
     DecoderLayer,
     Linear,
     RMSNorm,
-    apply_rope,
+    Rotary,
     decoder_parameters,
     linear,
     rms_norm,
+    rotary_tables,
+    rotate,
 )
 from dflash_jax.models.parameters import Parameter, single
 
@@ -56,7 +58,11 @@ class DFlash(nnx.Module):
         both = jnp.moveaxis(both, (-4, -3), (0, 1))
         norms = jnp.stack([layer.attn.k_norm.weight[...] for layer in self.layers])
         keys = rms_norm(both[:, 0], jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
-        return apply_rope(keys, jnp.broadcast_to(positions, keys.shape[:-2]), c.rope), both[:, 1]
+        return rotate(keys, self.rotary(positions)), both[:, 1]
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+        """The rotation at `positions` that all layers share."""
+        return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
     def block_embeddings(self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"]) -> Float[Array, "B G D"]:
         """Embeddings of `[pending, MASK, ..., MASK]`. `embed_weight` is the target's table; ignored with a table of its own."""
@@ -69,8 +75,9 @@ class DFlash(nnx.Module):
 
     def __call__(self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend) -> Float[Array, "B G D"]:
         """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
+        rotary = self.rotary(positions)
         for layer in self.layers:
-            x = layer(x, positions, self._scaled(attend))
+            x = layer(x, rotary, self._scaled(attend))
         return self.norm(x)
 
     def _scaled(self, attend: Attend) -> Attend:
@@ -78,8 +85,8 @@ class DFlash(nnx.Module):
         if scale == 1.0:
             return attend
 
-        def scaled(layer, q, k, v):
-            out = attend(layer, q, k, v)
+        def scaled(layer, qkv, rotary):
+            out = attend(layer, qkv, rotary)
             return out * jnp.asarray(scale, out.dtype)
 
         return scaled

@@ -1,12 +1,13 @@
 """Building blocks of the decoder stacks: norm, rotary embedding, attention projections, MLP, one layer.
 
-A layer computes queries, keys and values and hands them to `attend`, a function of the caller's. Where keys live (a page pool, a
-dense array, nowhere) is the caller's business, so one set of modules serves training, prefill, verification and drafting.
+A layer projects its input and hands the projection to `attend`, a function of the caller's. Where keys live (a page pool, a dense
+array, nowhere) is the caller's business, and whether norm, rotation and the write to a pool are one operation or several; so one
+set of modules serves training, prefill, verification and drafting.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,22 @@ from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
 
 
+class Rotary(NamedTuple):
+    """What turns heads at some positions: cos and sin of every angle times the factor on both, float32 `[..., rotary dim / 2]`."""
+
+    cos: Array
+    sin: Array
+
+
 @runtime_checkable
 class Attend(Protocol):
-    """Attention over whatever keys the caller keeps: `q [B,T,N,H]`, `k` and `v [B,T,K,H]` of the same tokens, to `[B,T,N,H]`."""
+    """Attention over whatever keys the caller keeps.
 
-    def __call__(self, layer: "Attention", q: Array, k: Array, v: Array) -> Array: ...
+    Takes the layer, its projection `qkv [B,T,(N+2K)*H]` and the tokens' rotation, and gives `[B,T,N,H]`. `layer.heads(qkv, rotary)`
+    are queries, keys and values.
+    """
+
+    def __call__(self, layer: "Attention", qkv: Array, rotary: Rotary) -> Array: ...
 
 
 @runtime_checkable
@@ -91,15 +103,17 @@ def _yarn(rope: RopeConfig, dim: int, freqs: np.ndarray) -> tuple[np.ndarray, fl
     return scaled.astype(np.float32), factor
 
 
-def apply_rope(
-    x: Float[Array, "... heads H"], positions: Int[Array, "..."], rope: RopeConfig
-) -> Float[Array, "... heads H"]:
-    """Rotates the first `partial * H` dims of every head, halves paired (neox order); angles and products in float32."""
-    freqs, factor = rope_frequencies(rope, x.shape[-1])
+def rotary_tables(positions: Int[Array, "..."], rope: RopeConfig, head_dim: int) -> Rotary:
+    """The rotation at `positions`: the first `partial * head_dim` dims of a head turn. Computed once for all layers."""
+    freqs, factor = rope_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32) * freqs
-    cos, sin = (jnp.cos(angles) * factor)[..., None, :], (jnp.sin(angles) * factor)[..., None, :]
-    half = freqs.shape[0]
-    wide = x.astype(jnp.float32)
+    return Rotary(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+
+def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... heads H"]:
+    """Turns the first dims of every head, halves paired (neox order); products in float32."""
+    cos, sin = rotary.cos[..., None, :], rotary.sin[..., None, :]
+    half, wide = cos.shape[-1], x.astype(jnp.float32)
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
     turned = [first * cos - second * sin, second * cos + first * sin, rest]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
@@ -127,7 +141,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Projections, per-head q/k norm and rotary embedding around the caller's `attend`.
+    """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
     Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
     """
@@ -143,17 +157,15 @@ class Attention(nnx.Module):
         self.q_norm, self.k_norm = RMSNorm(h, config.norm_eps), RMSNorm(h, config.norm_eps)
         self.sinks = nnx.Param(jnp.zeros((n,))) if sinks else None
 
-    def project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys (both normed and rotated) and values of `x [B,T,D]` at `positions [B,T]`."""
+    def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
+        """Queries `[B,T,N,H]` and keys `[B,T,K,H]`, both normed and rotated, and values `[B,T,K,H]` of a projection."""
         config = self.config
-        heads = self.qkv_proj(x).reshape(*x.shape[:-1], -1, config.head_dim)
+        heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
         q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
-        q = apply_rope(self.q_norm(q), positions, config.rope)
-        k = apply_rope(self.k_norm(k), positions, config.rope)
-        return q, k, v
+        return rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary), v
 
-    def __call__(self, x: Array, positions: Array, attend: Attend) -> Array:
-        out = attend(self, *self.project(x, positions))
+    def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
+        out = attend(self, self.qkv_proj(x), rotary)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
 
@@ -176,8 +188,8 @@ class DecoderLayer(nnx.Module):
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
 
-    def __call__(self, x: Array, positions: Array, attend: Attend) -> Array:
-        x = x + self.attn(self.input_norm(x), positions, attend)
+    def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
+        x = x + self.attn(self.input_norm(x), rotary, attend)
         return x + self.mlp(self.post_norm(x))
 
 

@@ -5,14 +5,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.dense import masked_attention
-from dflash_jax.models.layers import Attend, Attention
+from dflash_jax.models.layers import Attend, Attention, Rotary
 
 
 def causal_attend() -> Attend:
     """Full causal attention through cuDNN on a GPU, through XLA elsewhere."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
-    def attend(layer: Attention, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+        q, k, v = layer.heads(qkv, rotary)
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, implementation=implementation)
 
     return attend
@@ -34,7 +35,8 @@ def block_attend(
 ) -> Attend:
     """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks."""
 
-    def attend(layer: Attention, q: Array, k: Array, v: Array) -> Array:
+    def attend(layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+        q, k, v = layer.heads(qkv, rotary)
         keys, values = context[0][layer.index], context[1][layer.index]
         b, t, n, h = q.shape
         heads, a = k.shape[2], anchors.shape[1]
@@ -62,7 +64,8 @@ class GrowingCache:
     def __init__(self, keys: list[Array], values: list[Array], at: Int[Array, ""] | int):
         self.keys, self.values, self.at = list(keys), list(values), at
 
-    def __call__(self, layer: Attention, q: Array, k: Array, v: Array) -> Array:
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+        q, k, v = layer.heads(qkv, rotary)
         i, start = layer.index, (0, self.at, 0, 0)
         self.keys[i] = jax.lax.dynamic_update_slice(self.keys[i], k, start)
         self.values[i] = jax.lax.dynamic_update_slice(self.values[i], v, start)

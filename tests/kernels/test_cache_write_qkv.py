@@ -17,7 +17,7 @@ from dflash_kernels.cache_write.qkv_reference import kv_write_reference, qkv_wri
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_jax.config import RopeConfig
-from dflash_jax.models.layers import apply_rope, rms_norm, rope_frequencies
+from dflash_jax.models.layers import rms_norm, rotary_tables, rotate
 
 BF16, F16, F32, FP8, INT8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.int8
 SLOTS = (3, -1, 17, 79, 40, -2_147_483_648, 0)
@@ -241,11 +241,11 @@ def test_the_definition_is_what_the_layers_compute(dtype: Any) -> None:
     case = Case(dtype=dtype, half=32)
     given = jax.tree.map(jnp.asarray, inputs(case))
     rope, positions = RopeConfig(theta=1e4, partial=0.5), jnp.arange(len(case.slots)) * 977
-    angles = positions[:, None].astype(jnp.float32) * rope_frequencies(rope, case.head_dim)[0]
-    given |= {"cos": jnp.cos(angles), "sin": jnp.sin(angles)}
+    rotary = rotary_tables(positions, rope, case.head_dim)
+    given |= rotary._asdict()
     q, k, v = jnp.split(given["qkv"].reshape(len(case.slots), -1, case.head_dim), [case.n, case.n + case.k], axis=1)
-    q = apply_rope(rms_norm(q, given["q_norm"], 1e-6), positions, rope)
-    k = apply_rope(rms_norm(k, given["k_norm"], 1e-6), positions, rope)
+    q = rotate(rms_norm(q, given["q_norm"], 1e-6), rotary)
+    k = rotate(rms_norm(k, given["k_norm"], 1e-6), rotary)
     expected = (q, *cache_write(given["k_pages"], given["v_pages"], k, v, given["slots"]))
     for ours, theirs in zip(qkv_write_reference(**given, eps=1e-6), expected, strict=False):
         np.testing.assert_array_equal(bits(ours), bits(theirs))

@@ -82,9 +82,9 @@ def observed(case: str) -> dict[str, Any]:
     embed, *blocks = jnp.split(features, len(taps), axis=-1)
     first, sparse = model.layers[0], model.layers[1]
     ours = {"embed": embed, "norm0": first.input_norm(embed), "final_norm": hidden, "logits": model.logits(hidden)}
-    ours["attn0"] = first.attn(ours["norm0"], positions, attend)
+    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), attend)
     ours["mlp0"] = first.mlp(first.post_norm(embed + ours["attn0"]))
-    ours["attn1"] = sparse.attn(sparse.input_norm(blocks[0]), positions, attend)
+    ours["attn1"] = sparse.attn(sparse.input_norm(blocks[0]), model.rotary(positions), attend)
     x = sparse.post_norm(blocks[0] + ours["attn1"])
     rows = x.reshape(-1, x.shape[-1])
     experts, weights = sparse.mlp.router(rows)

@@ -60,9 +60,9 @@ def observed(config: DFlashConfig, params: dict[str, Any], inputs: dict[str, Any
     keys_values = model.context_kv(context, inputs["context_positions"])
     dense = dense_attend(context=keys_values)
 
-    def attend(layer: Any, q: Any, k: Any, v: Any) -> Any:
-        queries[f"q{layer.index}"] = q
-        return dense(layer, q, k, v)
+    def attend(layer: Any, qkv: Any, rotary: Any) -> Any:
+        queries[f"q{layer.index}"] = layer.heads(qkv, rotary)[0]
+        return dense(layer, qkv, rotary)
 
     # A drafter with tables of its own must not look at the target's.
     unused = jnp.full((config.vocab_size, config.target_hidden_size), jnp.nan)

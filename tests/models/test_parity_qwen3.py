@@ -49,9 +49,9 @@ def observed(case: str) -> dict[str, Any]:
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     dense, seen = dense_attend(), {}
 
-    def attend(layer: Any, q: Any, k: Any, v: Any) -> Any:
-        seen.setdefault(layer.index, (q, k, v))
-        return dense(layer, q, k, v)
+    def attend(layer: Any, qkv: Any, rotary: Any) -> Any:
+        seen.setdefault(layer.index, layer.heads(qkv, rotary))
+        return dense(layer, qkv, rotary)
 
     taps = tuple(range(-1, config.num_layers))
     hidden, features = model(ids, positions, attend, taps)
@@ -59,7 +59,7 @@ def observed(case: str) -> dict[str, Any]:
     first = model.layers[0]
     ours = {"embed": embed, "norm0": first.input_norm(embed), "final_norm": hidden, "logits": model.logits(hidden)}
     ours |= dict(zip(("q0", "k0", "v0"), seen[0], strict=True))
-    ours["attn0"] = first.attn(ours["norm0"], positions, dense)
+    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), dense)
     ours["mlp0"] = first.mlp(first.post_norm(embed + ours["attn0"]))
     return ours | {f"block{index}": block for index, block in enumerate(blocks)}
 
