@@ -4,11 +4,12 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import cache_write, latent_write, paged_attention, qkv_write
+from dflash_kernels import kv_write, latent_write, paged_attention, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
 
 
@@ -41,15 +42,16 @@ class PagedAttend:
         self.slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
-        i, batch = layer.index, qkv.shape[:2]
-        rows = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        i = layer.index
+        rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         q, self._k[i], self._v[i], _ = qkv_write(
-            self._k[i], self._v[i], next(rows), self.slots, *rows, q_norm=layer.q_norm.weight[...],
+            self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
             k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps,
         )  # fmt: skip
         out = paged_attention(
-            q.reshape(*batch, *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens, q_lens=self.q_lens, causal=layer.causal,
-            window=layer.window, sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
+            q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
+            q_lens=self.q_lens, causal=layer.causal, window=layer.window,
+            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
         )  # fmt: skip
         return cast(Array, out)
 
@@ -73,19 +75,19 @@ class PagedAttend:
 
 
 def write_context(
+    drafter: DFlash,
     pages: Pages,
     page_table: Int[Array, "B W"],
-    keys: Float[Array, "L B C K H"],
-    values: Float[Array, "L B C K H"],
+    context: Float[Array, "B C D"],
     positions: Int[Array, "B C"],
     live: Bool[Array, "B C"],
 ) -> Pages:
-    """The drafter's pools with the context's keys and values of all layers; tokens that are not live write nothing."""
+    """The drafter's pools with the keys and values of all its layers for context states; tokens that are not live write nothing."""
     slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
-    flat = (slots.shape[0], *keys.shape[3:])
     with jax.named_scope("draft_context"):
-        written = [
-            cache_write(k, v, keys[i].reshape(flat), values[i].reshape(flat), slots)
-            for i, (k, v) in enumerate(zip(pages.k, pages.v, strict=True))
-        ]
-    return Pages(tuple(k for k, _ in written), tuple(v for _, v in written))
+        projected = (drafter.context_kv_proj(context), *drafter.rotary(positions))
+        kv, cos, sin = (x.reshape(slots.shape[0], x.shape[-1]) for x in projected)
+        k, v, _ = kv_write(
+            pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps
+        )
+    return Pages(k, v)

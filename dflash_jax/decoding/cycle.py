@@ -94,8 +94,8 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
         rows = jnp.arange(state.features.shape[1])
         positions = (state.seq_lens - state.fresh)[:, None] + rows
         live = (rows < state.fresh[:, None]) & ~state.done[:, None]
-        keys, values = drafter.context_kv(drafter.context(state.features), positions)
-        return write_context(state.draft_pages, page_table, keys, values, positions, live)
+        context = drafter.context(state.features)
+        return write_context(drafter, state.draft_pages, page_table, context, positions, live)
 
 
 def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):

@@ -38,8 +38,7 @@ def prefill_chunk(
         drafter = bind(setup.draft, weights["draft"])
         live = (rows < length)[None]
         features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
-        keys, values = drafter.context_kv(drafter.context(features), positions)
-        draft_pages = write_context(draft_pages, page_table, keys, values, positions, live)
+        draft_pages = write_context(drafter, draft_pages, page_table, drafter.context(features), positions, live)
     return (attend.pages, draft_pages), logits
 
 

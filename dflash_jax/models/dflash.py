@@ -56,9 +56,14 @@ class DFlash(nnx.Module):
         c = self.config
         both = self.context_kv_proj(context).reshape(*context.shape[:-1], c.num_layers, 2, c.num_kv_heads, c.head_dim)
         both = jnp.moveaxis(both, (-4, -3), (0, 1))
-        norms = jnp.stack([layer.attn.k_norm.weight[...] for layer in self.layers])
+        norms = jnp.stack(self.context_norms)
         keys = rms_norm(both[:, 0], jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
         return rotate(keys, self.rotary(positions)), both[:, 1]
+
+    @property
+    def context_norms(self) -> tuple[Float[Array, "H"], ...]:
+        """Weights of every layer's key norm."""
+        return tuple(layer.attn.k_norm.weight[...] for layer in self.layers)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""
