@@ -10,6 +10,7 @@ layers' keys and values in one call, and the time is that of the call.
 """
 
 import functools
+import re
 import statistics
 import sys
 import time
@@ -131,13 +132,8 @@ def measure(program: Callable[..., Any], state: Any, calls: int) -> list[float]:
     """Microseconds of one call, in each of several runs."""
     run = jax.jit(program, donate_argnums=0)
     rounds = max(20_000 // calls, 1)
-    text = run.lower(state, rounds).compile().as_text()
-    whole = ",".join(map(str, pool(jnp.int8).shape))
-    if any(
-        f"[{whole}]" in line.split("=")[1].split("(")[0] and " copy(" in line
-        for line in text.splitlines()
-        if "=" in line
-    ):
+    text, whole = str(run.lower(state, rounds).compile().as_text()), ",".join(map(str, pool(jnp.int8).shape))
+    if re.search(rf"= \w+\[{whole}\]\S* copy\(", text):
         raise SystemExit("the program copies a pool")
     state, times = run(state, 10), []
     for _ in range(7):
@@ -149,7 +145,7 @@ def measure(program: Callable[..., Any], state: Any, calls: int) -> list[float]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(str(__doc__))
     record = Record("cache_write", parser.parse_args())
     row = 2 * HEAD_DIM  # bytes of a head in bf16
     forms = {"mosaic_gpu": functools.partial(qkv_write, implementation="mosaic_gpu")}

@@ -134,10 +134,11 @@ class Deepseek(Decoder):
 
     def __init__(self, config: DeepseekConfig):
         layers = [DeepseekLayer(config, i) for i in range(config.num_layers)]
+        self.rotary_dim = config.qk_rope_head_dim
         super().__init__(config, layers, tied=config.tie_embeddings)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        return rotary_tables(positions, self.config.rope, self.config.qk_rope_head_dim)
+        return rotary_tables(positions, self.config.rope, self.rotary_dim)
 
 
 def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:

@@ -101,8 +101,8 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
             rows = random_bits(rng, case.pool[:3], np.float32)
             return rows, rng.uniform(0.005, 0.03, (case.k, case.head_dim)).astype(np.float32)
         by_head = () if case.scalar else (case.k,)
-        both = (np.asarray(rng.uniform(0.004, 0.03, by_head), np.float32) for _ in range(2))
-        return tuple(both) if case.pages == FP8 else (None, None)
+        keys, values = (np.asarray(rng.uniform(0.004, 0.03, by_head), np.float32) for _ in range(2))
+        return (keys, values) if case.pages == FP8 else (None, None)
 
     x = 3 * rng.standard_normal((t, heads * case.head_dim)).astype(np.float32)
     made = {"slots": np.array(case.slots, np.int32), "cos": None, "sin": None}
@@ -308,7 +308,7 @@ def test_a_donated_pool_is_written_in_place(candidate: str) -> None:
     given = jax.tree.map(lambda value: jax.device_put(jnp.asarray(value)), inputs(case))
     pools = {name: given.pop(name) for name in ("k_pages", "v_pages")}
     given["slots"] = jnp.array([5, -99, 100, 300, 400, -99, 50], jnp.int32)
-    text = write_often.lower(pools, given, 5, candidate=candidate).compile().as_text()
+    text = str(write_often.lower(pools, given, 5, candidate=candidate).compile().as_text())
     whole = ",".join(map(str, case.pool))
     assert not re.findall(rf"= \w+\[{whole}\]\S* (?:copy|copy-start|convert|transpose)\(.*", text)
     addresses = {name: pool.unsafe_buffer_pointer() for name, pool in pools.items()}

@@ -88,29 +88,32 @@ def _write(
     inputs: dict[str, Any] = {"x": heads, "slots": slots.astype(jnp.int32)}
     if cos is not None and sin is not None:
         inputs |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
-    pools, segments, turned, first = {}, [], cos is not None, queries
+    pools: dict[str, Any] = {}
+    segments, turned, first = [], cos is not None, queries
+
+    def named(name: str, array: Array | None, among: dict[str, Any]) -> str | None:
+        if array is None:
+            return None
+        among[name] = array.reshape(-1) if array.ndim == 0 else array
+        return name
+
     if queries:
-        inputs |= {} if q_norm is None else {"q_norm": q_norm}
-        segments.append(kernel.Segment("q", 0, queries, None if q_norm is None else "q_norm", turned, paged=False))
+        segments.append(kernel.Segment("q", 0, queries, named("q_norm", q_norm, inputs), turned, paged=False))
     for i, (k_pages, v_pages, k_norm, k_scale, v_scale) in enumerate(layers):
         pools |= {f"k{i}": k_pages, f"v{i}": v_pages}
-        names = [
-            None if given is None else f"{name}{i}"
-            for name, given in (("k_norm", k_norm), ("k_scale", k_scale), ("v_scale", v_scale))
-        ]
-        inputs |= {} if k_norm is None else {names[0]: k_norm}
-        if k_scale is not None and v_scale is not None:
-            inputs[names[2]] = v_scale.reshape(-1) if v_scale.ndim < 2 else v_scale
-            (pools if k_scale.ndim == 3 else inputs)[names[1]] = k_scale if k_scale.ndim == 3 else k_scale.reshape(-1)
-        segments.append(kernel.Segment(f"k{i}", first, kv_heads, names[0], turned, paged=True, scale=names[1]))
-        segments.append(kernel.Segment(f"v{i}", first + kv_heads, kv_heads, None, False, paged=True, scale=names[2]))
+        norm = named(f"k_norm{i}", k_norm, inputs)
+        written = k_scale is not None and k_scale.ndim == 3
+        k_by = named(f"k_scale{i}", k_scale, pools if written else inputs)
+        v_by = named(f"v_scale{i}", v_scale, inputs)
+        segments.append(kernel.Segment(f"k{i}", first, kv_heads, norm, turned, paged=True, scale=k_by))
+        segments.append(kernel.Segment(f"v{i}", first + kv_heads, kv_heads, None, False, paged=True, scale=v_by))
         first += 2 * kv_heads
     shape = (tokens, queries, head_dim) if queries else None
-    q, written = kernel.write(
+    q, pools = kernel.write(
         tuple(segments), kernel.Columns(half, head_dim), eps, page_size, inputs, pools, shape, interpret
     )
     return q, tuple(
-        (written[f"k{i}"], written[f"v{i}"], written.get(f"k_scale{i}", layer[3])) for i, layer in enumerate(layers)
+        (pools[f"k{i}"], pools[f"v{i}"], pools.get(f"k_scale{i}", layer[3])) for i, layer in enumerate(layers)
     )
 
 
