@@ -16,7 +16,7 @@ KV_IMPLEMENTATIONS = {"mosaic_gpu": kv_write_mosaic_gpu, "xla": kv_write_referen
 
 
 class QkvWritten(NamedTuple):
-    """What `qkv_write` returns: queries `[T, N, H]`, the pools, and int8 keys' scales (otherwise `k_scale` as it was given)."""
+    """What `qkv_write` returns: queries `[T, N, H]`, the pools, and keys' scales, new ones for int8 pools."""
 
     q: Array
     k_pages: Array
@@ -25,7 +25,7 @@ class QkvWritten(NamedTuple):
 
 
 class KvWritten(NamedTuple):
-    """What `kv_write` returns: every layer's pools, and its int8 keys' scales (otherwise `k_scale` as it was given)."""
+    """What `kv_write` returns: every layer's pools, and its keys' scales, new ones for int8 pools."""
 
     k_pages: tuple[Array, ...]
     v_pages: tuple[Array, ...]
@@ -43,8 +43,8 @@ def qkv_write(
     q_norm: Float[Array, "H"] | None = None,
     k_norm: Float[Array, "H"] | None = None,
     eps: float = 1e-6,
-    k_scale: Float[Array, "..."] | None = None,
-    v_scale: Float[Array, "..."] | None = None,
+    k_scale: float | Float[Array, "..."] | None = None,
+    v_scale: float | Float[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> QkvWritten:
     """Norms and rotates every head's query and key, writes keys and values to their slots, and returns the queries.
@@ -61,8 +61,8 @@ def qkv_write(
       cos, sin: float32, of each token's angles and times any factor; None where nothing turns.
       q_norm, k_norm: weights, or None for no norm.
       eps: added to the mean square.
-      k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`; for int8 pools the scales
-        `[P, K, p]` float32 of all rows, written in place: a key's largest magnitude over 127.
+      k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`, 1 where None; for int8 pools the
+        scales `[P, K, p]` float32 of all rows, written in place: a key's largest magnitude over 127.
       v_scale: for float8 pools as for keys; for int8 pools one for each channel `[K, H]`, read only.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -70,7 +70,7 @@ def qkv_write(
       ValueError: shapes do not agree, or scales and the pools' dtype do not.
       NoImplementationError: nothing named takes these arguments.
     """
-    _check_layer(k_pages, v_pages, k_norm, k_scale, v_scale)
+    scales = _checked_scales(k_pages, v_pages, k_norm, k_scale, v_scale)
     _check_tokens(qkv, slots, cos, sin, k_pages.shape[3])
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads:
@@ -80,7 +80,7 @@ def qkv_write(
     with jax.named_scope("qkv_write"):
         written = first_fitting(
             "qkv_write", QKV_IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm,
-            k_scale, v_scale, eps=eps,
+            *scales, eps=eps,
         )  # fmt: skip
     return QkvWritten(*written)
 
@@ -95,8 +95,8 @@ def kv_write(
     *,
     k_norm: tuple[Float[Array, "H"], ...] | None = None,
     eps: float = 1e-6,
-    k_scale: tuple[Float[Array, "..."], ...] | None = None,
-    v_scale: tuple[Float[Array, "..."], ...] | None = None,
+    k_scale: tuple[float | Float[Array, "..."], ...] | None = None,
+    v_scale: tuple[float | Float[Array, "..."], ...] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> KvWritten:
     """`qkv_write` without queries and for several layers at once, whose keys and values one projection gave.
@@ -116,19 +116,21 @@ def kv_write(
     lengths = [len(given) for given in (v_pages, k_norm, k_scale, v_scale) if given is not None]
     if not layers or any(length != layers for length in lengths):
         raise ValueError(f"k_pages hold {layers} layers, the other arguments {lengths}; all must be one for each layer")
+    scales = []
     for i in range(layers):
-        given = [None if values is None else values[i] for values in (k_norm, k_scale, v_scale)]
-        _check_layer(k_pages[i], v_pages[i], *given)
+        norm, *given = (None if values is None else values[i] for values in (k_norm, k_scale, v_scale))
+        scales.append(_checked_scales(k_pages[i], v_pages[i], norm, *given))
         if k_pages[i].shape != k_pages[0].shape or k_pages[i].dtype != k_pages[0].dtype:
             raise ValueError(f"the pools of layer {i}, {k_pages[i].shape}, are not like layer 0's, {k_pages[0].shape}")
     _, kv_heads, _, head_dim = k_pages[0].shape
     _check_tokens(kv, slots, cos, sin, head_dim)
     if kv.shape[1] != layers * 2 * kv_heads * head_dim:
         raise ValueError(f"kv {kv.shape} must be [T, {layers} layers * 2 * {kv_heads} heads * {head_dim}]")
+    columns = [None if column[0] is None else column for column in zip(*scales, strict=True)]
     with jax.named_scope("kv_write"):
         written = first_fitting(
             "kv_write", KV_IMPLEMENTATIONS, implementation, tuple(k_pages), tuple(v_pages), kv, slots, cos, sin, k_norm,
-            k_scale, v_scale, eps=eps,
+            *columns, eps=eps,
         )  # fmt: skip
     return KvWritten(*written)
 
@@ -146,9 +148,14 @@ def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, 
         )
 
 
-def _check_layer(
-    k_pages: Array, v_pages: Array, k_norm: Array | None, k_scale: Array | None, v_scale: Array | None
-) -> None:
+def _checked_scales(
+    k_pages: Array,
+    v_pages: Array,
+    k_norm: Array | None,
+    k_scale: float | Array | None,
+    v_scale: float | Array | None,
+) -> tuple[Array | None, Array | None]:
+    """A layer's scales as implementations get them: `[1]` or `[K]` with float8 pools, None with pools of plain numbers."""
     if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
             f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
@@ -156,17 +163,22 @@ def _check_layer(
     pages, kv_heads, page_size, head_dim = k_pages.shape
     if k_norm is not None and k_norm.shape != (head_dim,):
         raise ValueError(f"k_norm {k_norm.shape} must be one weight for each of {head_dim} dims")
-    shapes = tuple(None if scale is None else scale.shape for scale in (k_scale, v_scale))
+    if k_pages.dtype == jnp.float8_e4m3fn:
+        given = [jnp.asarray(1.0 if scale is None else scale, jnp.float32) for scale in (k_scale, v_scale)]
+        if any(scale.shape not in ((), (kv_heads,)) for scale in given):
+            shapes = [scale.shape for scale in given]
+            raise ValueError(f"float8 pools take k_scale and v_scale of one number or ({kv_heads},), got {shapes}")
+        return given[0].reshape(-1), given[1].reshape(-1)
+    shapes = tuple(None if scale is None else jnp.shape(scale) for scale in (k_scale, v_scale))
     if k_pages.dtype == jnp.int8:
         wanted = ((pages, kv_heads, page_size), (kv_heads, head_dim))
         if shapes != wanted:
             raise ValueError(f"int8 pools take k_scale {wanted[0]} and v_scale {wanted[1]}, got {shapes}")
-    elif k_pages.dtype == jnp.float8_e4m3fn:
-        if any(shape not in ((), (1,), (kv_heads,)) for shape in shapes):
-            raise ValueError(f"float8 pools take k_scale and v_scale of one number or ({kv_heads},), got {shapes}")
-    elif not jnp.issubdtype(k_pages.dtype, jnp.floating) or jnp.dtype(k_pages.dtype).itemsize < 2:
+        return jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)
+    if not jnp.issubdtype(k_pages.dtype, jnp.floating) or jnp.dtype(k_pages.dtype).itemsize < 2:
         raise ValueError(
             f"pools of {k_pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn or int8"
         )
-    elif shapes != (None, None):
+    if shapes != (None, None):
         raise ValueError(f"pools of {k_pages.dtype} take no scales, got {shapes}")
+    return None, None
