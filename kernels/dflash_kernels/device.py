@@ -1,13 +1,10 @@
-"""What the default device can run, for kernels that need a kind of it."""
+"""Refusals that several kernels share."""
 
-import jax
+from dflash_kernels.target import HOPPER, target
 
 
 def refuse_other_than_hopper() -> None:
-    """Raises NotImplementedError where the default device is no Hopper GPU."""
-    chosen = jax.config.jax_default_device
-    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
-    capability = getattr(device, "compute_capability", "none")
-    if device.platform != "gpu" or capability != "9.0":
-        had = f"the default device, {device.device_kind}, has {capability}"
-        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {had}")
+    """Raises NotImplementedError where the device that is traced for is no Hopper GPU."""
+    device = target()
+    if device.platform != "gpu" or device.capability != HOPPER:
+        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")

@@ -39,6 +39,12 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (array(BATCH, TOKENS, 16, 576), LATENTS, integers(BATCH, TABLE), integers(BATCH)), {"kv_lora_rank": 512, "scale": 0.1},
     ),
     "cache_write": ((POOL, POOL, array(64, 8, 128), array(64, 8, 128), integers(64)), {}),
+    "qkv_write": (
+        (POOL, POOL, array(64, 48 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {"eps": 1e-6},
+    ),
+    "kv_write": (
+        ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
+    ),
     "latent_write": ((LATENTS, array(64, 576), integers(64)), {}),
     "merge_states": (
         (array(64, 32, 128), array(64, 32, dtype=jnp.float32), array(64, 32, 128), array(64, 32, dtype=jnp.float32)), {},
@@ -64,6 +70,12 @@ def test_attention_is_a_kernel_where_there_is_one() -> None:
     assert lowered("paged_attention", "NVIDIA H200") == ["mosaic_gpu_v2"] * 2
     assert lowered("paged_attention", "NVIDIA A100-SXM4-80GB") == ["triton_kernel_call"] * (2 if HAS_JAX_TRITON else 0)
     assert lowered("paged_attention", "Tesla T4") == []
+
+
+@pytest.mark.parametrize("op", ["qkv_write", "kv_write"])
+def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
+    assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"]
+    assert lowered(op, "NVIDIA A100-SXM4-80GB") == []
 
 
 def test_the_device_in_use() -> None:
