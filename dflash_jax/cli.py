@@ -66,6 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
 
+    group.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most")
+
     generate = commands.add_parser("generate", parents=[models], help="continue prompts, showing text as it comes")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
@@ -106,7 +108,7 @@ def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
 def load_options(args: argparse.Namespace) -> dict:
     """Arguments of `dflash_jax.load` as the command line gave them."""
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
-    return options | {"dtype": args.dtype, "max_model_len": args.max_model_len}
+    return options | {"dtype": args.dtype, "max_model_len": args.max_model_len, "max_batch": args.max_batch}
 
 
 def note(text: str) -> None:

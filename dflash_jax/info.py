@@ -1,6 +1,7 @@
 """What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
 
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.engine import Engine
-from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair
+from dflash_jax.memory import size
+from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair, plan_for
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
@@ -22,6 +24,7 @@ def collect(
     draft: str | Path | bool | None = None,
     dtype: str | None = None,
     max_model_len: int | None = None,
+    max_batch: int = 8,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
     target, drafter = open_pair(path, draft)
@@ -34,16 +37,19 @@ def collect(
         weights={},
         dtype=jnp.dtype(choose_dtype(dtype) or target.dtype),
         max_model_len=choose_model_len(target.config, max_model_len),
+        max_batch=max_batch,
     )
+    memory = plan_for(engine, checkpoints, None)
+    engine = replace(engine, num_pages=memory.num_pages)
     device = jax.local_devices()[0]
-    memory = device.memory_stats() or {}
+    stats = device.memory_stats() or {}
     return {
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
             "count": jax.local_device_count(),
-            "memory_bytes": memory.get("bytes_limit"),
+            "memory_bytes": stats.get("bytes_limit"),
         },
         "models": [_model(checkpoint, engine.dtype) for checkpoint in checkpoints],
         "pages": {
@@ -53,6 +59,14 @@ def collect(
             "page_size": engine.page_size,
             "num_pages": engine.num_pages,
             "pool_bytes": engine.pool_bytes,
+        },
+        "memory": {
+            "free_bytes": memory.free,
+            "weight_bytes": memory.weights,
+            "workspace_bytes": memory.workspace,
+            "pool_bytes": memory.pools,
+            "left_bytes": memory.left,
+            "pages_for_full_length": memory.full_pages,
         },
         "notices": [notice for checkpoint in checkpoints for notice in checkpoint.notices],
     }
@@ -95,11 +109,11 @@ def _version(package: str) -> str | None:
 
 def lines(facts: dict[str, Any]) -> list[str]:
     """The facts as aligned text."""
-    device, pages = facts["device"], facts["pages"]
-    memory = "" if device["memory_bytes"] is None else f", {size(device['memory_bytes'])}"
+    device, pages, memory = facts["device"], facts["pages"], facts["memory"]
+    limit = "" if device["memory_bytes"] is None else f", {size(device['memory_bytes'])}"
     rows = [
         ("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())),
-        ("device", f"{device['count']} x {device['kind']} ({device['platform']}{memory})"),
+        ("device", f"{device['count']} x {device['kind']} ({device['platform']}{limit})"),
     ]
     for model in facts["models"]:
         keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
@@ -126,17 +140,19 @@ def lines(facts: dict[str, Any]) -> list[str]:
             "pages",
             f"{size(pages['pool_bytes'])} in {pages['dtype']}: {pages['num_pages']} pages of {pages['page_size']} tokens",
         ),
-        ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens"),
+        ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
+        *_shortage(pages, memory),
+        (
+            "memory",
+            f"{size(memory['free_bytes'])} free: {size(memory['weight_bytes'])} weights, {size(memory['workspace_bytes'])} "
+            f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
+        ),
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
 
 
-def size(nbytes: int) -> str:
-    """Bytes in the largest unit that keeps a digit before the point."""
-    amount = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.4g} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} GiB"
+def _shortage(pages: dict[str, Any], memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if pages["num_pages"] >= memory["pages_for_full_length"]:
+        return []
+    return [("", f"no room for the {memory['pages_for_full_length']} pages that all of them would fill at full length")]

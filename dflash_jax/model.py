@@ -1,13 +1,14 @@
 """A model ready to generate: `load` finds the checkpoints, checks that target and drafter fit, and places them on the device."""
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tqdm
 from jaxtyping import Array
@@ -16,6 +17,7 @@ from dflash_jax.checkpoint import Checkpoint, open_checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, PairError, ParameterError
+from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, weight_bytes, workspace_bytes
 from dflash_jax.models import DFlashConfig, fuse_context_projection
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
 
@@ -36,6 +38,7 @@ class Model:
     Attributes:
       name: the path or id it was loaded from.
       eos_ids: end-of-text ids.
+      memory: what of the device's memory was planned for what.
       notices: what loading left out on purpose, for example code in a model folder.
     """
 
@@ -43,6 +46,7 @@ class Model:
     engine: Engine
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
+    memory: MemoryPlan
     notices: list[str] = field(default_factory=list)
 
     @property
@@ -105,7 +109,8 @@ def load(
       max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
       max_batch: requests that run side by side.
       page_size: tokens of one page.
-      num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length.
+      num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
+        no room for them.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
       revision, draft_revision: of hub ids.
@@ -114,6 +119,7 @@ def load(
       CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
       PairError: target and drafter do not belong together.
       ParameterError: an option is outside its range.
+      CapacityError: the device has no room for weights and pages, with the numbers.
     """
     pages = 1 if num_pages is None else num_pages
     limits = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (pages, 2**31 - 1)}
@@ -125,29 +131,46 @@ def load(
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
     if drafter is not None:
         check_pair(target.config, drafter.config)
-    length = choose_model_len(target.config, max_model_len)
-    kind = choose_dtype(dtype)
-    weights: dict[str, dict[str, Array]] = {"target": target.load(kind)}
-    dtype_used = weights["target"]["norm.weight"].dtype
-    if drafter is not None:
-        params = drafter.load(str(dtype_used))
-        check_draft_vocabulary(drafter.config, params)
-        weights["draft"] = fuse_context_projection(drafter.config, params)
+    dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
-        weights=weights,
+        weights={},
         dtype=dtype_used,
-        max_model_len=length,
+        max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
         page_size=page_size,
-        num_pages=num_pages or 0,
         proposals=proposals,
     )
+    memory = plan_for(engine, [target] if drafter is None else [target, drafter], num_pages)
+    with named_memory_errors("weights were loaded"):
+        weights: dict[str, dict[str, Array]] = {"target": target.load(choose_dtype(dtype))}
+        if drafter is not None:
+            params = drafter.load(str(dtype_used))
+            check_draft_vocabulary(drafter.config, params)
+            weights["draft"] = fuse_context_projection(drafter.config, params)
+    engine = replace(engine, weights=weights, num_pages=memory.num_pages)
     tokenizer = Tokenizer.from_folder(target.folder)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
     name = "the shipped pair" if path is None else str(path)
-    return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), notices)
+    if memory.num_pages < memory.full_pages and num_pages is None:
+        notices.append(
+            f"the device has room for {memory.num_pages} pages; {max_batch} requests of full length would fill {memory.full_pages}"
+        )
+    return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
+
+
+def plan_for(engine: Engine, checkpoints: Sequence[Checkpoint], num_pages: int | None) -> MemoryPlan:
+    """What the weights of `checkpoints` and the pages of `engine` take of the device's free memory. Raises CapacityError."""
+    weights = sum(weight_bytes(one.config, one.family.parameters(one.config), engine.dtype) for one in checkpoints)
+    workspace = workspace_bytes(
+        engine.target, engine.draft, engine.dtype,
+        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
+    )  # fmt: skip
+    return plan_memory(
+        weights=weights, workspace=workspace, page=engine.page_bytes, longest_pages=engine.buckets.width[-1],
+        max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+    )  # fmt: skip
 
 
 def open_pair(

@@ -20,6 +20,7 @@ from dflash_jax.requests import Request
 MAX_CYCLES = 32
 # While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
 CYCLES_PER_CHUNK = 4
+SHORT_PROMPTS = 4  # prefilled at most between the same two cycles
 STOP_WIDTH = 8
 
 
@@ -72,10 +73,14 @@ class Core:
         self._busy = False
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of both models' pages."""
+    def page_bytes(self) -> int:
+        """Bytes of one page of both models."""
         models = [self.target] if self.draft is None else [self.target, self.draft]
-        return self.num_pages * sum(page_bytes(model, self.page_size, self.dtype) for model in models)
+        return sum(page_bytes(model, self.page_size, self.dtype) for model in models)
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence with so many tokens before its next cycle, the cycle's own included."""

@@ -14,10 +14,11 @@ from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Core
+from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, SHORT_PROMPTS, STOP_WIDTH, Core
 from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.engine.warmup import admit_program
 from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.memory import named_memory_errors
 from dflash_jax.programs import round_up
 from dflash_jax.requests import Request, Update, empty_state, request_row
 
@@ -89,21 +90,24 @@ class Run:
             )
         core._busy = True
         try:
-            self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
-            while self.waiting or self.slots.taken:
-                self._drop_cancelled()
-                self._admit()
-                if (job := self.slots.prefilling) is not None:
-                    yield from self._prefill_chunk(job)
-                    self._admit()
-                if self.slots.decoding:
-                    yield from self._run_cycles()
+            with named_memory_errors("requests were served"):
+                yield from self._turns()
         except BaseException:
             # An interrupt can come at any point, also in the middle of a change of the account.
             core.allocator.reclaim()
             raise
         finally:
             core._busy = False
+
+    def _turns(self) -> Iterator[Update]:
+        core = self.core
+        self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
+        while self.waiting or self.slots.taken:
+            self._drop_cancelled()
+            self._admit()
+            yield from self._prefill()
+            if self.slots.decoding:
+                yield from self._run_cycles()
 
     def _drop_cancelled(self) -> None:
         if self.cancelled:
@@ -127,11 +131,24 @@ class Run:
             self.waiting.popleft()
             job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
 
-    def _prefill_chunk(self, job: Job) -> Iterator[Update]:
+    def _prefill(self) -> Iterator[Update]:
+        """One chunk of a long prompt, or some short ones that together cost no more than a chunk."""
+        chunks, spent = self.core.buckets.chunk, 0
+        while (job := self.slots.prefilling) is not None:
+            size = round_up(len(job.context) - job.filled, chunks)
+            # However short it is, a chunk reads all weights.
+            spent += max(size, chunks[-1] // SHORT_PROMPTS)
+            if spent > chunks[-1]:
+                return
+            yield from self._prefill_chunk(job, size)
+            self._drop_cancelled()
+            self._admit()
+
+    def _prefill_chunk(self, job: Job, size: int) -> Iterator[Update]:
         """The next chunk of a prompt; with the last one the first token, unless it was emitted before the slot was lost."""
         core, context = self.core, job.context
-        chunk = context[job.filled : job.filled + core.buckets.chunk[-1]]
-        ids = np.zeros((1, round_up(len(chunk), core.buckets.chunk)), np.int32)
+        chunk = context[job.filled : job.filled + size]
+        ids = np.zeros((1, size), np.int32)
         ids[0, : len(chunk)] = chunk
         table = self.slots.table(self._width(job.filled + len(chunk)), job.slot)
         pages = (self.state.target_pages, self.state.draft_pages)

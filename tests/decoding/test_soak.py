@@ -17,7 +17,7 @@ REQUESTS = 2000
 def test_2000_requests_leave_nothing_behind():
     """More prompts than slots, a pool that is too small for them, common beginnings, cancelled ones; then everything is free."""
     rng = random.Random(0)
-    model = dj.load(dtype="bfloat16", max_batch=16, max_model_len=384, page_size=16, num_pages=40)
+    model = dj.load(dtype="bfloat16", max_batch=16, max_model_len=280, page_size=16, num_pages=40)
     engine = replace(model.engine, max_chunk=32)
     stems = [[rng.randrange(4000) for _ in range(48)] for _ in range(4)]
     requests = []

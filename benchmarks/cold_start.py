@@ -1,0 +1,142 @@
+"""From the start of a process to its first tokens, in the exact shapes of a 4B model and its drafter.
+
+    python benchmarks/cold_start.py
+
+Writes Hugging Face folders with random bf16 weights to local disk (about 9 GB), drops them from the page cache, and starts a fresh
+process that loads them and streams: once with an empty compilation cache, once with the one that the first process has filled, and
+once more so with the files still in the page cache. Seconds count from the parent's decision to start it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PAIR = ("Qwen3-4B", "Qwen3-4B-DFlash-b16")
+PROMPT, TOKENS = 512, 64
+BLOCK_BYTES = 64 << 20
+
+
+def write_folder(folder: Path, name: str) -> None:
+    """A folder as it would come from the hub: config.json and one safetensors file, small random values."""
+    import numpy as np
+
+    from dflash_jax.models import DFlashConfig, family_named
+    from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+    config = (TARGETS | DRAFTERS)[name]
+    drafts = isinstance(config, DFlashConfig)
+    described = {
+        "architectures": ["DFlashDraftModel" if drafts else "Qwen3ForCausalLM"], "model_type": "qwen3",
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta, "max_position_embeddings": config.max_position, "hidden_act": "silu",
+        "attention_bias": False, "tie_word_embeddings": not drafts,
+    }  # fmt: skip
+    if drafts:
+        taps = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+        described |= {
+            "block_size": config.block_size,
+            "num_target_layers": config.num_target_layers,
+            "dflash_config": taps,
+        }
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(described))
+    header, end = {}, 0
+    for parameter in family_named("dflash" if drafts else "qwen3").parameters(config):
+        for source in parameter.sources:
+            start, end = end, end + 2 * int(np.prod(source.shape))
+            header[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    rng = np.random.default_rng(0)
+    # bfloat16 of either sign between 2^-6 and 2^-5.
+    block = (rng.integers(0x3C80, 0x3D00, BLOCK_BYTES // 2) | rng.integers(0, 2, BLOCK_BYTES // 2) << 15).astype("<u2")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for start in range(0, end, BLOCK_BYTES):
+            file.write(block.tobytes()[: end - start])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def child(folder: Path, started: float) -> None:
+    """Loads and streams; prints seconds since `started` at each stage."""
+    stages = {}
+
+    def done(stage: str) -> None:
+        stages[stage] = round(time.time() - started, 2)
+
+    import dflash_jax as dj
+    from dflash_jax.compilation_cache import enable_compilation_cache
+
+    enable_compilation_cache()
+    done("imported")
+    model = dj.load(folder, draft=folder / "draft", max_batch=1)
+    done("loaded")
+    pieces = dj.stream(model, list(range(PROMPT)), dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    next(pieces)
+    done("first token")
+    next(pieces)
+    done("first cycles")
+    for _ in pieces:
+        pass
+    done("all tokens")
+    print(json.dumps(stages | {"compiling": round(model.engine.programs.compile_s, 2)}))
+
+
+def start(folder: Path, cache: Path) -> dict[str, float]:
+    """Stages of a fresh process with its compiled programs in `cache`."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, __file__, "--child", str(folder), repr(time.time())]
+    answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(answer.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        child(Path(sys.argv[2]), float(sys.argv[3]))
+        return
+    from record import Record, arguments
+
+    parser = arguments(__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a local disk with 10 GB free")
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
+        folder = Path(scratch) / "target"
+        began = time.time()
+        write_folder(folder, PAIR[0])
+        write_folder(folder / "draft", PAIR[1])
+        print(f"files written in {time.time() - began:.1f} s", flush=True)
+        for case in ("cold cache", "warm cache", "warm cache, files in memory"):
+            if "memory" not in case:
+                drop_from_page_cache(folder)
+            results[case] = start(folder, Path(scratch) / "cache")
+            print(case, results[case], flush=True)
+    # This process has not touched the GPU until here: its children had all of it.
+    record = Record("cold_start", options)
+    for case, stages in results.items():
+        record.add(f"start qwen3-4b-b16 {case}", "first token", stages["first token"], "s", stages=stages)
+        record.add(f"start qwen3-4b-b16 {case}", "first cycles", stages["first cycles"], "s")
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()

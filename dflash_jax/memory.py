@@ -1,0 +1,146 @@
+"""What goes where in the device's memory, decided before anything is loaded.
+
+Weights come first, then the room that programs need while they run, then pages: as many as the largest load can fill, or as many
+as there is room for. What cannot fit is refused with the numbers.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CapacityError
+from dflash_jax.models import DFlashConfig, Parameter
+
+# Programs, libraries' handles, buffers between host and device, and what fragmentation wastes.
+_OVERHEAD_BYTES = 256 << 20
+# Arrays of logits that are alive at a time in a sampling cycle: raw, scaled, noise, their sum, and the random bits behind them.
+_LOGITS = 6
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a device's memory is used, in bytes.
+
+    Attributes:
+      free: what may be used in all.
+      weights: of both models.
+      workspace: for activations, logits and scores of one cycle or one chunk, an estimate on the safe side.
+      page: one page of both models.
+      num_pages: pages planned.
+      full_pages: pages with which every slot could hold a request of full length.
+      longest_pages: pages of one such request.
+    """
+
+    free: int
+    weights: int
+    workspace: int
+    page: int
+    num_pages: int
+    full_pages: int
+    longest_pages: int
+
+    @property
+    def pools(self) -> int:
+        return self.page * self.num_pages
+
+    @property
+    def left(self) -> int:
+        return self.free - self.weights - self.workspace - self.pools
+
+
+def free_memory() -> int:
+    """Bytes that this process may still use on its first device; on a CPU the machine's memory."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def weight_bytes(config: DecoderConfig, parameters: tuple[Parameter, ...], dtype: jnp.dtype) -> int:
+    """Bytes of a model's weights on the device; a drafter keeps its key and value rows a second time."""
+    total = sum(parameter.size * jnp.dtype(parameter.dtype or dtype).itemsize for parameter in parameters)
+    if isinstance(config, DFlashConfig):
+        rows = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        total += rows * (config.hidden_size + config.attention_bias) * dtype.itemsize
+    return total
+
+
+def workspace_bytes(
+    target: DecoderConfig, draft: DFlashConfig | None, dtype: jnp.dtype, *, tokens: int, batch: int, chunk: int
+) -> int:
+    """An estimate of what a cycle of `batch` sequences or a chunk of one prompt needs besides weights and pages.
+
+    Args:
+      tokens: of the longest sequence.
+    """
+    block = 1 if draft is None else draft.block_size + 1
+    rows = max(batch * block, chunk)
+    widest = 4 * target.hidden_size + 3 * target.intermediate_size + 2 * target.num_heads * target.head_dim
+    features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
+    activations = rows * (widest + 2 * features) * dtype.itemsize
+    logits = batch * block * target.vocab_size * 4 * _LOGITS
+    # Where no kernel takes the call, scores are held whole, before and after the softmax.
+    scores = 2 * 4 * rows * target.num_heads * tokens
+    return activations + max(logits, scores) + _OVERHEAD_BYTES
+
+
+def plan_memory(
+    *, weights: int, workspace: int, page: int, longest_pages: int, max_batch: int, num_pages: int | None, free: int
+) -> MemoryPlan:
+    """Decides the number of pages.
+
+    Args:
+      num_pages: as many exactly; None for as many as `max_batch` requests of full length need, fewer where there is no room.
+
+    Raises:
+      CapacityError: not even one request of full length fits, or not `num_pages`.
+    """
+    full = max_batch * longest_pages
+    room = max(0, (free - weights - workspace) // page)
+    plan = MemoryPlan(
+        free, weights, workspace, page, min(full, room) if num_pages is None else num_pages, full, longest_pages
+    )
+    short = plan.num_pages < longest_pages if num_pages is None else num_pages > room
+    if short:
+        needed = longest_pages if num_pages is None else num_pages
+        raise CapacityError(
+            f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, and "
+            f"{needed} pages {size(needed * page)}: {size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
+            "max_batch or num_pages, load without a drafter or in a smaller dtype, or let JAX use more of the device "
+            "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+    return plan
+
+
+@contextmanager
+def named_memory_errors(doing: str) -> Iterator[None]:
+    """Turns the runtime's error for exhausted device memory into a CapacityError that says what can be done."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        stats = jax.local_devices()[0].memory_stats() or {}
+        used = (
+            f" ({size(stats['bytes_in_use'])} of {size(stats['bytes_limit'])} in use)" if "bytes_limit" in stats else ""
+        )
+        raise CapacityError(
+            f"the device's memory ran out while {doing}{used}: close other programs on it, lower max_batch, max_model_len or "
+            "num_pages, or let JAX use more of it (XLA_PYTHON_CLIENT_MEM_FRACTION). The runtime said: "
+            + str(error).splitlines()[0][:200]
+        ) from error
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest unit that keeps a digit before the point."""
+    amount = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(amount) < 1024:
+            return f"{amount:.4g} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"

@@ -1,0 +1,135 @@
+"""What is planned before anything is loaded, and what is said when memory runs out all the same."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dflash_jax as dj
+from dflash_jax import model as loading
+from dflash_jax.cli import main
+from dflash_jax.memory import MemoryPlan, named_memory_errors, plan_memory, size, workspace_bytes
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+GIB = 1 << 30
+
+
+def plan(**changes) -> MemoryPlan:
+    usual = {
+        "weights": 9 * GIB,
+        "workspace": GIB,
+        "page": GIB // 64,
+        "longest_pages": 66,
+        "max_batch": 8,
+        "num_pages": None,
+    }
+    return plan_memory(**usual | {"free": 100 * GIB} | changes)
+
+
+def test_as_many_pages_as_all_slots_can_fill():
+    assert plan().num_pages == plan().full_pages == 8 * 66
+    assert plan().left == 100 * GIB - 10 * GIB - 8 * 66 * (GIB // 64)
+
+
+def test_fewer_pages_where_there_is_no_room():
+    small = plan(free=14 * GIB)
+    assert small.num_pages == 4 * 64
+    assert small.left == 0
+    assert small.pools == 4 * GIB
+
+
+def test_as_many_as_asked_for():
+    assert plan(num_pages=7).num_pages == 7
+    assert plan(num_pages=5000).num_pages == 5000
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"free": 11 * GIB},
+            "11.0 GiB free; weights take 9.0 GiB, the workspace of a cycle 1.0 GiB, and 66 pages 1.0 GiB: 32 MiB too",
+        ),
+        ({"free": 5 * GIB}, "5.0 GiB free; weights take 9.0 GiB.*6.0 GiB too much. Lower max_model_len"),
+        ({"num_pages": 64 * 91}, "5824 pages 91.0 GiB: 1.0 GiB too much"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_numbers(changes, said):
+    with pytest.raises(dj.CapacityError, match=said):
+        plan(**changes)
+
+
+def test_weights_are_counted_as_they_are_loaded():
+    model = dj.load(dtype="float32", max_model_len=64)
+    assert model.memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.weights))
+    assert (
+        model.memory.pools
+        == model.engine.pool_bytes
+        == sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.take_pools()))
+    )
+    assert model.memory.num_pages == model.engine.num_pages == model.memory.full_pages
+
+
+def test_load_uses_what_room_there_is(monkeypatch):
+    """A pool for less than all requests at full length: a notice says so, and they are all served."""
+    whole = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
+    room = whole.memory.weights + whole.memory.workspace + 13 * whole.memory.page
+    monkeypatch.setattr(loading, "free_memory", lambda: room)
+    model = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
+    assert model.engine.num_pages == 13 < whole.engine.num_pages
+    assert any("room for 13 pages" in notice for notice in model.notices)
+    params = dj.SamplingParams(max_tokens=50, ignore_eos=True)
+    prompts = [list(range(n, n + 60)) for n in (10, 110, 210, 310)]
+    served = [[row.token_ids for row in dj.generate(one, prompts, params)] for one in (model, whole)]
+    assert served[0] == served[1]
+    monkeypatch.setattr(loading, "free_memory", lambda: room - 5 * whole.memory.page)
+    with pytest.raises(dj.CapacityError, match=r"10 pages .* too much"):
+        dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
+
+
+def test_info_says_what_was_decided(monkeypatch, capsys):
+    monkeypatch.setattr(loading, "free_memory", lambda: 500 << 20)
+    assert main(["info", "--max-batch", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "memory    500 MiB free: 45.34 MiB weights" in out
+    assert "no room for the 2112 pages" in out
+    monkeypatch.setattr(loading, "free_memory", lambda: 30 << 20)
+    assert main(["info"]) == 4
+    assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 45.34 MiB")
+
+
+def test_memory_that_runs_out_is_a_message(monkeypatch):
+    """The runtime's own error, from an array that no machine can hold."""
+    said = r"ran out while the test ran.*The runtime said: RESOURCE_EXHAUSTED"
+    with pytest.raises(dj.CapacityError, match=said), named_memory_errors("the test ran"):
+        jnp.zeros((1 << 20, 1 << 20, 1 << 6)).block_until_ready()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), named_memory_errors("the test ran"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+    model = dj.load(dtype="float32", max_batch=1, max_model_len=64)
+
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes.")
+
+    call = model.engine.programs.call
+    monkeypatch.setattr(model.engine.programs, "call", exhausted)
+    with pytest.raises(dj.CapacityError, match="ran out while requests were served"):
+        dj.generate(model, "x", dj.SamplingParams(max_tokens=2))
+    assert model.engine.allocator.num_free == model.engine.num_pages
+    monkeypatch.setattr(model.engine.programs, "call", call)
+    assert len(dj.generate(model, "x", dj.SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+
+
+def test_workspace_grows_with_what_it_is_for():
+    target, draft = TARGETS["Qwen3-4B"], DRAFTERS["Qwen3-4B-DFlash-b16"]
+    usual = {"tokens": 4096, "batch": 8, "chunk": 512}
+    base = workspace_bytes(target, draft, jnp.dtype("bfloat16"), **usual)
+    assert 8 * 17 * target.vocab_size * 4 < base < 2 * GIB
+    for name in ("tokens", "batch", "chunk"):
+        assert workspace_bytes(target, draft, jnp.dtype("bfloat16"), **usual | {name: 16 * usual[name]}) > base
+    assert workspace_bytes(target, None, jnp.dtype("bfloat16"), **usual) < base
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1 << 20, "1 MiB"), (5 << 30, "5.0 GiB")]
+)
+def test_sizes_for_people(nbytes, text):
+    assert size(nbytes) == text
