@@ -46,7 +46,7 @@ class PagedAttend:
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         q, self._k[i], self._v[i], _ = qkv_write(
             self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
-            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps,
+            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, tokens_each=qkv.shape[1],
         )  # fmt: skip
         out = paged_attention(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import NoImplementationError, cache_write, kv_write, qkv_write
+from dflash_kernels import NoImplementationError, cache_write, kv_write, paged_attention, qkv_write
 from dflash_kernels.cache_write.mosaic_gpu import launch_kv, launch_qkv
 from dflash_kernels.cache_write.qkv_reference import kv_write_reference, qkv_write_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -117,12 +117,12 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return made | dict(zip(names, columns, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("candidate", "several"))
-def run(arguments: dict[str, Any], *, candidate: str, several: bool = False):
+@functools.partial(jax.jit, static_argnames=("candidate", "several", "tokens_each"))
+def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **options: int):
     if candidate == "reference":
-        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6)
+        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6, **options)
     interpret = plgpu.InterpretGPUParams() if candidate == "interpreted" else None
-    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, interpret=interpret)
+    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, **options, interpret=interpret)
 
 
 def true_heads(case: Case, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -225,6 +225,33 @@ def test_several_layers_are_each_one_call(pages: Any, candidate: str) -> None:
             np.testing.assert_array_equal(bits(ours), bits(theirs))
         if k_scale is not None:
             np.testing.assert_array_equal(bits(k_scale[i]), bits(expected[3]))
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 2), (4, 4), (6, 2), (16, 2)], ids=["group4", "group1", "group3", "group8"])
+def test_queries_that_lie_as_attention_reads_them(n: int, k: int, candidate: str) -> None:
+    given = inputs(Case(n=n, k=k, head_dim=64, half=32, slots=(1, 2, 3, 17, 18, 19)))
+    plain, folded = run(given, candidate=candidate), run(given, candidate=candidate, tokens_each=3)
+    for ours, theirs in zip(jax.tree.leaves(folded), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.gpu
+def test_nothing_is_left_of_folding_and_unfolding() -> None:
+    """The queries reach the attention kernel without another launch where their rows need no padding."""
+    case = Case(n=32, k=8, slots=tuple(range(32)), page_size=64)
+    table, lens = jnp.zeros((2, 4), jnp.int32), jnp.full((2,), 16, jnp.int32)
+
+    def both(given, table, lens):
+        q, k_pages, v_pages, _ = qkv_write(**given, tokens_each=16)
+        q = q.reshape(2, 16, 32, 128)
+        return paged_attention(q, k_pages, v_pages, table, lens, q_lens=lens), k_pages, v_pages
+
+    given = jax.tree.map(jnp.asarray, inputs(case))
+    pools = {name: given.pop(name) for name in ("k_pages", "v_pages")}
+    program = jax.jit(lambda pools, given, *rest: both(pools | given, *rest), donate_argnums=0)
+    text = str(program.lower(pools, given, table, lens).compile().as_text())
+    assert "mosaic_gpu" in text
+    assert not re.findall(r"= bf16\[\S* (?:fusion|copy|transpose|pad)\(.*", text)
 
 
 @pytest.mark.parametrize("name", ["plain", "int8", "fp8"])
@@ -389,12 +416,16 @@ def test_refusals_name_their_reason(changes: dict[str, Any], reason: str) -> Non
         ({"k_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"q_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"k_scale": np.zeros(2, np.float32)}, "take no scales"),
+        ({"tokens_each": 2}, "7 tokens are not sequences of 2"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), np.int8)), r"take k_scale \(5, 2, 16\)"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), FP8)) | {"v_scale": np.ones(3)}, r"number or \(2,\)"),
     ],
 )  # fmt: skip
 def test_shapes_that_do_not_agree(changes: dict[str, Any], message: str) -> None:
-    given = jax.tree.map(jnp.asarray, inputs(CASES["float32"]) | changes)
+    given = inputs(CASES["float32"]) | changes
+    given = {
+        name: value if value is None or isinstance(value, int) else jnp.asarray(value) for name, value in given.items()
+    }
     with pytest.raises(ValueError, match=message):
         # The function itself: in test runs a shape checker around it would speak first.
         inspect.unwrap(qkv_write)(**given)

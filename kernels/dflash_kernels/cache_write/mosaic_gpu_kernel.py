@@ -25,13 +25,14 @@ class Segment:
     """Heads that are treated alike.
 
     Attributes:
-      target: name of the array they go to.
+      target: name of the array they go to: a pool, `[T, heads, H]`, or the queries `[B, K, t, G, H]` as attention folds them.
       first: index of the first among all heads of a token's row.
       heads: how many.
       norm: name of the norm's weight, or None.
       rotated: whether they turn with the position.
-      paged: whether `target` is a pool, else `[T, heads, H]`.
+      paged: whether `target` is a pool.
       scale: name of the scale for a quantised pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
+      rows: heads of one CTA, which divide `heads` and, of folded queries with G > 1, divide G.
     """
 
     target: str
@@ -41,11 +42,12 @@ class Segment:
     rotated: bool
     paged: bool
     scale: str | None = None
+    rows: int = 1
 
-    @property
-    def rows(self) -> int:
-        """Heads of one CTA."""
-        return next(rows for rows in (8, 4, 2, 1) if self.heads % rows == 0)
+
+def rows_of(heads: int) -> int:
+    """Heads of one CTA, of so many that are treated alike."""
+    return next(rows for rows in (8, 4, 2, 1) if heads % rows == 0)
 
 
 def power_of_two_in(number: int) -> int:
@@ -155,10 +157,21 @@ class _Block:
         target = self.refs[segment.target]
         for tile, (start, width) in zip(tiles, self.columns.pieces, strict=True):
             place = pl.ds(start, width)
-            where = (
-                target.at[self.page, heads, self.row, place] if segment.paged else target.at[self.token, heads, place]
-            )
+            if segment.paged:
+                where = target.at[self.page, heads, self.row, place]
+            else:
+                where = target.at[*self._query_place(target, first_head, segment.rows), place]
             where[...] = tile.astype(target.dtype)
+
+    def _query_place(self, target: Any, first_head: Any, rows: int) -> tuple[Any, ...]:
+        """Indices of some heads' queries of this token."""
+        if len(target.shape) == 3:
+            return self.token, pl.ds(first_head, rows)
+        of_sequence, group = (jnp.int32(target.shape[axis]) for axis in (2, 3))
+        sequence, token = lax.div(self.token, of_sequence), lax.rem(self.token, of_sequence)
+        if target.shape[3] == 1:
+            return sequence, pl.ds(first_head, rows), token, 0
+        return sequence, lax.div(first_head, group), token, pl.ds(lax.rem(first_head, group), rows)
 
     def _tiles(self, segment: Segment, heads: Any) -> list[jax.Array]:
         """The heads' pieces, in the projection's dtype."""
