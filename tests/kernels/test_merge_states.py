@@ -15,9 +15,14 @@ GARBAGE = (0.0, 3.5, np.nan, np.inf)
 
 
 @pytest.fixture(params=["xla", pytest.param("xla", id="xla-on-gpu", marks=pytest.mark.gpu)])
-def merge(request: pytest.FixtureRequest):
+def implementation(request: pytest.FixtureRequest) -> str:
     assert request.param in IMPLEMENTATIONS
-    return jax.jit(functools.partial(merge_states, implementation=request.param))
+    return request.param
+
+
+@pytest.fixture
+def merge(implementation: str):
+    return jax.jit(functools.partial(merge_states, implementation=implementation))
 
 
 def attention(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -66,6 +71,47 @@ def test_a_part_of_vanishing_weight_may_hold_nan(merge) -> None:
     merged, lse = merge(one, np.zeros(1, np.float32), nan, np.full(1, -1e4, np.float32))
     np.testing.assert_array_equal(merged, one)
     np.testing.assert_array_equal(lse, np.zeros(1))
+
+
+@pytest.mark.parametrize("count", [0, 3, 5])
+@pytest.mark.parametrize("traced", [False, True])
+def test_rows_without_a_prefix_are_the_suffix(count: int, traced: bool, implementation: str) -> None:
+    """Bit for bit, and whatever the prefix holds there."""
+    rng = np.random.default_rng(2)
+    outs, lses = rng.standard_normal((2, 5, 3, 8)).astype(np.float32), rng.standard_normal((2, 5, 3)).astype(np.float32)
+    lses[1, 4, 0] = np.inf
+    merge = functools.partial(merge_states, implementation=implementation)
+    whole = merge(*map(jnp.asarray, (outs[0], lses[0], outs[1], lses[1])))
+    outs[0, count:], lses[0, count:] = np.nan, 7.0
+    arrays = [jnp.asarray(x) for x in (outs[0], lses[0], outs[1], lses[1])]
+    if traced:
+        out, lse = jax.jit(lambda rows: merge(*arrays, prefix_rows=rows))(jnp.int32(count))
+    else:
+        out, lse = merge(*arrays, prefix_rows=count)
+    np.testing.assert_allclose(out[:count], whole[0][:count], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(lse[:count], whole[1][:count], rtol=0, atol=1e-6)
+    expected_out, expected_lse = outs[1, count:].copy(), lses[1, count:].copy()
+    if count < 5:
+        expected_out[-1, 0], expected_lse[-1, 0] = 0, -np.inf
+    np.testing.assert_array_equal(out[count:], expected_out)
+    np.testing.assert_array_equal(lse[count:], expected_lse)
+
+
+def test_output_in_float8(implementation: str) -> None:
+    """Within half a step of the merged values; what is past the range is cut, also in rows without a prefix."""
+    rng = np.random.default_rng(3)
+    outs, lses = rng.standard_normal((2, 6, 8)).astype(np.float32), rng.standard_normal((2, 6)).astype(np.float32)
+    outs[:, 0], outs[1, 5] = 100.0, -100.0
+    arrays, scale = [jnp.asarray(x) for x in (outs[0], lses[0], outs[1], lses[1])], jnp.float32(0.02)
+    plain, plain_lse = merge_states(*arrays, prefix_rows=4, implementation=implementation)
+    out, lse = merge_states(*arrays, prefix_rows=4, out_scale=scale, implementation=implementation)
+    assert out.dtype == jnp.float8_e4m3fn
+    np.testing.assert_array_equal(lse, plain_lse)
+    codes = np.asarray(out, np.float32)
+    assert (codes[0] == 448).all()
+    assert (codes[5] == -448).all()
+    step = np.maximum(np.abs(codes[1:5]) / 16, 2.0**-10) * 1.001
+    assert (np.abs(codes[1:5] - np.asarray(plain)[1:5] / 0.02) <= step).all()
 
 
 def test_nan_with_weight_is_not_hidden(merge) -> None:

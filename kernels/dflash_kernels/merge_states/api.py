@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.merge_states.reference import merge_states_reference
@@ -17,6 +17,8 @@ def merge_states(
     suffix_out: Float[Array, "*rows H"],
     suffix_lse: Float[Array, "*rows"],
     *,
+    prefix_rows: int | Int[Array, ""] | None = None,
+    out_scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
     """Attention of each row over two disjoint sets of keys, from its attention over each set.
@@ -27,10 +29,13 @@ def merge_states(
     Args:
       prefix_out, suffix_out: softmax-weighted values, each normalised over its own keys.
       prefix_lse, suffix_lse: natural logarithm of each softmax's denominator, at least float32.
+      prefix_rows: entries of the leading axis that have a prefix, all where None. The others are the suffix's, whatever the prefix
+        holds there: tokens of prompts without context, behind those with one.
+      out_scale: float32; the output is then float8_e4m3fn of the merged values over it, cut to that format's range.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
-      Output in `prefix_out`'s dtype and lse in `prefix_lse`'s; weights and sums are at least float32.
+      Output in `prefix_out`'s dtype, or float8_e4m3fn, and lse in `prefix_lse`'s; weights and sums are at least float32.
 
     Raises:
       ValueError: shapes do not agree.
@@ -39,7 +44,10 @@ def merge_states(
     shapes = prefix_out.shape, prefix_lse.shape, suffix_out.shape, suffix_lse.shape
     if shapes[0] != shapes[2] or shapes[1] != shapes[3] or shapes[0][:-1] != shapes[1]:
         raise ValueError(f"outputs and lse of {shapes} must be [..., H] and [...] with the same leading axes")
+    if prefix_rows is not None and prefix_lse.ndim == 0:
+        raise ValueError("prefix_rows counts along the leading axis; a single row has none")
     with jax.named_scope("merge_states"):
         return first_fitting(
-            "merge_states", IMPLEMENTATIONS, implementation, prefix_out, prefix_lse, suffix_out, suffix_lse
-        )
+            "merge_states", IMPLEMENTATIONS, implementation, prefix_out, prefix_lse, suffix_out, suffix_lse,
+            prefix_rows=prefix_rows, out_scale=out_scale,
+        )  # fmt: skip
