@@ -25,15 +25,9 @@ from record import Record, arguments
 
 CASES = [Case(b, 4096, t) for b in (64, 8, 1) for t in (1, 16)]
 TRIED: dict[int, tuple[dict[str, int], ...]] = {
-    1: (
-        {}, {"stages": 3}, {"stages": 7}, {"keys": 32}, {"keys": 32, "stages": 7}, {"keys": 128}, {"keys": 64, "warps": 2},
-        {"keys": 32, "warps": 2}, {"keys": 128, "stages": 3}, {"keys": 32, "warps": 2, "stages": 7},
-    ),
-    16: (
-        {}, {"stages": 3}, {"stages": 7}, {"keys": 64}, {"keys": 64, "stages": 3}, {"keys": 64, "stages": 7},
-        {"rows": 32}, {"rows": 16}, {"keys": 64, "warps": 8}, {"keys": 128, "stages": 3},
-    ),
-}  # fmt: skip
+    1: ({}, {"stages": 7}, {"keys": 32}, {"warps": 2}),
+    16: ({}, {"keys": 64}, {"keys": 64, "stages": 3}, {"warps": 8}),
+}
 
 
 def attention(case: Case, tuning: Tuning = CHOSEN) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -52,8 +46,9 @@ def check(case: Case, arrays: tuple[jax.Array, ...]) -> float:
 
 def variants(case: Case) -> list[Tuning]:
     """What a sweep tries: tiles first with the parts chosen from the shapes, then other numbers of parts."""
-    splits = {64: (1, 2, 3), 8: (2, 4, 6, 8), 1: (8, 16, 32)}[case.b]
-    return [Tuning(**change) for change in (*TRIED[case.t], *({"splits": count} for count in splits))]
+    splits = {64: (1, 2), 8: (2, 4), 1: (8, 16)}[case.b]
+    merges = [{"splits": count, "merge": merge} for count in splits for merge in ("kernel", "xla")]
+    return [Tuning(**change) for change in (*TRIED[case.t], *merges)]
 
 
 def sweep(case: Case, arrays: tuple[jax.Array, ...]) -> None:

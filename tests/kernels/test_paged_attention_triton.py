@@ -39,6 +39,7 @@ CASES = {
     "window-behind": (8, 2, 64, 64, [90, 3], None, {"causal": False, "window": (9, -2)}, Tuning(splits=2)),
     "cap-sinks": (4, 4, 64, 128, [150, 2, 0], [4, 4, 2], {"soft_cap": 1.5, "sinks": SINKS[:8]}, Tuning(splits=2)),
     "sinks-one-part": (2, 4, 64, 64, [90, 1, 0], [2, 1, 2], {"sinks": SINKS[:8], "scale": 0.25}, Tuning(splits=1)),
+    "merge-xla": (4, 4, 64, 64, [150, 2, 0], [4, 4, 2], {"sinks": SINKS[:8]}, Tuning(splits=3, merge="xla")),
     "head72": (3, 3, 64, 72, [150, 2], None, {}, Tuning(splits=2)),
     "head80": (3, 1, 16, 80, [50, 2], None, {}, Tuning(splits=1)),
     "head96": (3, 3, 64, 96, [150, 2], None, {}, Tuning(splits=2)),
@@ -196,3 +197,21 @@ def test_refusals_name_their_reason(shape: dict[str, int], dtype: Any, changes: 
     case = make_case([4], t=1, dtype=dtype, **shape)
     with pytest.raises(NotImplementedError, match=reason):
         paged_attention_triton(*case.arrays(), **MASK | {"scale": 0.1} | changes)
+
+
+@pytest.mark.gpu
+def test_pools_of_more_than_two_to_the_31st_elements() -> None:
+    """The same pages at the end of a pool, past what 32 bits can address, and in a pool of their own."""
+    case = make_case([150, 64, 0, 7], t=4, kv_heads=8, head_dim=128, page_size=64, dtype=jnp.bfloat16)
+    pages = 2**31 // (8 * 64 * 128) + 1
+
+    def call(behind: int) -> tuple[np.ndarray, ...]:
+        q, *pools, table, seq_lens, q_lens = case.arrays()
+        pools = [jnp.zeros((behind + len(pool), *pool.shape[1:]), pool.dtype).at[behind:].set(pool) for pool in pools]
+        table = jnp.where((table >= 0) & (table < len(case.k_pages)), table + behind, table)
+        options = MASK | {"scale": case.scale, "tuning": Tuning(splits=2)}
+        return tuple(map(np.asarray, paged_attention_triton(q, *pools, table, seq_lens, q_lens, **options)))
+
+    assert np.abs(call(0)[0].astype(np.float32)).max() > 0.1
+    for far, near in zip(call(pages), call(0), strict=True):
+        assert far.tobytes() == near.tobytes()

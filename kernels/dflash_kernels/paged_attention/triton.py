@@ -1,6 +1,7 @@
 """Paged attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, and its two launches."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,11 +84,31 @@ def _attend(
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]
+    if tuning.merge == "xla":
+        return _merge_xla(out, lse, q_lens, sinks, q.dtype)
     return call(
         out, lse, q_lens, given[0], kernel=kernel.merge, grid=(b * tokens * n,), num_warps=4, num_stages=1,
         out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
         **launch.merge_constants(sinks is not None),
     )  # fmt: skip
+
+
+def _merge_xla(parts: Array, parts_lse: Array, q_lens: Array, sinks: Array | None, dtype: Any) -> tuple[Array, Array]:
+    """The same as the kernel. Written part by part instead of as a reduction, so that XLA makes one fusion of it."""
+    _, tokens, _, splits = parts_lse.shape
+    logits = [parts_lse[..., split] for split in range(splits)]
+    if sinks is not None:
+        live = jnp.arange(tokens) < q_lens[:, None]
+        logits.append(jnp.where(live[..., None], sinks.astype(jnp.float32), -jnp.inf))
+    top = functools.reduce(jnp.maximum, logits)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    weights = [jnp.exp(logit - base) for logit in logits]
+    total = functools.reduce(jnp.add, weights)
+    share = 1 / jnp.where(total > 0, total, 1.0)
+    out = functools.reduce(
+        jnp.add, [parts[..., split, :] * (weights[split] * share)[..., None] for split in range(splits)]
+    )
+    return out.astype(dtype), base + jnp.log(total)
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None) -> None:

@@ -57,7 +57,8 @@ def attend(
     position = length - live + token
 
     places = ((b.to(tl.int64) * TOKENS + token) * (KV_HEADS * GROUP) + query_head)[:, None]
-    inside = columns[None, :] < HEAD_DIM
+    # A mask that is always true costs instructions all the same.
+    inside = columns[None, :] < HEAD_DIM if HEAD_DIM < COLUMNS else tl.full((1, COLUMNS), True, tl.int1)
     queries = tl.load(q_ptr + places * HEAD_DIM + columns[None, :], mask=alive[:, None] & inside, other=0.0)
 
     # Keys that any row of this block sees, in whole tiles, dealt to the parts.
@@ -76,6 +77,13 @@ def attend(
     begin = first + part * share
     end = tl.minimum(begin + share, last)
 
+    # The first and last key that each row sees.
+    lowest, highest = position, tl.where(alive, stop - 1, -1)
+    if LEFT is not None:
+        lowest = position - LEFT
+    if RIGHT is not None:
+        highest = tl.minimum(highest, position + RIGHT)
+
     factor = SCALE * LOG2E
     if SOFT_CAP is not None:
         factor = SCALE * 1.0
@@ -89,31 +97,34 @@ def attend(
     for tile in range(begin, end):
         key = tile * KEYS + tl.arange(0, KEYS)
         there = key < stop
+        held = there[:, None] & inside if HEAD_DIM < COLUMNS else there[:, None]
         if PAGE % KEYS == 0:
+            # All that takes 64 bits is one number; the rest of the addresses is the same for every tile.
             page = tl.load(table_ptr + b * WIDTH + tile // (PAGE // KEYS)).to(tl.int64)
-            slot = (page * KV_HEADS + head) * PAGE + tile % (PAGE // KEYS) * KEYS + tl.arange(0, KEYS)
+            first_slot = (page * KV_HEADS + head) * PAGE + tile % (PAGE // KEYS) * KEYS
+            slot = first_slot + tl.arange(0, KEYS)
+            k_tile, v_tile = k_ptr + first_slot * HEAD_DIM, v_ptr + first_slot * HEAD_DIM
+            place = tl.arange(0, KEYS)[:, None] * HEAD_DIM + columns[None, :]
         else:
             page = tl.load(table_ptr + b * WIDTH + key // PAGE, mask=there, other=0).to(tl.int64)
             slot = (page * KV_HEADS + head) * PAGE + key % PAGE
-        place = slot[:, None] * HEAD_DIM + columns[None, :]
-        held = there[:, None] & inside
-        keys = widen(tl.load(k_ptr + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
+            k_tile, v_tile = k_ptr, v_ptr
+            place = slot[:, None] * HEAD_DIM + columns[None, :]
+        keys = widen(tl.load(k_tile + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
         scores = tl.dot(queries, tl.trans(keys)) * factor
         if K_SCALE == "token":
             scores *= tl.load(k_scale_ptr + slot, mask=there, other=0.0)[None, :]
         if SOFT_CAP is not None:
             # The hardware's own tanh keeps eleven bits, too few under a cap of fifty.
             scores = (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2 * LOG2E / SOFT_CAP)))) * (SOFT_CAP * LOG2E)
-        behind = position[:, None] - key[None, :]
-        if ALIBI == "linear":
+        if ALIBI is not None:
+            behind = (position[:, None] - key[None, :]).to(tl.float32)
+            if ALIBI == "sqrt":
+                behind = tl.sqrt(tl.maximum(behind, 0.0))
             scores -= slope[:, None] * behind
-        if ALIBI == "sqrt":
-            scores -= slope[:, None] * tl.sqrt(tl.maximum(behind, 0).to(tl.float32))
-        visible = there[None, :] & alive[:, None]
+        visible = key[None, :] <= highest[:, None]
         if LEFT is not None:
-            visible &= behind <= LEFT
-        if RIGHT is not None:
-            visible &= behind >= -RIGHT
+            visible &= key[None, :] >= lowest[:, None]
         scores = tl.where(visible, scores, float("-inf"))
 
         higher = tl.maximum(top, tl.max(scores, 1))
@@ -121,7 +132,7 @@ def attend(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
-        values = widen(tl.load(v_ptr + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
+        values = widen(tl.load(v_tile + place, mask=held, other=0.0), queries.dtype, FLOAT8_BITS)
         sums = tl.dot(weights.to(values.dtype), values, sums * fade[:, None])
         top = higher
 

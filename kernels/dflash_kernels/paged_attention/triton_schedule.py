@@ -22,6 +22,7 @@ class Tuning:
       stages: depth of the compiler's pipeline. Page numbers and the copies that follow them take two stages each: tiles are double
         buffered from 5.
       warps: of a program.
+      merge: "kernel" or "xla".
     """
 
     splits: int | None = None
@@ -29,6 +30,7 @@ class Tuning:
     keys: int | None = None
     stages: int = 5
     warps: int = 4
+    merge: str = "kernel"
 
 
 @dataclasses.dataclass(frozen=True)
