@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.mla_attention.reference import mla_attention_reference
+from dflash_kernels.mla_attention.triton import mla_attention_triton
 
-IMPLEMENTATIONS = {"xla": mla_attention_reference}
+IMPLEMENTATIONS = {"triton": mla_attention_triton, "xla": mla_attention_reference}
 
 
 def mla_attention(

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.jax_triton_call import jax_triton, usable_target
-from dflash_kernels.paged_attention.triton_schedule import Tuning, plan
+from dflash_kernels.paged_attention.triton_schedule import FIRST_WITH_FLOAT8, Tuning, plan
 from dflash_kernels.target import Target
 
 LARGEST_HEAD_DIM = 256
-FIRST_WITH_FLOAT8 = 89  # compute capability
 CHOSEN = Tuning()
 
 

@@ -9,6 +9,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_schedule import best_splits
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 # Bytes of shared memory that a program may have on every GPU since Ampere (GeForce cards have least).
 SHARED_MEMORY = 99 * 1024
+FIRST_WITH_FLOAT8 = 89  # compute capability
 
 
 @dataclasses.dataclass(frozen=True)
