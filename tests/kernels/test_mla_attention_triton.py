@@ -14,7 +14,7 @@ from dflash_kernels.mla_attention.triton import LARGE_SHARED_MEMORY, Tuning, mla
 from dflash_kernels.paged_attention.triton_schedule import SHARED_MEMORY
 
 from .attention_oracle import Case, make_case, oracle
-from .triton_tools import compiled, interpret
+from .triton_tools import compiled, interpret, run_as_ampere
 
 # T, heads, page size, latents, rotated part, sequence lengths, query lengths, causal, tuning.
 CASES = {
@@ -65,7 +65,9 @@ def calls(dtype: Any) -> dict[Any, tuple[Any, ...]]:
     return made
 
 
-@pytest.fixture(scope="module", params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    scope="module", params=["interpreted", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("gpu", "a100"))]
+)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """Results of all calls, and the dtype that they were made in: the interpreter knows no bfloat16 products."""
     if request.param == "interpreted":
@@ -73,8 +75,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         named = {name: ("mla_attention", "mla_attention_triton", *call) for name, call in given.items()}
         return interpret(named, tmp_path_factory.mktemp("interpreter")) | {"dtype": jnp.float16}
     found: dict[Any, Any] = {"dtype": jnp.bfloat16}
-    for name, (arrays, options) in calls(jnp.bfloat16).items():
-        found[name] = tuple(map(np.asarray, mla_attention_triton(*map(jnp.asarray, arrays), **options)))
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "a100":
+            run_as_ampere("mla_attention", patch)
+        for name, (arrays, options) in calls(jnp.bfloat16).items():
+            options = {key: jnp.asarray(value) if key == "latent_scale" else value for key, value in options.items()}
+            found[name] = tuple(map(np.asarray, mla_attention_triton(*map(jnp.asarray, arrays), **options)))
     return found
 
 

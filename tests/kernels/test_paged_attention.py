@@ -71,7 +71,9 @@ def test_rows_without_a_visible_key(causal: bool, sinks: np.ndarray | None, cand
     blind[0, :3] = blind[1] = True
     assert (out[blind] == 0).all()
     assert (out[2] == 0).all()
-    np.testing.assert_allclose(lse[blind], np.broadcast_to(-np.inf if sinks is None else sinks, lse[blind].shape), rtol=2e-7)
+    np.testing.assert_allclose(
+        lse[blind], np.broadcast_to(-np.inf if sinks is None else sinks, lse[blind].shape), rtol=2e-7
+    )
     assert (lse[2] == -np.inf).all()
 
 

@@ -11,7 +11,7 @@ from dflash_kernels.paged_attention.triton import paged_attention_triton
 from dflash_kernels.paged_attention.triton_schedule import Tuning
 
 from .attention_oracle import Case, make_case, oracle
-from .triton_tools import interpret
+from .triton_tools import interpret, run_as_ampere
 
 SLOPES = (2.0 ** -np.linspace(0.5, 8, 8)).astype(np.float32)
 SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
@@ -50,9 +50,10 @@ CASES = {
 }  # fmt: skip
 
 
-def case_of(name: str) -> Case:
+def case_of(name: str, dtype: Any = jnp.float16) -> Case:
+    """In float16 for the interpreter, which multiplies the bits of bfloat16."""
     t, group, page_size, head_dim, seq_lens, q_lens, mask, _ = CASES[name]
-    shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": jnp.float16}
+    shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
     return make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask)
 
 
@@ -72,15 +73,30 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[np.
     return interpret(calls, tmp_path_factory.mktemp("interpreter"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_agrees_with_float64(name: str, interpreted: dict[Any, tuple[np.ndarray, ...]]) -> None:
-    case, (out, lse) = case_of(name), interpreted[name]
+def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     true_out, true_lse = oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
     assert out.dtype == case.q.dtype
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
     assert (out[~np.isfinite(true_lse)] == 0).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name: str, interpreted: dict[Any, tuple[np.ndarray, ...]]) -> None:
+    check(case_of(name), *interpreted[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["q1-split", "q16-direct", "page5", "window", "cap-sinks", "head72", "head256", "fp8", "int8"]
+)
+def test_what_an_a100_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_as_ampere("paged_attention", monkeypatch)
+    case = case_of(name, jnp.bfloat16)
+    _, _, arrays, options = call_of(case, CASES[name][-1])
+    options = {key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}
+    check(case, *map(np.asarray, paged_attention_triton(*map(jnp.asarray, arrays), **options)))
 
 
 FILLS = ("zeros", "nan", "inf", "-inf")

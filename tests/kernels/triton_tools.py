@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.target import Target
+from dflash_kernels.target import Target, target
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8",
@@ -66,3 +66,17 @@ def compiled(
     monkeypatch.setattr(module, "usable_target", lambda: device)
     jax.eval_shape(lambda *arrays: function(*arrays, **options), *shapes)
     return programs
+
+
+def run_as_ampere(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has an op's kernels compiled as for an A100 and run on the GPU that is here: GPUs run what is compiled for older ones."""
+    library = pytest.importorskip("jax_triton").triton_lib.triton_kernel_call_lib
+    build, here = library.TritonKernel, target().capability
+
+    def built(*arguments):
+        # The last one says which GPU the assembler makes machine code for.
+        return build(*arguments[:-1], here)
+
+    monkeypatch.setattr(library, "TritonKernel", built)
+    device = Target("as an A100", "gpu", 80, 108)
+    monkeypatch.setattr(importlib.import_module(f"dflash_kernels.{op}.triton"), "usable_target", lambda: device)
