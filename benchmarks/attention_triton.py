@@ -47,9 +47,8 @@ def check(case: Case, arrays: tuple[jax.Array, ...]) -> float:
 
 def variants(case: Case) -> list[Tuning]:
     """What a sweep tries: tiles first with the parts chosen from the shapes, then other numbers of parts."""
-    splits = {64: (1, 2), 8: (2, 4), 1: (8, 16)}[case.b] if case.t < 512 else (1, 2)
-    merges = [{"splits": count, "merge": merge} for count in splits for merge in ("kernel", "xla")]
-    return [Tuning(**change) for change in (*TRIED[case.t], *merges)]
+    splits = {64: (1, 2, 3), 8: (2, 4, 6), 1: (8, 16, 32)}[case.b] if case.t < 512 else (1, 2)
+    return [Tuning(**change) for change in (*TRIED[case.t], *({"splits": count} for count in splits))]
 
 
 def sweep(case: Case, arrays: tuple[jax.Array, ...]) -> None:

@@ -122,14 +122,13 @@ def test_compiles_to_machine_code(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     q, pages = jax.ShapeDtypeStruct((2, t, heads, 576), jnp.bfloat16), jax.ShapeDtypeStruct((9, 1, 64, 576), stored)
     table, lens = jax.ShapeDtypeStruct((2, 40), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-    attend, merge = compiled(
+    (attend,) = compiled(
         "mla_attention", mla_attention_triton, q, pages, table, lens, lens, capability=capability, monkeypatch=monkeypatch,
         kv_lora_rank=512, scale=0.1, causal=True, latent_scale=jnp.ones(()) if stored != "bfloat16" else None,
     )  # fmt: skip
     assert attend.metadata.shared <= LARGE_SHARED_MEMORY.get(capability, SHARED_MEMORY)
     assert any(int(pending) > 0 for pending in re.findall(r"cp\.async\.wait_group\s+(\w+)", attend.asm["ptx"]))
     assert attend.asm["cubin"]
-    assert merge.asm["cubin"]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ CASES = {
     "window-behind": (8, 2, 64, 64, [90, 3], None, {"causal": False, "window": (9, -2)}, Tuning(splits=2)),
     "cap-sinks": (4, 4, 64, 128, [150, 2, 0], [4, 4, 2], {"soft_cap": 1.5, "sinks": SINKS[:8]}, Tuning(splits=2)),
     "sinks-one-part": (2, 4, 64, 64, [90, 1, 0], [2, 1, 2], {"sinks": SINKS[:8], "scale": 0.25}, Tuning(splits=1)),
-    "merge-xla": (4, 4, 64, 64, [150, 2, 0], [4, 4, 2], {"sinks": SINKS[:8]}, Tuning(splits=3, merge="xla")),
+    "sinks-three-parts": (4, 4, 64, 64, [150, 2, 0], [4, 4, 2], {"sinks": SINKS[:8]}, Tuning(splits=3)),
     "head72": (3, 3, 64, 72, [150, 2], None, {}, Tuning(splits=2)),
     "head80": (3, 1, 16, 80, [50, 2], None, {}, Tuning(splits=1)),
     "head96": (3, 3, 64, 96, [150, 2], None, {}, Tuning(splits=2)),

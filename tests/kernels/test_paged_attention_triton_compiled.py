@@ -36,7 +36,7 @@ def test_compiles_to_machine_code(
     """Within the shared memory of every GPU since Ampere, with copies of 16 bytes that go on while a tile is worked on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     mask = MASK | {"scale": 0.1} | ({"window": (70, 3), "soft_cap": 30.0, "causal": False} if t == 7 else {})
-    attend, merge = compiled(
+    (attend,) = compiled(
         "paged_attention", paged_attention_triton, *shapes(t, group, head_dim, page_size), capability=capability,
         monkeypatch=monkeypatch, **mask,
     )  # fmt: skip
@@ -47,7 +47,6 @@ def test_compiles_to_machine_code(
     assert any(int(pending) > 0 for pending in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx))
     assert ("wgmma" in ptx) == (capability == 90 and t * group > 32)
     assert attend.asm["cubin"]
-    assert merge.asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -59,7 +58,7 @@ def test_quantised_pages_compile(stored: Any, capability: int, monkeypatch: pyte
     scales = {"k_scale": jnp.ones(2), "v_scale": jnp.ones(2)}
     if stored == jnp.int8:
         scales = {"k_scale": jnp.ones(pages.shape[:3]), "v_scale": jnp.ones((2, 128))}
-    attend, _ = compiled(
+    (attend,) = compiled(
         "paged_attention", paged_attention_triton, q, pages, pages, *rest, capability=capability, monkeypatch=monkeypatch,
         **MASK | {"scale": 0.1}, **scales, alibi_slopes=jnp.ones(8), alibi_sqrt=True,
     )  # fmt: skip
@@ -73,14 +72,13 @@ def test_schedule() -> None:
     mask = {"causal": True, "window": (None, None), "soft_cap": None, "scale": 0.1, "multiprocessors": 108}
     for b in (64, 8, 1):
         programs = math.prod(plan(Tuning(), b=b, tokens=1, **shape, **mask).grid)
-        assert 200 < programs < 4 * 8 * 64 * 4
+        assert 128 <= programs < 4 * 8 * 64 * 4
     rows = [plan(Tuning(), b=1, tokens=t, **shape, **mask).constants["ROWS"] for t in (1, 5, 16, 64)]
     assert rows == [16, 32, 64, 64]
     assert plan(Tuning(), b=1, tokens=64, **shape, **mask).grid[0] == 32
     whole, parts = (plan(Tuning(splits=splits), b=1, tokens=1, **shape, **mask) for splits in (1, 5))
     assert whole.constants["SINKS"]
     assert not parts.constants["SINKS"]  # they are the merge's: adding them to every part would count them five times
-    assert parts.merge_constants(sinks=True)["SPLITS_PADDED"] == 8
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Absorbed latent attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its schedule, its two launches."""
+"""Absorbed latent attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its schedule, and its launch."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.jax_triton_call import jax_triton, power_of_two, usable_target
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import best_splits
+from dflash_kernels.paged_attention.triton_merge import merged
 from dflash_kernels.paged_attention.triton_schedule import FIRST_WITH_FLOAT8, MULTIPROCESSORS, SHARED_MEMORY
 from dflash_kernels.target import Target
 
@@ -77,9 +78,7 @@ def _attend(
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: Triton is an extra.
     from dflash_kernels.mla_attention.triton_kernel import attend
-    from dflash_kernels.paged_attention.triton_kernel import merge
 
-    call = functools.partial(jax_triton().triton_call, compute_capability=device.capability)
     b, tokens, heads, width = q.shape
     # Older GPUs have no float8: they take the bytes apart.
     bits = latent_pages.dtype == jnp.float8_e4m3fn and device.capability < FIRST_WITH_FLOAT8
@@ -87,28 +86,25 @@ def _attend(
     grid, constants = plan(
         tuning, device, b=b, tokens=tokens, heads=heads, page_size=pool.shape[2], table_width=page_table.shape[1]
     )
-    splits, columns = constants["SPLITS"], max(power_of_two(rank), 16)
+    splits = constants["SPLITS"]
     seq_lens, q_lens, page_table = (array.astype(jnp.int32) for array in (seq_lens, q_lens, page_table))
     # Something has to stand where there is no scale; the kernel does not look at it.
     given = seq_lens if latent_scale is None else latent_scale.astype(jnp.float32).reshape(1)
     direct = splits == 1
     parts = (b, tokens, heads, splits)
-    out, lse = call(
+    out, lse = jax_triton().triton_call(
         q, pool, page_table, seq_lens, q_lens, given, kernel=attend, grid=grid, num_warps=tuning.warps, num_stages=tuning.stages,
+        compute_capability=device.capability,
         out_shape=(
             jax.ShapeDtypeStruct((*parts, rank), q.dtype if direct else jnp.float32),
             jax.ShapeDtypeStruct(parts, jnp.float32),
         ),
-        RANK=rank, ROTATED=width - rank, RANK_PADDED=columns, ROTATED_PADDED=max(power_of_two(width - rank), 16), SCALE=scale,
-        CAUSAL=causal, SCALED=latent_scale is not None, FLOAT8_BITS=bits, **constants,
+        RANK=rank, ROTATED=width - rank, RANK_PADDED=max(power_of_two(rank), 16),
+        ROTATED_PADDED=max(power_of_two(width - rank), 16), SCALE=scale, CAUSAL=causal, SCALED=latent_scale is not None, FLOAT8_BITS=bits, **constants,
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]
-    return call(
-        out, lse, q_lens, seq_lens, kernel=merge, grid=(b * tokens * heads,), num_warps=8, num_stages=1,
-        out_shape=(jax.ShapeDtypeStruct((*q.shape[:3], rank), q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
-        TOKENS=tokens, HEADS=heads, HEAD_DIM=rank, COLUMNS=columns, SPLITS=splits, SPLITS_PADDED=power_of_two(splits), SINKS=False,
-    )  # fmt: skip
+    return merged(out, lse, q.dtype)
 
 
 def plan(

@@ -1,13 +1,13 @@
-"""Paged attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, and its two launches."""
+"""Paged attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its launch, and the merge."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.jax_triton_call import jax_triton, usable_target
+from dflash_kernels.paged_attention.triton_merge import merged
 from dflash_kernels.paged_attention.triton_schedule import FIRST_WITH_FLOAT8, Tuning, plan
 from dflash_kernels.target import Target
 
@@ -53,7 +53,6 @@ def _attend(
     # Not at the top: Triton is an extra.
     from dflash_kernels.paged_attention import triton_kernel as kernel
 
-    call = functools.partial(jax_triton().triton_call, compute_capability=device.capability)
     b, tokens, n, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     sinks, _, k_scale, v_scale = options
@@ -73,41 +72,17 @@ def _attend(
     given = [seq_lens if option is None else option.astype(jnp.float32) for option in options]
     direct = launch.splits == 1
     parts = (b, tokens, n, launch.splits)
-    out, lse = call(
+    out, lse = jax_triton().triton_call(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, *given, kernel=kernel.attend, grid=launch.grid,
         out_shape=(
             jax.ShapeDtypeStruct((*parts, head_dim), q.dtype if direct else jnp.float32),
             jax.ShapeDtypeStruct(parts, jnp.float32),
         ),
-        num_warps=launch.warps, num_stages=launch.stages, **launch.constants,
+        num_warps=launch.warps, num_stages=launch.stages, compute_capability=device.capability, **launch.constants,
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]
-    if tuning.merge == "xla":
-        return _merge_xla(out, lse, q_lens, sinks, q.dtype)
-    return call(
-        out, lse, q_lens, given[0], kernel=kernel.merge, grid=(b * tokens * n,), num_warps=4, num_stages=1,
-        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
-        **launch.merge_constants(sinks is not None),
-    )  # fmt: skip
-
-
-def _merge_xla(parts: Array, parts_lse: Array, q_lens: Array, sinks: Array | None, dtype: Any) -> tuple[Array, Array]:
-    """The same as the kernel. Written part by part instead of as a reduction, so that XLA makes one fusion of it."""
-    _, tokens, _, splits = parts_lse.shape
-    logits = [parts_lse[..., split] for split in range(splits)]
-    if sinks is not None:
-        live = jnp.arange(tokens) < q_lens[:, None]
-        logits.append(jnp.where(live[..., None], sinks.astype(jnp.float32), -jnp.inf))
-    top = functools.reduce(jnp.maximum, logits)
-    base = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = [jnp.exp(logit - base) for logit in logits]
-    total = functools.reduce(jnp.add, weights)
-    share = 1 / jnp.where(total > 0, total, 1.0)
-    out = functools.reduce(
-        jnp.add, [parts[..., split, :] * (weights[split] * share)[..., None] for split in range(splits)]
-    )
-    return out.astype(dtype), base + jnp.log(total)
+    return merged(out, lse, q.dtype, sinks, q_lens)
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None) -> None:

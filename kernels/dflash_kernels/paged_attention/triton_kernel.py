@@ -1,4 +1,4 @@
-"""The Triton kernels: attention of a block of query rows over one part of a sequence's pages, and the merge of the parts.
+"""The Triton kernel: attention of a block of query rows over one part of a sequence's pages.
 
 A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, so that every key and value is read once for
 all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32. Everything that is known before the launch
@@ -159,33 +159,3 @@ def attend(
     )
     lse = tl.where(blind, of_blind, (top + tl.log2(total)) * LN2)
     tl.store(lse_ptr + places, lse[:, None], mask=ours[:, None])
-
-
-@triton.jit
-@no_type_check
-def merge(
-    parts_ptr, parts_lse_ptr, live_ptr, sinks_ptr, out_ptr, lse_ptr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """One program for each query row: parts `[B, T, N, splits, H]` and their lse to out `[B, T, N, H]` and lse `[B, T, N]`."""
-    row = tl.program_id(0).to(tl.int64)
-    split, columns = tl.arange(0, SPLITS_PADDED), tl.arange(0, COLUMNS)
-    lse = tl.load(parts_lse_ptr + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    top = tl.max(lse, 0)
-    sink = float("-inf")
-    if SINKS:
-        token = row // HEADS
-        if token % TOKENS < tl.load(live_ptr + token // TOKENS):
-            sink = tl.load(sinks_ptr + row % HEADS)
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2((lse - base) * LOG2E)
-    total = tl.sum(weights, 0)
-    if SINKS:
-        total += tl.exp2((sink - base) * LOG2E)
-    place = (row * SPLITS + split)[:, None] * HEAD_DIM + columns[None, :]
-    parts = tl.load(parts_ptr + place, mask=(weights > 0)[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
-    out = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out_ptr + row * HEAD_DIM + columns, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
-    tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log2(total) * LN2, float("-inf")))

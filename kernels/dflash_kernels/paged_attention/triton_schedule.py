@@ -9,6 +9,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_schedule import best_splits
 MULTIPROCESSORS = 108  # of an A100, where the device does not say
 # Bytes of shared memory that a program may have on every GPU since Ampere (GeForce cards have least).
 SHARED_MEMORY = 99 * 1024
+FEWEST_TILES = 4  # worth a part of their own
 FIRST_WITH_FLOAT8 = 89  # compute capability
 
 
@@ -23,7 +24,6 @@ class Tuning:
       stages: depth of the compiler's pipeline. Page numbers and the copies that follow them take two stages each: tiles are double
         buffered from 5.
       warps: of a program.
-      merge: "kernel" or "xla".
     """
 
     splits: int | None = None
@@ -31,12 +31,11 @@ class Tuning:
     keys: int | None = None
     stages: int = 5
     warps: int = 4
-    merge: str = "kernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Grid, options and constants of one launch of the kernel, and of the merge where there is more than one part."""
+    """Grid, options and constants of one launch of the kernel."""
 
     grid: tuple[int, int, int]
     warps: int
@@ -46,13 +45,6 @@ class Launch:
     @property
     def splits(self) -> int:
         return self.constants["SPLITS"]
-
-    def merge_constants(self, sinks: bool) -> dict[str, Any]:
-        of = self.constants
-        return {
-            "TOKENS": of["TOKENS"], "HEADS": of["GROUP"] * of["KV_HEADS"], "HEAD_DIM": of["HEAD_DIM"], "COLUMNS": of["COLUMNS"],
-            "SPLITS": self.splits, "SPLITS_PADDED": power_of_two(self.splits), "SINKS": sinks,
-        }  # fmt: skip
 
 
 def plan(
@@ -69,7 +61,10 @@ def plan(
     splits = tuning.splits
     if splits is None:
         slots = 2 * (multiprocessors or MULTIPROCESSORS)
-        splits = best_splits(b * kv_heads * row_blocks, slots, table_width * page_size, keys, min(tokens * group, rows))
+        least = FEWEST_TILES * keys
+        splits = best_splits(
+            b * kv_heads * row_blocks, slots, table_width * page_size, least, min(tokens * group, rows)
+        )
     left, right = window
     if causal:
         right = 0 if right is None else min(right, 0)
