@@ -13,6 +13,8 @@ import numpy as np
 import tqdm
 from jaxtyping import Array
 
+from dflash_jax.cache import CacheDtype, check_cache_dtype
+from dflash_jax.cache.calibration import calibrate
 from dflash_jax.checkpoint import Checkpoint, open_checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import Engine
@@ -96,6 +98,8 @@ def load(
     page_size: int = 64,
     num_pages: int | None = None,
     proposals: Literal["shared_noise", "argmax", "rejection"] = "shared_noise",
+    cache_dtype: CacheDtype | None = None,
+    calibration: Sequence[str | Sequence[int]] = (),
     revision: str | None = None,
     draft_revision: str | None = None,
 ) -> Model:
@@ -113,6 +117,10 @@ def load(
         no room for them.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
+      cache_dtype: None keeps the target's pages in `dtype`, "fp8" in eight bits, "fp8_packed" (targets with latent attention)
+        in eight bits with scales in each row. Texts may differ from those of unquantised pages; drafting changes them no more than
+        before, but for numbers that lie on the border between two roundings.
+      calibration: texts or token ids like those to be served, on which the scales of "fp8" pages are found; without, they are 1.
       revision, draft_revision: of hub ids.
 
     Raises:
@@ -131,6 +139,11 @@ def load(
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
     if drafter is not None:
         check_pair(target.config, drafter.config)
+    check_cache_dtype(target.config, cache_dtype)
+    if len(calibration) and cache_dtype != "fp8":
+        raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
+    tokenizer = Tokenizer.from_folder(target.folder)
+    texts = [_calibration_ids(tokenizer, text) for text in calibration]
     dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
     engine = Engine(
         target=target.config,
@@ -141,6 +154,7 @@ def load(
         max_batch=max_batch,
         page_size=page_size,
         proposals=proposals,
+        cache_dtype=cache_dtype,
     )
     memory = plan_for(engine, [target] if drafter is None else [target, drafter], num_pages)
     with named_memory_errors("weights were loaded"):
@@ -149,8 +163,8 @@ def load(
             params = drafter.load(str(dtype_used))
             check_draft_vocabulary(drafter.config, params)
             weights["draft"] = fuse_context_projection(drafter.config, params)
-    engine = replace(engine, weights=weights, num_pages=memory.num_pages)
-    tokenizer = Tokenizer.from_folder(target.folder)
+    scales = calibrate(target.config, weights["target"], texts) if texts else None
+    engine = replace(engine, weights=weights, num_pages=memory.num_pages, cache_scales=scales)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
     name = "the shipped pair" if path is None else str(path)
     if memory.num_pages < memory.full_pages and num_pages is None:
@@ -171,6 +185,14 @@ def plan_for(engine: Engine, checkpoints: Sequence[Checkpoint], num_pages: int |
         weights=weights, workspace=workspace, page=engine.page_bytes, longest_pages=engine.buckets.width[-1],
         max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
     )  # fmt: skip
+
+
+def _calibration_ids(tokenizer: Tokenizer | None, text: str | Sequence[int]) -> Sequence[int]:
+    if not isinstance(text, str):
+        return text
+    if tokenizer is None:
+        raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
+    return tokenizer.encode(text)
 
 
 def open_pair(

@@ -14,8 +14,8 @@ from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import merge_states, mla_attention
-from jaxtyping import Array, Bool, Float, Int
+from dflash_kernels import latent_decode, merge_states, mla_attention
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 @runtime_checkable
@@ -80,17 +80,32 @@ def absorbed_attention(
     layer: LatentLayer,
     q_nope: Float[Array, "B T N P"],
     q_pe: Float[Array, "B T N r"],
-    latent_pages: Float[Array, "pages 1 p C"],
+    latent_pages: Shaped[Array, "pages 1 p stored"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
+    *,
+    latent_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """The queries over their sequences' pages, which hold the queries' own rows already."""
-    rank = latent_pages.shape[-1] - q_pe.shape[-1]
+    """The queries over their sequences' pages, which hold the queries' own rows already.
+
+    Args:
+      latent_pages: in any format of `dflash_kernels.latent_cache`. Packed rows are unpacked into pages of their own first, all that
+        the table names: they save memory between calls, not traffic within one.
+      latent_scale: of float8 pages. It goes into the queries and onto the output, so that the pages are read as they are.
+    """
+    q, rank = layer.absorb(q_nope, q_pe), layer.w_uv.shape[-1]
+    if latent_pages.dtype == jnp.uint8:
+        named = latent_pages[jnp.clip(page_table, 0, latent_pages.shape[0] - 1)].reshape(-1, *latent_pages.shape[1:])
+        latent_pages = latent_decode(named, q.dtype, kv_lora_rank=rank)
+        page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
+    if latent_scale is not None:
+        q = (q.astype(jnp.float32) * latent_scale).astype(q.dtype)
     o_latent = mla_attention(
-        layer.absorb(q_nope, q_pe), latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank,
-        scale=layer.scale, causal=layer.causal,
-    )  # fmt: skip
+        q, latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank, scale=layer.scale, causal=layer.causal
+    )
+    if latent_scale is not None:
+        o_latent = (o_latent.astype(jnp.float32) * latent_scale).astype(q.dtype)
     return layer.up(cast(Array, o_latent))
 
 
@@ -127,12 +142,13 @@ def chunked_prefill(
     q_nope: Float[Array, "B T N P"],
     q_pe: Float[Array, "B T N r"],
     latents: Float[Array, "B T C"],
-    latent_pages: Float[Array, "pages 1 p C"],
+    latent_pages: Shaped[Array, "pages 1 p stored"],
     page_table: Int[Array, "B W"],
     context_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,
     context_chunk: int,
+    latent_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
     """New tokens over themselves and over the context in their sequences' pages, expanded.
 
@@ -143,16 +159,18 @@ def chunked_prefill(
       latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.
       context_lens: tokens of each sequence before the new ones; nothing past them is read from the pages.
       q_lens: new tokens that are real; rows past them give 0.
+      latent_scale: of float8 pages; see `dflash_kernels.latent_cache` for the formats.
     """
     b, t = q_nope.shape[:2]
-    pages, _, p, width = latent_pages.shape
+    pages, _, p, stored = latent_pages.shape
+    rank = latents.shape[-1] - q_pe.shape[-1]
     columns = min(max(1, context_chunk // b // p), page_table.shape[1])
     chunk = columns * p
-    rows = jnp.arange(t)
-    live = rows < q_lens[:, None]
+    order = jnp.arange(t)
+    live = order < q_lens[:, None]
     itself = live[:, :, None] & live[:, None]
     if layer.causal:
-        itself &= rows <= rows[:, None]
+        itself &= order <= order[:, None]
     latents = jnp.where(live[:, :, None], latents, jnp.zeros((), latents.dtype))
     new = expanded_attention(layer, q_nope, q_pe, latents, itself)
 
@@ -162,7 +180,8 @@ def chunked_prefill(
     def add(index: Array, context: tuple[Array, Array]) -> tuple[Array, Array]:
         own = jax.lax.dynamic_slice_in_dim(table, index * columns, columns, axis=1)
         held = index * chunk + jnp.arange(chunk) < context_lens[:, None]
-        gathered = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, width).astype(latents.dtype)
+        rows = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, stored)
+        gathered = latent_decode(rows, latents.dtype, kv_lora_rank=rank, scale=latent_scale)
         gathered = jnp.where(held[:, :, None], gathered, jnp.zeros((), gathered.dtype))
         part = expanded_attention(layer, q_nope, q_pe, gathered, held[:, None] & live[:, :, None])
         return merge_states(*context, *part)

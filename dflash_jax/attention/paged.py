@@ -1,10 +1,11 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
+import dataclasses
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import kv_write, latent_write, paged_attention, qkv_write
+from dflash_kernels import kv_write, latent_decode, latent_encode, latent_write, paged_attention, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
@@ -34,7 +35,7 @@ class PagedAttend:
         q_lens: Int[Array, "B"],
         form: LatentForm = ABSORBED,
     ):
-        self.form = form
+        self.form, self._pages = form, pages
         self._k, self._v = list(pages.k), list(pages.v)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
@@ -43,35 +44,42 @@ class PagedAttend:
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
         i = layer.index
+        scales = {}
+        if self._pages.k_scale:
+            scales = {"k_scale": self._pages.k_scale[i], "v_scale": self._pages.v_scale[i]}
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         q, self._k[i], self._v[i], _ = qkv_write(
             self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
-            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, tokens_each=qkv.shape[1],
+            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, tokens_each=qkv.shape[1], **scales,
         )  # fmt: skip
         out = paged_attention(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
-            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
+            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, **scales,
         )  # fmt: skip
         return cast(Array, out)
 
     def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
         """Latent attention: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`."""
-        i = layer.index
-        latents = jnp.concatenate([kv_c, k_pe], axis=-1)
-        self._k[i] = latent_write(self._k[i], latents.reshape(-1, latents.shape[-1]), self.slots)
-        if not self.form.expands(
-            q_nope.shape[1], rank=kv_c.shape[-1], nope=q_nope.shape[-1], value=layer.w_uv.shape[1]
-        ):
-            return absorbed_attention(layer, q_nope, q_pe, self._k[i], self.page_table, self.seq_lens, self.q_lens)
+        i, rank = layer.index, kv_c.shape[-1]
+        latents, pool = jnp.concatenate([kv_c, k_pe], axis=-1), self._k[i]
+        scale = self._pages.k_scale[i] if self._pages.k_scale else None
+        stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
+        pool = self._k[i] = latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots)
+        if not self.form.expands(q_nope.shape[1], rank=rank, nope=q_nope.shape[-1], value=layer.w_uv.shape[1]):
+            return absorbed_attention(
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
+            )
+        # As the pool holds them, so that both forms, and prompts cut anyhow, see the same rows.
+        latents = latent_decode(stored, latents.dtype, kv_lora_rank=rank, scale=scale)
         return chunked_prefill(
-            layer, q_nope, q_pe, latents, self._k[i], self.page_table, self.seq_lens - self.q_lens, self.q_lens,
-            context_chunk=self.form.context_chunk,
+            layer, q_nope, q_pe, latents, pool, self.page_table, self.seq_lens - self.q_lens, self.q_lens,
+            context_chunk=self.form.context_chunk, latent_scale=scale,
         )  # fmt: skip
 
     @property
     def pages(self) -> Pages:
-        return Pages(tuple(self._k), tuple(self._v))
+        return dataclasses.replace(self._pages, k=tuple(self._k), v=tuple(self._v))
 
 
 def write_context(
@@ -90,4 +98,4 @@ def write_context(
         k, v, _ = kv_write(
             pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps
         )
-    return Pages(k, v)
+    return dataclasses.replace(pages, k=k, v=v)

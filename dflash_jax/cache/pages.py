@@ -5,8 +5,9 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from dflash_jax.cache.formats import CacheScales, default_scales, pool_dtype
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 
@@ -18,33 +19,53 @@ class Pages:
     """Key and value pools of all layers of one model.
 
     Attributes:
-      k: keys; for a model with latent attention its rows, `[P, 1, p, R + r]`.
+      k: keys; for a model with latent attention its rows, `[P, 1, p, R + r]` (or their bytes where rows are packed).
       v: values; () for a model with latent attention.
+      k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; () for other pools.
     """
 
-    k: tuple[Float[Array, "P K p H"], ...]
-    v: tuple[Float[Array, "P K p H"], ...]
+    k: tuple[Shaped[Array, "P K p H"], ...]
+    v: tuple[Shaped[Array, "P K p H"], ...]
+    k_scale: tuple[Float[Array, "..."], ...] = ()
+    v_scale: tuple[Float[Array, "..."], ...] = ()
 
     @property
     def page_size(self) -> int:
         return self.k[0].shape[2]
 
 
-def make_pages(config: DecoderConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
-    """Zeroed pools of `num_pages` pages for every layer of `config`."""
-    specs = layer_specs(config)
+def make_pages(
+    config: DecoderConfig,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    *,
+    cache_dtype: str | None = None,
+    scales: CacheScales | None = None,
+) -> Pages:
+    """Zeroed pools of `num_pages` pages for every layer of `config`, whose model computes in `dtype`.
+
+    Args:
+      cache_dtype: see `cache.formats`.
+      scales: of "fp8" pools; None for `default_scales`.
+    """
+    specs, kind = layer_specs(config, cache_dtype), pool_dtype(cache_dtype, dtype)
     k, v = (
         tuple(
-            jax.device_put(jnp.zeros(spec.shape(num_pages, page_size), dtype)) for spec in specs if keys or spec.values
+            jax.device_put(jnp.zeros(spec.shape(num_pages, page_size), kind)) for spec in specs if keys or spec.values
         )
         for keys in (True, False)
     )
-    return Pages(k, v)
+    if cache_dtype != "fp8":
+        return Pages(k, v)
+    scales = scales or default_scales(config)
+    return Pages(k, v, *(tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v)))
 
 
-def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype) -> int:
+def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
     """Bytes one page takes over all layers of `config`, keys and values."""
-    return sum(spec.entries for spec in layer_specs(config)) * page_size * jnp.dtype(dtype).itemsize
+    entries = sum(spec.entries for spec in layer_specs(config, cache_dtype))
+    return entries * page_size * pool_dtype(cache_dtype, dtype).itemsize
 
 
 def slots_of(

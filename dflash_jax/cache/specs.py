@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dflash_kernels.latent_cache.reference import packed_width
+
 from dflash_jax.config import DecoderConfig
 
 
@@ -28,9 +30,11 @@ class LayerSpec:
         return self.heads * self.dim * (2 if self.values else 1)
 
 
-def layer_specs(config: DecoderConfig) -> tuple[LayerSpec, ...]:
-    """One spec for each layer of `config`; latent where the config has a `latent_width`."""
+def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[LayerSpec, ...]:
+    """One spec for each layer of `config`; latent where it has a `latent_width`. Entries of packed rows are bytes."""
     latent_width = getattr(config, "latent_width", 0)
     if latent_width:
-        return (LayerSpec(1, latent_width, values=False),) * config.num_layers
+        rank = getattr(config, "kv_lora_rank", 0)
+        width = packed_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
+        return (LayerSpec(1, width, values=False),) * config.num_layers
     return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
-from dflash_jax.cache import PageAllocator, Pages, make_pages, page_bytes
+from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
@@ -35,6 +35,7 @@ class Core:
       max_batch: slots.
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       latent_form: how prompts attend where the target's attention is latent.
+      cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
       allocator: the account of pages; all are free whenever nothing runs.
     """
@@ -53,6 +54,8 @@ class Core:
     # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
     draft_temperature: float = 0.75
     latent_form: LatentForm = BY_ARITHMETIC
+    cache_dtype: str | None = None
+    cache_scales: CacheScales | None = None
     share_prefixes: bool = True
     programs: Programs = field(default_factory=Programs)
 
@@ -75,8 +78,8 @@ class Core:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of both models."""
-        models = [self.target] if self.draft is None else [self.target, self.draft]
-        return sum(page_bytes(model, self.page_size, self.dtype) for model in models)
+        target = page_bytes(self.target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
+        return target + (0 if self.draft is None else page_bytes(self.draft, self.page_size, self.dtype))
 
     @property
     def pool_bytes(self) -> int:
@@ -115,8 +118,9 @@ class Core:
         """The page pools, made on first use and again when an interrupted call has consumed them."""
         if self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools)):
             none = Pages((), ())
+            options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
             self._pools = (
-                make_pages(self.target, self.num_pages, self.page_size, self.dtype),
+                make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
                 none if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
             )
             self.allocator.forget()

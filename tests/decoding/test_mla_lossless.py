@@ -1,5 +1,6 @@
 """A target with latent attention and mixture-of-experts layers under a drafter with grouped-query attention: no text changes."""
 
+import dataclasses
 import json
 import re
 
@@ -13,7 +14,9 @@ import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.mla import ABSORBED, LatentForm
 from dflash_jax.cache import LayerSpec, Pages, layer_specs, make_pages, page_bytes
+from dflash_jax.cache.calibration import calibrate
 from dflash_jax.engine import Engine
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import (
     DeepseekConfig,
     DFlashConfig,
@@ -45,9 +48,9 @@ GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=2.5, seed=5)
 
 
-def weights() -> dict[str, dict[str, jax.Array]]:
+def weights(config: DeepseekConfig = TARGET) -> dict[str, dict[str, jax.Array]]:
     """Logits spread out enough for argmax to be stable; the drafter shares the embedding and says little of its own."""
-    target = init_params(family_named("deepseek").parameters(TARGET), jax.random.key(0))
+    target = init_params(family_named("deepseek").parameters(config), jax.random.key(0))
     draft = init_params(family_named("dflash").parameters(DRAFT), jax.random.key(1))
     for name in draft:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -60,7 +63,8 @@ def weights() -> dict[str, dict[str, jax.Array]]:
 
 def make_engine(**options) -> Engine:
     options = {"max_model_len": 128, "page_size": 16, "max_batch": 4, "max_chunk": 64, "latent_form": CHUNKED} | options
-    return Engine(target=TARGET, draft=DRAFT, weights=weights(), dtype=jnp.dtype(jnp.float32), **options)
+    options = {"target": TARGET, "draft": DRAFT, "dtype": jnp.dtype(jnp.float32)} | options
+    return Engine(weights=weights(options["target"]), **options)
 
 
 def prompts(lengths=LENGTHS) -> list[list[int]]:
@@ -159,6 +163,28 @@ def test_how_a_prompt_attends_does_not_matter(plain, changes) -> None:
     assert run(make_engine(**changes), prompts()[:4], draft=False)[0] == plain[:4]
 
 
+PACKABLE = dataclasses.replace(TARGET, kv_lora_rank=128)
+
+
+@pytest.mark.parametrize(("config", "cache_dtype"), [(TARGET, "fp8"), (PACKABLE, "fp8_packed")])
+def test_pages_in_eight_bits(config, cache_dtype, plain) -> None:
+    """Drafting and company change no token. Texts are compared that no border between two roundings divides: float32 differs in its
+    last digit between shapes, and a number on such a border then reads back as another one.
+    """
+    texts = prompts()[:4]
+    first = make_engine(target=config, cache_dtype=cache_dtype)
+    drafted, counts = run(first, texts)
+    assert all(len(row) > 0 for row in counts)
+    assert drafted[1:2] == run(first, texts[1:2], draft=False)[0]
+    pool = first.take_pools()[0].k[0]
+    assert pool.dtype == (jnp.float8_e4m3fn if cache_dtype == "fp8" else jnp.uint8)
+    assert first.pool_bytes < make_engine(target=config).pool_bytes
+    if config is TARGET:
+        assert drafted != plain[:4]
+        options = {"max_chunk": 32, "latent_form": LatentForm(8, 16), "draft": None, "cache_dtype": cache_dtype}
+        assert drafted == run(make_engine(**options), texts, draft=False)[0]
+
+
 def test_pools_are_never_copied(engine, plain) -> None:
     """Programs hold no copy of a whole pool: neither the loop over cycles nor the one over a prompt's context chunks."""
     shapes = "|".join(",".join(map(str, pool.shape)) for pages in engine.take_pools() for pool in pages.k[:1])
@@ -200,3 +226,20 @@ def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
     drafted, plain = (dj.generate(model, prompts((70, 1)), params, draft=use) for use in (True, False))
     assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
     assert [len(out.token_ids) for out in drafted] == [12, 12]
+
+    texts = [[5, 9, 11, 2], [7, 7, 30]]
+    model = dj.load(
+        tmp_path / "target", draft=False, page_size=16, max_model_len=96, cache_dtype="fp8", calibration=texts
+    )
+    scales = [float(scale) for scale in model.engine.take_pools()[0].k_scale]
+    params = family_of(target).config(target), model.engine.weights["target"]
+    assert scales == [float(scale) for scale in calibrate(*params, texts).k]
+    assert max(scales) < 1  # of rows whose largest number lies far below 200
+    out = dj.generate(model, prompts((20,)), dj.SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(out[0].token_ids) == 5
+    with pytest.raises(ParameterError, match="leave it out"):
+        dj.load(tmp_path / "target", draft=False, calibration=texts)
+    with pytest.raises(ParameterError, match=r"no tokenizer\.json: give calibration as token ids"):
+        dj.load(tmp_path / "target", draft=False, cache_dtype="fp8", calibration=["text"])
+    with pytest.raises(ParameterError, match="kv_lora_rank 16"):
+        dj.load(tmp_path / "target", draft=False, cache_dtype="fp8_packed")

@@ -29,7 +29,7 @@ def mla_attention_reference(
         visible &= keys <= ((seq_lens - q_lens)[:, None] + rows)[:, :, None]
 
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
-    latents = latent_pages[jnp.clip(page_table, 0, pages - 1)].reshape(b, -1, width)
+    latents = latent_pages[jnp.clip(page_table, 0, pages - 1)].reshape(b, -1, width).astype(q.dtype)
     latents = jnp.where(held[:, :, None], latents, jnp.zeros((), latents.dtype))
     scores = jnp.einsum("btnc,bsc->bnts", q, latents, precision=precision, preferred_element_type=wide) * scale
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
