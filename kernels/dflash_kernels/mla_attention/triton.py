@@ -100,7 +100,8 @@ def _attend(
             jax.ShapeDtypeStruct(parts, jnp.float32),
         ),
         RANK=rank, ROTATED=width - rank, RANK_PADDED=max(power_of_two(rank), 16),
-        ROTATED_PADDED=max(power_of_two(width - rank), 16), SCALE=scale, CAUSAL=causal, SCALED=latent_scale is not None, FLOAT8_BITS=bits, **constants,
+        ROTATED_PADDED=max(power_of_two(width - rank), 16), SCALE=scale, CAUSAL=causal, SCALED=latent_scale is not None,
+        FLOAT8_BITS=bits, **constants,
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]
