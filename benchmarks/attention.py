@@ -1,4 +1,4 @@
-"""Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128), bf16, cold L2, against the memory floor.
+"""Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128), cold L2, against the memory floor.
 
     python benchmarks/attention.py             # measure and write results/attention.json
     python benchmarks/attention.py --sweep     # time the kernel's choices for each shape, write nothing
@@ -46,15 +46,17 @@ class Case:
     t: int
     page_size: int = 64
     causal: bool = True
+    stored: str = "bf16"
 
     @property
     def name(self) -> str:
-        plain = f"paged B{self.b} L{self.length} q{self.t} bf16"
+        plain = f"paged B{self.b} L{self.length} q{self.t} {self.stored}"
         return plain + ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
 
     @property
     def bytes(self) -> int:
-        return 2 * (self.b * self.length * KV_HEADS * HEAD_DIM * 2 + 2 * self.b * self.t * HEADS * HEAD_DIM)
+        of_token = {"bf16": 2 * HEAD_DIM, "fp8": HEAD_DIM, "int8": HEAD_DIM + 2}[self.stored]
+        return 2 * (self.b * self.length * KV_HEADS * of_token + 2 * self.b * self.t * HEADS * HEAD_DIM)
 
     @property
     def floor_us(self) -> float:
@@ -67,20 +69,47 @@ class Case:
 
 PEER_CASES = [Case(b, length, t) for (b, length), times in PEER_US.items() for t in times]
 FULL_CASES = [Case(b, 4096, 16, causal=False) for b in (64, 8)]
+STORED_CASES = [
+    Case(b, length, t, stored=stored) for stored in ("fp8", "int8") for (b, length) in PEER_US for t in (1, 16)
+]  # fmt: skip
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
 
 
-def inputs(case: Case) -> tuple[jax.Array, ...]:
-    """q, both pools, the tables of every copy `[copies, B, W]`, lengths. All pages are shuffled together."""
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """q, both pools, the tables of every copy `[copies, B, W]`, lengths, and the scales. All pages are shuffled together."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    tables: jax.Array
+    lens: jax.Array
+    scales: dict[str, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def stored_pool(key: jax.Array, shape: tuple[int, ...], stored: str) -> jax.Array:
+    if stored == "int8":
+        return jax.random.randint(key, shape, -127, 128, jnp.int8)
+    dtype = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn}[stored]
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+
+def inputs(case: Case) -> Inputs:
     width = case.length // case.page_size
     copies = math.ceil(COLD / case.bytes)
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 6)
     pool = (copies * case.b * width, KV_HEADS, case.page_size, HEAD_DIM)
-    make = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    q = make(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
-    k, v = make(keys[1], pool, jnp.bfloat16), make(keys[2], pool, jnp.bfloat16)
+    q = jax.random.normal(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
+    k, v = stored_pool(keys[1], pool, case.stored), stored_pool(keys[2], pool, case.stored)
     tables = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32).reshape(copies, case.b, width)
-    return q, k, v, tables, jnp.full((case.b,), case.length, jnp.int32)
+    scales = {}
+    if case.stored == "fp8":
+        scales = {name: jnp.linspace(0.8, 1.3, KV_HEADS) for name in ("k_scale", "v_scale")}
+    if case.stored == "int8":
+        uniform = functools.partial(jax.random.uniform, minval=0.01, maxval=0.02)
+        scales = {"k_scale": uniform(keys[4], pool[:3]), "v_scale": uniform(keys[5], (KV_HEADS, HEAD_DIM))}
+    return Inputs(q, k, v, tables, jnp.full((case.b,), case.length, jnp.int32), scales)
 
 
 def implementation(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -88,19 +117,23 @@ def implementation(case: Case, name: str, tuning: Tuning | None = None) -> Calla
     return jax.jit(functools.partial(function, **case.mask))
 
 
-def ragged(case: Case, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def ragged(case: Case, given: Inputs) -> tuple[jax.Array, ...]:
     """Arguments of a call with lengths of all kinds, whose last sequence has two dead queries."""
-    q, k, v, tables, lens = arrays
-    lens = jnp.maximum(lens - 37 * (1 + jnp.arange(case.b)) % 700, 5).at[-1].set(case.length - 11)
+    lens = jnp.maximum(given.lens - 37 * (1 + jnp.arange(case.b)) % 700, 5).at[-1].set(case.length - 11)
     live = jnp.full((case.b,), case.t, jnp.int32).at[-1].set(max(case.t - 2, 1))
-    return 3 * q, k, v, tables[-1], lens, live
+    return 3 * given.q, given.k, given.v, given.tables[-1], lens, live
 
 
-def truth(case: Case, call: tuple[jax.Array, ...]) -> np.ndarray:
+def truth(case: Case, call: tuple[jax.Array, ...], scales: dict[str, jax.Array]) -> np.ndarray:
     """Output of the last sequence's live queries in float64."""
     q, k, v, table, lens, live = (np.asarray(x) if x.ndim < 4 else x for x in call)
     length, rows, group = lens[-1], live[-1], HEADS // KV_HEADS
-    k, v = (np.asarray(pool[table[-1]], np.float64).swapaxes(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for pool in (k, v))
+    k, v = (np.asarray(pool[table[-1]].astype(jnp.float32), np.float64) for pool in (k, v))
+    if case.stored == "fp8":
+        k, v = (pool * np.asarray(scale)[:, None, None] for pool, scale in zip((k, v), scales.values(), strict=True))
+    if case.stored == "int8":
+        k, v = k * np.asarray(scales["k_scale"][table[-1]])[..., None], v * np.asarray(scales["v_scale"])[:, None]
+    k, v = (pool.swapaxes(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for pool in (k, v))
     grouped = np.asarray(q[-1], np.float64)[:rows].reshape(rows, KV_HEADS, group, HEAD_DIM)
     scores = np.einsum("tkgh,skh->kgts", grouped, k[:length], optimize=True) * HEAD_DIM**-0.5
     if case.causal:
@@ -116,37 +149,40 @@ def error_of(true: np.ndarray, out: jax.Array) -> float:
     return float(np.abs(found - true).max() / np.abs(true).max())
 
 
-def check(case: Case, arrays: tuple[jax.Array, ...]) -> float:
+def check(case: Case, given: Inputs) -> float:
     """Stops the run where the kernel is wrong; returns its error against float64."""
-    call = ragged(case, arrays)
-    ours, theirs = (implementation(case, name)(*call)[0].astype(jnp.float32) for name in ("mosaic_gpu", "xla"))
-    error, apart = error_of(truth(case, call), ours), float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max())
+    call = ragged(case, given)
+    ours, theirs = (
+        implementation(case, name)(*call, **given.scales)[0].astype(jnp.float32) for name in ("mosaic_gpu", "xla")
+    )
+    error, apart = error_of(truth(case, call, given.scales), ours), float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max())
     if not (error < 0.02 and apart < 0.02):
         raise SystemExit(f"{case.name}: error {error:.2e} against float64, {apart:.2e} against xla")
     return error
 
 
 def measure(
-    case: Case, arrays: tuple[jax.Array, ...], attend: Callable[..., Any], *, slow: bool = False
+    case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False
 ) -> list[float]:
     """Microseconds of one call, in each of several runs of about 40 ms."""
-    copies = arrays[3].shape[0]
+    copies = given.tables.shape[0]
     unrolled = copies if slow else max(copies, 8)
     rounds = 1 if slow else max(round(0.04 / (max(case.floor_us, 8) * 1e-6 * unrolled)), 1)
 
     @jax.jit
-    def many(q, k, v, tables, lens):
+    def many(q, k, v, tables, lens, scales):
         live = jnp.full((case.b,), case.t, jnp.int32)
 
         def body(_, carry):
             q, tables = carry
             for call in range(unrolled):
-                q = attend(q, k, v, tables[call % copies], lens, live)[0]
+                q = attend(q, k, v, tables[call % copies], lens, live, **scales)[0]
             # The tables move, so that nothing about them is taken out of the loop.
             return q, jnp.roll(tables, 1, axis=0)
 
         return jax.lax.fori_loop(0, rounds, body, (q, tables))
 
+    arrays = (given.q, given.k, given.v, given.tables, given.lens, given.scales)
     many(*arrays)[0].block_until_ready()
     times = []
     for _ in range(3 if slow else 7):
@@ -168,15 +204,15 @@ def variants(case: Case) -> list[Tuning]:
     return [Tuning(), *(Tuning(**change) for change in tried)]
 
 
-def sweep(case: Case, arrays: tuple[jax.Array, ...]) -> None:
-    timed, call = [], ragged(case, arrays)
-    true = truth(case, call)
+def sweep(case: Case, given: Inputs) -> None:
+    timed, call = [], ragged(case, given)
+    true = truth(case, call, given.scales)
     for tuning in variants(case):
         changed = {key: value for key, value in dataclasses.asdict(tuning).items() if value != getattr(Tuning(), key)}
         name = " ".join(f"{key}={value}" for key, value in changed.items()) or "chosen"
         try:
             attend = implementation(case, "mosaic_gpu", tuning)
-            error, times = error_of(true, attend(*call)[0]), measure(case, arrays, attend)
+            error, times = error_of(true, attend(*call, **given.scales)[0]), measure(case, given, attend)
         except Exception as reason:  # a variant that does not compile or fit must not end the sweep
             print(f"{case.name:34s} {name:34s} failed: {str(reason)[:200]}", flush=True)
             continue
@@ -197,19 +233,19 @@ def main() -> None:
     parser.add_argument("--without-xla", action="store_true", help="leave the slow baseline out")
     options = parser.parse_args()
     record = Record("attention", options)
-    cases = PEER_CASES if options.sweep else PEER_CASES + FULL_CASES + PAGE_CASES
+    cases = PEER_CASES + STORED_CASES + ([] if options.sweep else FULL_CASES + PAGE_CASES)
     for case in cases:
         if options.only and case.name not in options.only:
             continue
-        arrays = inputs(case)
+        given = inputs(case)
         if options.sweep:
-            sweep(case, arrays)
+            sweep(case, given)
             continue
-        error = check(case, arrays)
+        error = check(case, given)
         names = ["mosaic_gpu"] if options.without_xla else ["mosaic_gpu", "xla"]
         peer = PEER_US[case.b, case.length].get(case.t) if case.causal else None
         for name in names:
-            times = measure(case, arrays, implementation(case, name), slow=name == "xla")
+            times = measure(case, given, implementation(case, name), slow=name == "xla")
             middle = statistics.median(times)
             record.add(
                 case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
 from dflash_kernels.target import HOPPER, target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+NARROW_HEAD_DIMS = (64, 128, 192, 256)
 CHOSEN = Tuning()
 
 
@@ -34,11 +35,9 @@ def paged_attention_mosaic_gpu(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
     _refuse_device(causal)
-    if alibi_slopes is not None or alibi_sqrt or k_scale is not None or v_scale is not None:
-        raise NotImplementedError("takes neither ALiBi nor quantised pages")
     return tuned(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
-        scale=scale,
+        scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
 
 
@@ -55,40 +54,53 @@ def tuned(
     soft_cap: float | None,
     sinks: Float[Array, "N"] | None,
     scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
     tuning: Tuning = CHOSEN,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
     return _attend(
-        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, causal=causal, window=tuple(window), soft_cap=soft_cap,
-        scale=scale, tuning=tuning, interpret=interpret,
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, causal=causal,
+        window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, tuning=tuning, interpret=interpret,
     )  # fmt: skip
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
-@functools.partial(jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "tuning", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "alibi_sqrt", "tuning", "interpret")
+)  # fmt: skip
 def _attend(
-    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None, *,
-    tuning: Tuning, interpret: Any, **mask: Any,
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None,
+    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, *, tuning: Tuning, interpret: Any, **mask: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
-    from dflash_kernels.paged_attention import mosaic_gpu_kernel as kernel
+    from dflash_kernels.paged_attention import mosaic_gpu_kernel as wide
     from dflash_kernels.paged_attention import mosaic_gpu_merge as merging
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow as narrow
 
     b, tokens, n, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     group = n // kv_heads
-    launch = plan(
+    rows = tokens * group
+    launch = (plan if k_scale is None else plan_narrow)(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **mask,
     )  # fmt: skip
-    rows = tokens * group
-    padded = -(-rows // 8) * 8 if launch.row_blocks == 1 else launch.row_blocks * launch.block_rows
-    folded = jnp.moveaxis(q.reshape(b, tokens, kv_heads, group, head_dim), 2, 1).reshape(b, kv_heads, rows, head_dim)
-    folded = jnp.pad(folded, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
-    out, parts_lse = kernel.attention(launch, folded, k_pages, v_pages, *integers, interpret=interpret)
+    if slopes is not None:
+        slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(kv_heads, rows)
+        slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
+    grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
+    if k_scale is None:
+        out, parts_lse = wide.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
+    else:
+        out, parts_lse = narrow.attention(
+            launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
+        )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
     if launch.direct:
@@ -109,10 +121,15 @@ def _refuse_device(causal: bool) -> None:
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
-        given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
-        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {given}")
-    if q.shape[-1] not in HEAD_DIMS:
+    given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
+    if k_pages.dtype in (jnp.float8_e4m3fn, jnp.int8):
+        if q.dtype != jnp.bfloat16 or v_pages.dtype != k_pages.dtype:
+            raise NotImplementedError(f"takes pages of one byte with bfloat16 queries, not {given}")
+        if q.shape[-1] not in NARROW_HEAD_DIMS:
+            raise NotImplementedError(f"takes head dims {NARROW_HEAD_DIMS} with pages of one byte, not {q.shape[-1]}")
+    elif q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, or pages of one byte, not {given}")
+    elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
     page_size = k_pages.shape[2]
     if page_size % 64 and (64 % page_size or page_size < 8):

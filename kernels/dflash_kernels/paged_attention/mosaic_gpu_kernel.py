@@ -13,7 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, add_values, precise_tanh, scores_of, spread, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_ops import (
+    LOG2E, add_values, alibi_share, load_queries, precise_tanh, scores_of, spread, swizzled,
+)  # fmt: skip
 from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
@@ -34,7 +36,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         "q_sm": plgpu.SMEM(rows, dtype, **tiles), "k_sm": plgpu.SMEM(pool, dtype, **tiles),
         "v_sm": plgpu.SMEM(pool, dtype, **tiles),
         "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
-        "q_in": plgpu.Barrier(num_barriers=launch.warpgroups),
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
     }  # fmt: skip
     if interpret is not None:
@@ -43,15 +44,16 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
 
 
 def attention(
-    launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, table: jax.Array, seq_lens: jax.Array,
-    q_lens: jax.Array, interpret: Any = None,
+    launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slopes: jax.Array | None, table: jax.Array,
+    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
     Args:
       launch: shapes and schedule.
-      q: `[B, K, row_blocks * block_rows or fewer, H]`, rows of a KV head padded to a multiple of 8.
+      q: `[B, T, K, G, H]`.
       k_pages, v_pages: `[P, K, p, H]`. Rows at or past `seq_lens` may hold anything.
+      slopes: float32 `[K, row_blocks * block_rows]` ALiBi slope of each row, or None.
       table: `[B, W]` int32. Entries past a sequence's last page are never read.
       seq_lens, q_lens: `[B]` int32.
 
@@ -60,15 +62,19 @@ def attention(
       rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
     """
     b, rows = q.shape[0], launch.row_blocks * launch.block_rows
+    # Rows of a part, which leaves in tiles of 8.
+    written = rows if launch.row_blocks > 1 else -(-launch.tokens * launch.group // 8) * 8
     if launch.direct:
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
-        out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, q.shape[2], launch.head_dim), jnp.float32)
+        out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
 
-    def body(q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, **buffers):
-        names = ("q", "k", "v", "table", "seq_lens", "q_lens", "o", "lse")
-        given = (q_ref, k_ref, v_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref)
-        _Block(launch, dict(zip(names, given, strict=True)), buffers).run()
+    arrays = {"q": q, "k": k_pages, "v": v_pages, "slopes": slopes}
+    arrays |= {"table": table, "seq_lens": seq_lens, "q_lens": q_lens}
+    given = {name: array for name, array in arrays.items() if array is not None}
+
+    def body(*refs, **buffers):
+        _Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
 
     return plgpu.kernel(
         body,
@@ -79,11 +85,15 @@ def attention(
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
-    )(q, k_pages, v_pages, table, seq_lens, q_lens)  # fmt: skip
+    )(*given.values())  # fmt: skip
 
 
 class _Block(Part):
     """One CTA's work."""
+
+    def __init__(self, launch, refs, buffers, interpret):
+        super().__init__(launch, refs, buffers)
+        self.interpret = interpret
 
     def run(self):
         @pl.when(self.begin < self.end)
@@ -99,24 +109,16 @@ class _Block(Part):
             self._nothing()
 
     def _start(self):
-        """The queries and the first tiles of the ring. Page ids are read for all of them before the first copy needs one."""
-        # Rows past the given ones stay as they are: a row's garbage never leaves that row.
-        for wg, rows in enumerate(self._given_rows()):
-
-            @pl.when(self.wg == wg)
-            def _(wg=wg, rows=rows):
-                source = self.refs["q"].at[self.b, self.head, pl.ds(self.first_row, rows)]
-                target = self.buffers["q_sm"].at[wg, pl.ds(0, rows)]
-                plgpu.copy_gmem_to_smem(source, target, self.buffers["q_in"].at[wg])
-
+        """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
         pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v")))
-        plgpu.barrier_wait(self.buffers["q_in"].at[self.wg])
+        source, target = self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"].at[self.wg]
+        load_queries(source, target, self.first_row, self.launch.tokens * self.launch.group, self.interpret)
 
     def _given_rows(self):
-        """Rows that each warpgroup has in `q`."""
+        """Rows that each warpgroup has in a part of the output."""
         if self.launch.row_blocks > 1:
             return [ROWS] * self.launch.warpgroups
-        return [min(self.refs["q"].shape[2] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
+        return [min(self.refs["o"].shape[3] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
 
     def _refill(self, which, tile, pages):
         """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""
@@ -141,6 +143,8 @@ class _Block(Part):
             unit = launch.scale * LOG2E
         else:
             scores, unit = precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
+        if "slopes" in self.refs:
+            scores, unit = scores * unit + self._alibi(tile), 1.0
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * unit)
@@ -163,6 +167,16 @@ class _Block(Part):
         """Query token of each row of this warpgroup."""
         rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
         return lax.div(rows + self.first_row, jnp.int32(self.launch.group))
+
+    def _alibi(self, tile):
+        """ALiBi's share of a tile's scores, as exponents of two."""
+        shape = (ROWS, self.launch.keys)
+        slopes = plgpu.load(self.refs["slopes"].at[self.head, pl.ds(self.first_row, ROWS)], optimized=False)
+        slopes = plgpu.layout_cast(slopes, _ROW)
+        position = self.seq_len - self.q_len + self._row_tokens()
+        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
+        share = alibi_share(keys - spread(position - tile * self.launch.keys, shape), self.launch.alibi_sqrt)
+        return share * spread(slopes * LOG2E, shape)
 
     def _mask(self, tile):
         launch, shape = self.launch, (ROWS, self.launch.keys)

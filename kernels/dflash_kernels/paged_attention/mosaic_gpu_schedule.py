@@ -63,6 +63,7 @@ class Launch:
     window: tuple[int | None, int | None]
     soft_cap: float | None
     scale: float
+    alibi_sqrt: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -103,8 +104,32 @@ def plan(
         stages = max(min((budget - queries - BARRIERS) // (keys * head_dim * 4), 4), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
-        warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=direct, **mask,
+        warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits,
+        min_tiles=tuning.min_tiles, direct=direct, **mask,
+    )  # fmt: skip
+
+
+def plan_narrow(
+    tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
+    has_sinks: bool, **mask: Any,
+) -> Launch:  # fmt: skip
+    """Cuts a call over one-byte pages into CTAs of one warpgroup, two or more to a multiprocessor."""
+    # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
+    rows = min(-(-tokens * group // 16) * 16, ROWS if head_dim <= 128 else ROWS // 2)
+    row_blocks = -(-tokens * group // rows)
+    per_multiprocessor = 2 if rows > 32 else 3
+    splits = tuning.splits
+    if splits is None:
+        slots = MULTIPROCESSORS * per_multiprocessor
+        splits = best_splits(b * kv_heads * row_blocks, slots, table_width * page_size, 64, min(tokens * group, rows))
+    stages = tuning.stages
+    if stages is None:
+        budget = 228 * 1024 // per_multiprocessor - 1024 - BARRIERS - rows * (head_dim * 2 + 64 * 2 + 16)
+        stages = max(min(budget // (64 * (head_dim * 2 + 4)), 6), 2)
+    return Launch(
+        tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
+        warpgroups=1, rows=rows, row_blocks=row_blocks, keys=64, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
+        direct=splits == 1 and not has_sinks, **mask,
     )  # fmt: skip
 
 

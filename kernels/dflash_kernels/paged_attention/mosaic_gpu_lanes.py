@@ -1,0 +1,284 @@
+"""Steps of the Hopper kernels below Pallas, in terms of single threads; written out while a kernel is lowered for a GPU.
+
+Every function stands for code that all 128 threads of a warpgroup run together. A fragment of the matrix layout gives
+the thread of warp w, row r of 8 and column pair c of 4 the elements at rows `16 w + r` and `+ 8`, columns `2 c` and `2 c + 1`.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+_CHUNK = 16  # bytes of a row that one 8 by 8 matrix of 16-bit elements spans
+
+
+def scores_and_values(_ctx, keys, values, queries):
+    (_, _, _, width), narrow = ir.MemRefType(keys.type).shape, ir.MemRefType(keys.type).element_type
+    columns = ir.MemRefType(queries.type).shape[0] * 8
+    scores = mgpu.WGMMAAccumulator.zero(64, columns)
+    transposed = mgpu.memref_transpose(queries, (1, 0, 3, 2))
+    scores = mgpu.wgmma(scores, _widened(keys, narrow, width, _key_loads), transposed, swizzle=_swizzle(queries))
+    nvvm.wgmma_commit_group_sync_aligned()
+    # The values widen while the product runs; without a barrier the compiler would put that off until they are multiplied.
+    wide = mgpu.optimization_barrier(_widened(values, narrow, width, _value_loads))
+    nvvm.wgmma_wait_group_sync_aligned(0)
+    return mgpu.optimization_barrier(scores.value), wide
+
+
+def any_above(values: Any, limit: float) -> Any:
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    elements = [vector.extract(register, [], [i]) for register in values.registers.flat for i in range(2)]
+    while len(elements) > 1:
+        pairs = zip(elements[::2], elements[1::2], strict=True)
+        elements = [arith.maxnumf(a, b) for a, b in pairs]
+    voted = utils.inline_ptx(
+        "{ .reg .pred mine, anyones; setp.gt.f32 mine, $1, $2; bar.red.or.pred anyones, $3, 128, mine;"
+        " selp.b32 $0, 1, 0, anyones; }",
+        elements[0], utils.c(limit, f32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
+        has_side_effects=True, convergent=True,
+    )  # fmt: skip
+    return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
+
+
+def add_weights(total, weights):
+    """Adds up a thread's two rows in the first and leaves a constant 0 in the second, which then needs no register."""
+    registers = np.empty_like(total.registers)
+    registers[:, :, :, :, 1] = utils.c(0.0, total.registers.flat[0].type)
+    for place in np.ndindex(registers.shape):
+        if place[4] == 0:
+            both = arith.addf(weights.registers[place], weights.registers[*place[:4], 1, *place[5:]])
+            registers[place] = arith.addf(total.registers[place], both)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def load_queries(source, target, first_row, rows: int, interleaved: bool, exponent: int) -> None:
+    """Query rows from `source [T, G, H]` to shared memory, zeros where `rows` are over; then all threads may read them.
+
+    Where `interleaved`, every 16 columns are stored as the even ones and then the odd ones, times two to the `exponent`.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(source)
+    width, count = _swizzle(target), 8 * ir.MemRefType(target.type).shape[0]
+    at_once = 2 * _CHUNK if interleaved else _CHUNK  # bytes
+    units = 2 * head_dim // at_once
+    lane, warp = _lane_and_warp()
+    base, place, first = _address(source), _address(target, space=3), first_row.registers.item()
+    for start in range(0, count * units, 128):
+        unit = _add(_add(_mul(warp, 32), lane), start)
+        row, column = _div(unit, units), _mul(_rem(unit, units), at_once)
+        inside = arith.cmpi(arith.CmpIPredicate.slt, row, utils.c(count, i32))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, _add(first, row), utils.c(rows, i32))
+        exists = arith.andi(inside, exists)
+        token = _div(_add(first, row), group)
+        offset = _mul(token, token_stride)
+        offset = _add(offset, _mul(_sub(_add(first, row), _mul(token, group)), group_stride))
+        address = _add(base, _add(_mul(_widen_index(offset), 2), _widen_index(column)))
+        words = [word for i in range(at_once // _CHUNK) for word in _load_if(exists, _add(address, i * _CHUNK))]
+        if interleaved:
+            pairs = list(zip(words[::2], words[1::2], strict=True))
+            words = [_scaled(_permuted(*pair, selector), exponent) for selector in (0x5410, 0x7632) for pair in pairs]
+        of_8, in_8 = _mul(_div(row, 8), 16 * head_dim), _mul(_rem(row, 8), width)
+        across = _mul(_div(column, width), 8 * width)
+        start_of_row = _add(_add(place, of_8), _add(in_8, across))
+        for i in range(at_once // _CHUNK):
+            inner = _xor(_add(_rem(column, width), i * _CHUNK), _swizzle_of(_rem(row, 8), width))
+            four = words[4 * i : 4 * i + 4]
+            _when(inside, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", _add(start_of_row, inner), *four)
+    mgpu.commit_shared()
+
+
+def _load_if(predicate, address) -> tuple[Any, ...]:
+    """Sixteen bytes of global memory, zeros without the predicate."""
+    i32 = ir.IntegerType.get_signless(32)
+    return utils.inline_ptx(
+        "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @there ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        address, arith.extui(i32, predicate), result_types=[i32] * 4,
+    )  # type: ignore  # fmt: skip
+
+
+def _permuted(low, high, selector: int):
+    i32 = ir.IntegerType.get_signless(32)
+    return utils.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", low, high, result_types=i32)
+
+
+def _scaled(pair, exponent: int):
+    """A pair of bfloat16 times a power of two."""
+    if exponent == 0:
+        return pair
+    i32, bits = ir.IntegerType.get_signless(32), (127 + exponent) << 7
+    return utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, utils.c(bits << 16 | bits, i32), result_types=i32)
+
+
+def store(out, target, first_row, rows: int, factors) -> None:
+    """Columns of `out [H, N]`, rows in the product's order, to rows `first_row` and on of `target [T, G, H]`, as far as they exist."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    dtype = ir.MemRefType(target.type).element_type
+    (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(target)
+    size, pair = utils.bytewidth(dtype), ir.VectorType.get((2,), f32)
+    lane, warp = _lane_and_warp()
+    row_in_matrix, first_column = _div(lane, 4), _mul(_rem(lane, 4), 2)
+    channel = _add(_mul(warp, 16), _mul(row_in_matrix, 2))
+    base, first = _address(target), first_row.registers.item()
+    scales = []
+    for tile in range(head_dim // 64):
+        if factors is not None:
+            at = _add(_address(factors), _widen_index(_mul(_add(channel, 64 * tile), 4)))
+            scales.append(llvm.load(pair, llvm.inttoptr(llvm.PointerType.get(), at)))
+    for columns in range(out.shape[1] // 8):
+        for of_pair in range(2):
+            row = _add(first, _add(first_column, 8 * columns + of_pair))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, row, utils.c(rows, i32))
+            token = _div(row, group)
+            place = _add(_mul(token, token_stride), _mul(_sub(row, _mul(token, group)), group_stride))
+            place = _add(base, _mul(_widen_index(_add(place, channel)), size))
+            for tile in range(head_dim // 64):
+                both = [out.registers[tile, columns, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
+                value = vector.from_elements(pair, [vector.extract(one, [], [of_pair]) for one in both])
+                if scales:
+                    value = arith.mulf(value, scales[tile])
+                address = _add(place, 64 * tile * size)
+                if size == 4:
+                    low, high = (vector.extract(value, [], [i]) for i in range(2))
+                    _when(exists, "st.global.v2.f32 [$0], {$1, $2};", address, low, high)
+                else:
+                    rounded = arith.truncf(ir.VectorType.get((2,), dtype), value)
+                    _when(exists, "st.global.b32 [$0], $1;", address, utils.bitcast(rounded, i32))
+
+
+def _when(predicate, ptx: str, *operands) -> None:
+    utils.inline_ptx(ptx, *operands, predicate=predicate, has_side_effects=True)
+
+
+def _widened(tile, narrow, width: int, loads) -> Any:
+    """A `[64, H]` tile of the ring as bfloat16 in the matrix layout, as it is or transposed; `loads` says where from and to."""
+    bf16 = ir.VectorType.get((2,), ir.BF16Type.get())
+    head_dim = ir.MemRefType(tile.type).shape[1] * width
+    base, (shape, opcode, steps) = _address(tile, space=3), loads(head_dim, width)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+    i32 = ir.IntegerType.get_signless(32)
+    for offset, places in steps:
+        words = utils.inline_ptx(
+            f"ldmatrix.sync.aligned.m8n8.x4{opcode}.shared.b16 {{$0, $1, $2, $3}}, [$4];", _add(base, offset),
+            result_types=[i32] * 4, has_side_effects=True, convergent=True,
+        )  # fmt: skip
+        for word, of_word in zip(words, places, strict=True):
+            for (row, column, half), value in zip(of_word, _pairs(word, narrow), strict=True):
+                registers[row, column, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(value, bf16)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _key_loads(head_dim: int, width: int):
+    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks."""
+    lane, warp = _lane_and_warp()
+    matrix, row = _div(lane, 8), _rem(lane, 8)
+    group_of_8 = _add(_mul(warp, 2), _rem(matrix, 2))
+    start = _add(_mul(group_of_8, 8 * head_dim), _mul(row, width))
+    chunk = _xor(_mul(_div(matrix, 2), _CHUNK), _swizzle_of(row, width))
+    steps = []
+    for first in range(0, head_dim // _CHUNK, 2):
+        across, inside = divmod(first * _CHUNK, width)
+        offset = _add(_add(start, across * 8 * width), _xor(chunk, inside))
+        places = [[(0, 2 * (first + i // 2) + parity, i % 2) for parity in range(2)] for i in range(4)]
+        steps.append((offset, places))
+    return (64, head_dim), "", steps
+
+
+def _value_loads(head_dim: int, width: int):
+    """Each load: 32 keys of the chunk of 16 channels that is the warp's in 64."""
+    lane, warp = _lane_and_warp()
+    matrix, row = _div(lane, 8), _rem(lane, 8)
+    start = _add(_mul(matrix, 8 * head_dim), _mul(row, width))
+    swizzle, own = _swizzle_of(row, width), _mul(warp, _CHUNK)
+    steps = []
+    for tile in range(head_dim // 64):
+        across, inside = divmod(tile * 64, width)
+        chunk = _xor(_add(own, inside), swizzle)
+        for keys in range(2):
+            offset = _add(_add(start, keys * 32 * head_dim + across * 8 * width), chunk)
+            steps.append((offset, [[(tile, 4 * keys + i, parity) for parity in range(2)] for i in range(4)]))
+    return (head_dim, 64), ".trans", steps
+
+
+def _swizzle_of(row, width: int):
+    """What is exclusively-ored to the byte offset within a row of `width` bytes, the swizzle's size."""
+    return _mul(_rem(_div(row, 128 // width), width // _CHUNK), _CHUNK)
+
+
+def _pairs(word, narrow) -> tuple[Any, Any]:
+    """Bytes 0 and 2 of four, and bytes 1 and 3, as pairs of bfloat16."""
+    i32 = ir.IntegerType.get_signless(32)
+    if isinstance(narrow, ir.Float8E4M3FNType):
+        sources = [(_shift_left(word, 4), _shift_left(word, 8)), (arith.shrui(word, utils.c(4, i32)), word)]
+        return tuple(
+            arith.ori(arith.andi(bits, utils.c(0x07F007F0, i32)), arith.andi(sign, utils.c(0x80008000 - 2**32, i32)))
+            for bits, sign in sources
+        )  # type: ignore
+    # The byte as the fraction of a bfloat16 between 128 and 256, less 128 or, where its sign bit is in the exponent's place, 256.
+    return tuple(
+        utils.inline_ptx(
+            f"{{ .reg .b32 both, low, high; prmt.b32 both, $1, 0x43, {selector}; and.b32 low, both, 0xff7fff7f;"
+            " and.b32 high, both, 0xff80ff80; sub.bf16x2 $0, low, high; }",
+            word, result_types=i32,
+        )
+        for selector in ("0x4240", "0x4341")
+    )  # type: ignore  # fmt: skip
+
+
+def _shape_and_strides(ref) -> tuple[list[int], list[int]]:
+    ty = ir.MemRefType(ref.type)
+    return ty.shape, ty.get_strides_and_offset()[0]
+
+
+def _swizzle(tile) -> int:
+    ty = ir.MemRefType(tile.type)
+    return ty.shape[-1] * utils.bytewidth(ty.element_type)
+
+
+def _address(ref, space: int = 0):
+    """Address of a memory's first element: 32 bits in shared memory, 64 in global memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if space == 3 else 64), utils.memref_ptr(ref))
+
+
+def _lane_and_warp():
+    thread = _rem(utils.thread_idx(), 128)
+    return _rem(thread, 32), _div(thread, 32)
+
+
+def _constant(value, like):
+    return utils.c(value, like.type) if isinstance(value, int) else value
+
+
+def _add(a, b):
+    return arith.addi(a, _constant(b, a))
+
+
+def _sub(a, b):
+    return arith.subi(a, _constant(b, a))
+
+
+def _mul(a, b):
+    return arith.muli(a, _constant(b, a))
+
+
+def _xor(a, b):
+    return arith.xori(a, _constant(b, a))
+
+
+def _div(a, b: int):
+    return arith.divui(a, _constant(b, a))
+
+
+def _rem(a, b: int):
+    return arith.remui(a, _constant(b, a))
+
+
+def _shift_left(a, bits: int):
+    return arith.shli(a, utils.c(bits, a.type))
+
+
+def _widen_index(a):
+    return arith.extui(ir.IntegerType.get_signless(64), a)

@@ -1,0 +1,233 @@
+"""The Hopper kernel for pages of one byte an element: products turned round, so that what is stored narrow is widened only once.
+
+A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
+lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
+
+The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. Weights are float32
+and bfloat16, whose range is far larger than one tile can need: a base is kept instead, and only raised when some score exceeds it
+by `HEADROOM` powers of two. One vote among the threads finds that out.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_ops as ops
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, alibi_share, load_queries, precise_tanh, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_part import Part
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch
+
+HEADROOM = 20
+# A base that every score exceeds by more. Not -inf: less itself that is NaN.
+_NOTHING_SEEN = -1e30
+_MATRIX = plgpu.Layout.WGMMA
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value for each query row
+_KEY = plgpu.Layout.WGMMA.reduce(1)
+
+
+def boost(dtype: Any) -> int:
+    """Power of two that queries and weights are multiplied with against float8's 2^-120, half of it each."""
+    return ops.FLOAT8_SHIFT // 2 if dtype == jnp.float8_e4m3fn else 0
+
+
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
+    ring = plgpu.SMEM(
+        (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
+    )  # fmt: skip
+    buffers = {
+        "q_sm": plgpu.SMEM((launch.rows, launch.head_dim), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.head_dim)),
+        "p_sm": plgpu.SMEM((launch.keys, launch.rows), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.rows)),
+        "k_sm": ring, "v_sm": ring,
+    }  # fmt: skip
+    streams = ["k", "v"]
+    if dtype == jnp.int8:
+        streams.append("k_scale")
+        buffers["k_scale_sm"] = plgpu.SMEM((launch.stages, launch.keys), jnp.float32)
+    for stream in streams:
+        buffers[f"{stream}_in"] = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
+    return buffers
+
+
+def attention(
+    launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, k_scale: jax.Array, v_scale: jax.Array,
+    slopes: jax.Array | None, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs the kernel.
+
+    Args:
+      launch: shapes and schedule.
+      q: `[B, T, K, G, H]` bfloat16.
+      k_pages, v_pages: `[P, K, p, H]` float8_e4m3fn or int8. Rows at or past `seq_lens` may hold anything.
+      k_scale: float32 `[K]` with float8, `[P, K, p]` with int8.
+      v_scale: float32 `[K]` with float8, `[K, H]` with int8.
+      slopes: float32 `[K, row_blocks * rows]` ALiBi slope of each row, or None.
+      table: `[B, W]` int32. Entries past a sequence's last page are never read.
+      seq_lens, q_lens: `[B]` int32.
+
+    Returns:
+      Output `[B, T, K, G, H]` bfloat16 where `launch.direct`, else float32 partial outputs `[B, K, splits, T * G, H]`, each
+      normalised, those of empty splits not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
+    """
+    b, rows = q.shape[0], launch.row_blocks * launch.rows
+    if launch.direct:
+        out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
+    else:
+        out = (b, launch.kv_heads, launch.splits, launch.tokens, launch.group, launch.head_dim)
+        out = jax.ShapeDtypeStruct(out, jnp.float32)
+    arrays = {"q": q, "k": k_pages, "v": v_pages, "k_scale": k_scale, "v_scale": v_scale, "slopes": slopes}
+    arrays |= {"table": table, "seq_lens": seq_lens, "q_lens": q_lens}
+    given = {name: array for name, array in arrays.items() if array is not None}
+
+    def body(*refs, **buffers):
+        _Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, k_pages.dtype, interpret).run()
+
+    out, lse = plgpu.kernel(
+        body,
+        out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
+        scratch_types=scratch(launch, k_pages.dtype),
+        grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
+        num_threads=1, thread_name="wg",
+        # Scratch for maxima and sums of query rows, across the warps.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        interpret=interpret,
+    )(*given.values())  # fmt: skip
+    return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
+
+
+class _Block(Part):
+    """One CTA's work."""
+
+    def __init__(self, launch, refs, buffers, dtype, interpret):
+        super().__init__(launch, refs, buffers)
+        self.dtype, self.interpret, self.boost = dtype, interpret, boost(dtype)
+        self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
+
+    def run(self):
+        launch = self.launch
+
+        @pl.when(self.begin < self.end)
+        def _():
+            self.fill_ring(self.streams)
+            load_queries(
+                self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"], self.first_row,
+                launch.tokens * launch.group, self.interpret, interleaved=True, exponent=self.boost,
+            )  # fmt: skip
+            acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX)
+            total = plgpu.layout_cast(jnp.zeros((launch.keys, launch.rows), jnp.float32), _MATRIX)
+            base = plgpu.layout_cast(jnp.full((launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
+            self._finish(*self.walk(self._step, (acc, base, total)))
+
+        @pl.when(self.begin >= self.end)
+        def _():
+            self._write_lse(plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), _COLUMN))
+            if launch.direct:
+                self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX))
+
+    def _step(self, tile, carry, *, masked):
+        """One tile of keys: scores, weights, values. The running sum of weights stays apart in every thread."""
+        stage, (acc, base, total) = self.stage(tile), carry
+        coming = self.pages(tile + self.launch.stages)
+        for stream in self.streams:
+            plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
+        keys, values = (self.buffers[name].at[stage] for name in ("k_sm", "v_sm"))
+        scores, values = ops.scores_and_values(keys, values, self.buffers["q_sm"], self.dtype, self.interpret)
+
+        def above(base):
+            exponents = self._in_base_2(scores, stage, tile) - (0.0 if base is None else self._spread(base))
+            return jnp.where(self._mask(tile), exponents, -jnp.inf) if masked else exponents
+
+        def raised(acc, base, total, exponents):
+            """Base at the highest score so far, and everything that counts from it."""
+            del exponents
+            higher = jnp.maximum(base, above(None).max(axis=0) - self.boost)
+            kept = jnp.exp2(base - higher)
+            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
+            return acc, higher, total * self._spread(kept), above(higher)
+
+        exponents = above(base)
+        over = ops.any_above(exponents, self.boost + HEADROOM, self.interpret)
+        acc, base, total, exponents = lax.cond(over, raised, _as_it_is, acc, base, total, exponents)
+        weights = jnp.exp2(exponents)
+        total = ops.add_weights(total, weights, self.interpret)
+        self.buffers["p_sm"][...] = weights.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        # All threads have read the tile.
+        following = tile + self.launch.stages
+
+        @pl.when(following < self.end)
+        def _():
+            for stream in self.streams:
+                self.fill(stream, following, coming)
+
+        return ops.add_values(acc, values, self.buffers["p_sm"], self.dtype, self.interpret), base, total
+
+    def _in_base_2(self, scores, stage, tile):
+        """Scores as exponents of two: scaled, capped, and ALiBi's share added."""
+        launch, unit = self.launch, self.launch.scale * 2.0**self.boost
+        if self.dtype == jnp.int8:
+            of_keys = plgpu.layout_cast(self.buffers["k_scale_sm"].at[stage][...], _KEY)
+            factor = lax.broadcast_in_dim(of_keys * (unit if launch.soft_cap else unit * LOG2E), scores.shape, [0])
+        else:
+            factor = self.refs["k_scale"][self.head] * (unit if launch.soft_cap else unit * LOG2E)
+        scores = scores * factor
+        if launch.soft_cap is not None:
+            scores = precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
+        if "slopes" not in self.refs:
+            return scores
+        own_rows = pl.ds(self.first_row, launch.rows)
+        slopes = plgpu.layout_cast(plgpu.load(self.refs["slopes"].at[self.head, own_rows], optimized=False), _COLUMN)
+        position = self.seq_len - self.q_len + self._tokens()
+        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, scores.shape, 0), _MATRIX)
+        share = alibi_share(keys - self._spread(position - tile * launch.keys), launch.alibi_sqrt)
+        return scores + share * self._spread(slopes * LOG2E)
+
+    def _spread(self, of_rows):
+        """One value for each query row over a tile of scores."""
+        return lax.broadcast_in_dim(of_rows, (self.launch.keys, self.launch.rows), [1])
+
+    def _tokens(self):
+        """Query token of each row."""
+        rows = plgpu.layout_cast(lax.iota(jnp.int32, self.launch.rows), _COLUMN)
+        return lax.div(rows + self.first_row, jnp.int32(self.launch.group))
+
+    def _mask(self, tile):
+        launch, shape = self.launch, (self.launch.keys, self.launch.rows)
+        bounded = launch.causal or launch.window != (None, None)
+        low, high = self.limits(self._tokens()) if bounded else (0, self.kv_len)
+        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), _MATRIX)
+        start = tile * launch.keys
+        mask = keys < (self._spread(high - start) if bounded else high - start)
+        if launch.window[0] is not None:
+            mask &= keys >= self._spread(low - start)
+        return mask
+
+    def _finish(self, acc, base, total):
+        """Normalises and writes."""
+        total = total.sum(axis=0)
+        live = (self._tokens() < self.q_len) & (total != 0)
+        counted = jnp.where(live, total, 1.0)
+        self._write_lse(jnp.where(live, (base + jnp.log2(counted)) * (1 / LOG2E), -jnp.inf))
+        scale = 2.0 ** (2 * self.boost)
+        if self.dtype != jnp.int8:
+            scale *= self.refs["v_scale"][self.head]
+        factor = lax.broadcast_in_dim(jnp.where(live, scale / counted, 0.0), acc.shape, [1])
+        # Not a product alone: rows past the live ones may hold NaN.
+        self._write(jnp.where(factor != 0, acc * factor, 0.0))
+
+    def _write_lse(self, lse):
+        self.refs["lse"].at[self.b, self.head, self.split, pl.ds(self.first_row, self.launch.rows)][...] = lse
+
+    def _write(self, out):
+        target = self.refs["o"].at[self.b]
+        target = target.at[:, self.head] if self.launch.direct else target.at[self.head, self.split]
+        factors = self.refs["v_scale"].at[self.head] if self.dtype == jnp.int8 else None
+        ops.store(out, target, self.first_row, self.launch.tokens * self.launch.group, factors, self.interpret)
+
+
+def _as_it_is(*carry):
+    return carry
