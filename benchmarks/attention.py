@@ -155,15 +155,16 @@ def check(case: Case, given: Inputs) -> float:
     ours, theirs = (
         implementation(case, name)(*call, **given.scales)[0].astype(jnp.float32) for name in ("mosaic_gpu", "xla")
     )
-    error, apart = error_of(truth(case, call, given.scales), ours), float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max())
+    error, apart = (
+        error_of(truth(case, call, given.scales), ours),
+        float(jnp.abs(ours - theirs).max() / jnp.abs(theirs).max()),
+    )
     if not (error < 0.02 and apart < 0.02):
         raise SystemExit(f"{case.name}: error {error:.2e} against float64, {apart:.2e} against xla")
     return error
 
 
-def measure(
-    case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False
-) -> list[float]:
+def measure(case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False) -> list[float]:
     """Microseconds of one call, in each of several runs of about 40 ms."""
     copies = given.tables.shape[0]
     unrolled = copies if slow else max(copies, 8)

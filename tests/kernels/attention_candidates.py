@@ -21,10 +21,14 @@ class Candidate:
     dtype: Any
     head_dims: tuple[int, ...]
     page_sizes: tuple[int, ...]
+    narrow_head_dims: tuple[int, ...] = (64, 128, 72, 80)
+    narrow_dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16)
 
 
 XLA = Candidate("xla", np.float32, (64, 72, 80, 128, 16), (16, 32, 64, 5, 1, 61))
-HOPPER = Candidate("mosaic_gpu", jnp.bfloat16, (64, 80, 96, 128, 192), (16, 32, 64, 8, 128))
+HOPPER = Candidate(
+    "mosaic_gpu", jnp.bfloat16, (64, 80, 96, 128, 192), (16, 32, 64, 8, 128), (64, 128, 256, 192), (jnp.bfloat16,)
+)  # fmt: skip
 TRITON = Candidate("triton", jnp.bfloat16, (64, 72, 80, 96, 128, 192, 256), (16, 32, 64, 128, 5, 61))
 CANDIDATES = (
     pytest.param(XLA, id="xla"),
@@ -58,7 +62,8 @@ def check(case: Case, candidate: Candidate) -> tuple[np.ndarray, np.ndarray]:
     """The results, once they agree with float64."""
     (out, lse), (true_out, true_lse) = run(case, candidate), oracle(case)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=rounding(case.q.dtype, true_out))
-    lse_error = 2e-6 if case.q.dtype == np.float32 else 1e-5
+    # The Hopper kernel's exponentials and logarithms are the GPU's approximate ones.
+    lse_error = 2e-6 if case.q.dtype == np.float32 else 1e-4 if candidate is HOPPER else 1e-5
     np.testing.assert_allclose(lse, true_lse, rtol=lse_error, atol=lse_error)
     return out, lse
 

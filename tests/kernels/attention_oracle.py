@@ -96,7 +96,7 @@ def make_case(
         table[row, : needed[row]] = own
         for s in range(length):
             pools[:, own[s // page_size], :, s % page_size] = tokens[:, row, s]
-            if stored == np.int8:
+            if k_scale is not None and stored == np.int8:
                 paged_scale[own[s // page_size], :, s % page_size] = k_scale[row, s]
     if stored is not None:
         options |= {"k_scale": paged_scale if stored == np.int8 else k_scale, "v_scale": v_scale}

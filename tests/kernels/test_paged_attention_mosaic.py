@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .attention_oracle import Case, make_case, oracle
 
 SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
+SLOPES = (2.0 ** -np.linspace(0.5, 8, 4)).astype(np.float32)
 MASK = {"causal": True, "window": (None, None), "soft_cap": None, "scale": 0.1}
 
 
@@ -26,7 +27,10 @@ def interpret(request: pytest.FixtureRequest) -> Any:
     return plgpu.InterpretGPUParams() if request.param == "interpreted" else None
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "tuning", "interpret"))
+STATIC = ("causal", "window", "soft_cap", "scale", "alibi_sqrt", "tuning", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=STATIC)
 def call(*arrays, sinks=None, **options):
     return tuned(*arrays, sinks=sinks, **options)
 
@@ -72,7 +76,12 @@ CASES = {
     "sinks-one-part": (2, 4, 64, 64, [90, 1], [2, 2], {"sinks": SINKS[:8], "scale": 0.25}, Tuning(splits=1)),
     "head96": (3, 3, 64, 96, [150, 2], None, {}, Tuning(splits=2)),
     "chosen": (4, 4, 64, 128, [150, 70], None, {}, Tuning()),
-}
+    "alibi": (4, 2, 64, 64, [150, 2, 0], [4, 4, 2], {"alibi_slopes": SLOPES}, Tuning(splits=2)),
+    "alibi-sqrt": (
+        3, 2, 16, 64, [90, 2], None, {"causal": False, "soft_cap": 2.0, "alibi_slopes": SLOPES, "alibi_sqrt": True},
+        Tuning(splits=1),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,16 +177,19 @@ def test_schedule() -> None:
     ("shape", "dtype", "changes", "reason"),
     [
         ({"head_dim": 72}, jnp.bfloat16, {}, "takes head dims .*, not 72"),
+        ({"stored": jnp.int8}, np.float32, {}, "pages of one byte with bfloat16 queries, not q float32"),
+        ({"stored": jnp.float8_e4m3fn, "head_dim": 80}, jnp.bfloat16, {}, "pages of one byte, not 80"),
+        ({"stored": jnp.int8}, jnp.bfloat16, {}, "int8 pages of 32 tokens and more, not 16"),
         ({"page_size": 5}, jnp.bfloat16, {}, "takes page sizes .*, not 5"),
         ({"page_size": 48}, jnp.bfloat16, {}, "takes page sizes .*, not 48"),
-        ({}, np.float32, {}, "takes bfloat16 or float16 throughout, not q float32"),
+        ({}, np.float32, {}, "takes bfloat16 or float16 throughout, .* not q float32"),
         ({}, jnp.bfloat16, {"scale": -1.0}, "takes a positive scale"),
     ],
 )
 def test_refusals_name_their_reason(shape: dict[str, int], dtype: Any, changes: dict[str, Any], reason: str) -> None:
     case = make_case([4], t=1, dtype=dtype, **shape)
     with pytest.raises(NotImplementedError, match=reason):
-        tuned(*case.arrays(), sinks=None, **MASK | changes)
+        tuned(*case.arrays(), sinks=None, **MASK | case.options | changes)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")

@@ -92,10 +92,12 @@ def _attend(
     )  # fmt: skip
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
-        slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(kv_heads, rows)
+        slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
+            kv_heads, rows
+        )
         slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
     grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
-    if k_scale is None:
+    if k_scale is None or v_scale is None:
         out, parts_lse = wide.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
     else:
         out, parts_lse = narrow.attention(
@@ -134,5 +136,8 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     page_size = k_pages.shape[2]
     if page_size % 64 and (64 % page_size or page_size < 8):
         raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    if k_pages.dtype == jnp.int8 and page_size < 32:
+        # The scales of a smaller page would land in shared memory where a copy may not start.
+        raise NotImplementedError(f"takes int8 pages of 32 tokens and more, not {page_size}")
     if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
         raise NotImplementedError(f"takes a positive scale and soft cap, not {scale} and {soft_cap}")

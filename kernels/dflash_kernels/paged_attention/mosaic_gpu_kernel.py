@@ -14,8 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import (
-    LOG2E, add_values, alibi_share, load_queries, precise_tanh, scores_of, spread, swizzled,
-)  # fmt: skip
+    LOG2E,
+    add_values,
+    alibi_share,
+    load_queries,
+    precise_tanh,
+    scores_of,
+    spread,
+    swizzled,
+)
 from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 

@@ -28,7 +28,7 @@ def scores_and_values(_ctx, keys, values, queries):
     return mgpu.optimization_barrier(scores.value), wide
 
 
-def any_above(values: Any, limit: float) -> Any:
+def any_above(values: Any, limit: int) -> Any:
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     elements = [vector.extract(register, [], [i]) for register in values.registers.flat for i in range(2)]
     while len(elements) > 1:
@@ -37,7 +37,7 @@ def any_above(values: Any, limit: float) -> Any:
     voted = utils.inline_ptx(
         "{ .reg .pred mine, anyones; setp.gt.f32 mine, $1, $2; bar.red.or.pred anyones, $3, 128, mine;"
         " selp.b32 $0, 1, 0, anyones; }",
-        elements[0], utils.c(limit, f32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
+        elements[0], utils.c(float(limit), f32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
         has_side_effects=True, convergent=True,
     )  # fmt: skip
     return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
@@ -114,7 +114,7 @@ def _scaled(pair, exponent: int):
 
 
 def store(out, target, first_row, rows: int, factors) -> None:
-    """Columns of `out [H, N]`, rows in the product's order, to rows `first_row` and on of `target [T, G, H]`, as far as they exist."""
+    """Columns of `out [H, N]`, rows in the product's order, to rows `first_row` and on of `target [T, G, H]`, if there are any."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     dtype = ir.MemRefType(target.type).element_type
     (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(target)

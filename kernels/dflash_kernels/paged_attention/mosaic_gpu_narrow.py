@@ -39,7 +39,7 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     ring = plgpu.SMEM(
         (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
     )  # fmt: skip
-    buffers = {
+    buffers: dict[str, Any] = {
         "q_sm": plgpu.SMEM((launch.rows, launch.head_dim), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.head_dim)),
         "p_sm": plgpu.SMEM((launch.keys, launch.rows), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.rows)),
         "k_sm": ring, "v_sm": ring,

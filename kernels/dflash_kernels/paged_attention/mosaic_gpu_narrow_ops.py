@@ -11,6 +11,9 @@ float8_e4m3fn bits shifted to bfloat16's places are the value times 2^-120, exac
 NaN, which has no infinity beside it, reads as 480: what lies in unused rows can therefore do no harm.
 """
 
+# Pallas declares ACC less public than it documents it, and what it inlines as if it were called as written.
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false
+
 from typing import Any
 
 import jax
@@ -86,7 +89,7 @@ def add_values(acc, values, weights, dtype: Any, interpret: Any):
     return acc + jnp.dot(values, weights[...].astype(jnp.float32) * shift, precision=lax.Precision.HIGHEST)
 
 
-def any_above(values, limit: float, interpret: Any):
+def any_above(values, limit: int, interpret: Any):
     """Whether any of `values [64, N]` is greater than `limit`; NaN is not. All threads wait for each other."""
     if interpret is not None:
         return jnp.max(jnp.where(jnp.isnan(values), -jnp.inf, values)) > limit

@@ -113,18 +113,19 @@ def plan_narrow(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
     has_sinks: bool, **mask: Any,
 ) -> Launch:  # fmt: skip
-    """Cuts a call over one-byte pages into CTAs of one warpgroup, two or more to a multiprocessor."""
+    """Cuts a call over one-byte pages into CTAs of one warpgroup, two to a multiprocessor."""
     # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
     rows = min(-(-tokens * group // 16) * 16, ROWS if head_dim <= 128 else ROWS // 2)
     row_blocks = -(-tokens * group // rows)
-    per_multiprocessor = 2 if rows > 32 else 3
     splits = tuning.splits
     if splits is None:
-        slots = MULTIPROCESSORS * per_multiprocessor
-        splits = best_splits(b * kv_heads * row_blocks, slots, table_width * page_size, 64, min(tokens * group, rows))
+        splits = best_splits(
+            b * kv_heads * row_blocks, 2 * MULTIPROCESSORS, table_width * page_size, 64, min(tokens * group, rows)
+        )
     stages = tuning.stages
     if stages is None:
-        budget = 228 * 1024 // per_multiprocessor - 1024 - BARRIERS - rows * (head_dim * 2 + 64 * 2 + 16)
+        # Queries, weights and 1 KiB for reductions beside the ring.
+        budget = HALF_SHARED_MEMORY - BARRIERS - 1024 - rows * (head_dim * 2 + 64 * 2)
         stages = max(min(budget // (64 * (head_dim * 2 + 4)), 6), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,

@@ -1,0 +1,139 @@
+"""The Hopper kernel for pages of one byte an element: interpreted, lowered for an H200, and for real (`-m gpu`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import paged_attention
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import HALF_SHARED_MEMORY, Tuning, plan_narrow
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .attention_oracle import make_case
+from .test_paged_attention_mosaic import MASK, SINKS, SLOPES, call, check, h200, interpret, run
+
+__all__ = ["interpret"]
+FP8, INT8 = jnp.float8_e4m3fn, np.int8
+
+# Stored as, T, group, page size, head dim, sequence lengths, query lengths, mask, tuning.
+CASES = {
+    "q1": (FP8, 1, 4, 64, 128, [150, 64, 0, 1], None, {}, Tuning(splits=1)),
+    "q16-split": (FP8, 16, 4, 64, 128, [230, 70, 0], [16, 0, 16], {}, Tuning(splits=2)),
+    "row-blocks": (FP8, 17, 4, 32, 64, [90, 21], [17, 9], {}, Tuning(splits=2)),
+    "window": (FP8, 3, 5, 32, 192, [290, 70], [3, 1], {"window": (70, 0), "sinks": SINKS[:10]}, Tuning(splits=1)),
+    "cap-alibi": (FP8, 2, 2, 8, 64, [90, 3], [2, 2], {"soft_cap": 1.5, "alibi_slopes": SLOPES}, Tuning()),
+    "int8": (INT8, 4, 4, 64, 128, [150, 64, 0, 1], None, {}, Tuning(splits=2, merge="xla")),
+    "int8-full": (INT8, 12, 3, 128, 64, [150, 70], [12, 3], {"causal": False, "window": (90, 3)}, Tuning(splits=1)),
+    "int8-wide": (INT8, 2, 2, 32, 256, [90, 3], None, {"alibi_slopes": SLOPES, "alibi_sqrt": True}, Tuning()),
+}
+
+
+def case_of(name: str):
+    stored, t, group, page_size, head_dim, seq_lens, q_lens, mask, tuning = CASES[name]
+    shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": jnp.bfloat16}
+    return make_case(seq_lens, q_lens, kv_heads=2, stored=stored, **shape, **mask), tuning
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_float64(name: str, interpret: Any) -> None:
+    check(*case_of(name), interpret)
+
+
+@pytest.mark.parametrize("stored", [FP8, INT8], ids=["fp8", "int8"])
+def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
+    """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish."""
+    case = make_case([256, 130], t=2, group=2, page_size=64, head_dim=64, stored=stored, dtype=jnp.bfloat16, scale=4.0)
+    for page in range(len(case.k_pages)):
+        case.k_pages[page] = (case.k_pages[page].astype(np.float32) * (0.1, 1, 0.4)[page % 3]).astype(stored)
+    check(case, Tuning(splits=1), interpret)
+
+
+@pytest.mark.parametrize("stored", [FP8, INT8], ids=["fp8", "int8"])
+def test_nothing_unused_is_read(stored: Any, interpret: Any) -> None:
+    results = [
+        run(
+            make_case([33, 0, 7, 64], [6, 6, 2, 0], t=6, page_size=32, dtype=jnp.bfloat16, stored=stored, garbage=garbage),
+            Tuning(splits=1), interpret,
+        )
+        for garbage in (0.0, np.nan, -np.inf)
+    ]  # fmt: skip
+    assert np.isfinite(results[0][0].astype(np.float32)).all()
+    for found in results[1:]:
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, results[0], strict=True))
+
+
+def test_every_float8_value_is_exact(interpret: Any) -> None:
+    """Each of the finite ones as a key and as a value, the subnormals and zeros too: one key, so the output is the value."""
+    bits = np.arange(256, dtype=np.uint8)
+    values = np.where((bits & 0x7F) == 0x7F, 0, bits).astype(np.uint8).view(FP8).reshape(4, 64)
+    case = make_case([1] * 4, t=1, kv_heads=1, group=1, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=FP8)
+    for row in range(4):
+        page = case.page_table[row, 0]
+        case.k_pages[page, 0, 0] = case.v_pages[page, 0, 0] = values[row]
+    case.options |= {"k_scale": np.ones(1, np.float32), "v_scale": np.ones(1, np.float32)}
+    out, lse = run(case, Tuning(splits=1), interpret)
+    np.testing.assert_array_equal(out[:, 0, 0].astype(np.float32), values.astype(np.float32))
+    true = (case.q[:, 0, 0].astype(np.float64) * values.astype(np.float64)).sum(axis=1) * case.scale
+    np.testing.assert_allclose(lse[:, 0, 0], true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stored", "t", "head_dim", "page_size"),
+    [(FP8, 16, 128, 8), (INT8, 33, 64, 128), (FP8, 3, 192, 64), (INT8, 8, 256, 32)],
+)
+def test_lowers_for_an_h200_with_every_option(stored: Any, t: int, head_dim: int, page_size: int) -> None:
+    shape = jax.ShapeDtypeStruct
+    q, pages = shape((2, t, 8, head_dim), jnp.bfloat16), shape((9, 2, page_size, head_dim), stored)
+    table, lens = shape((2, 4), jnp.int32), shape((2,), jnp.int32)
+    k_scale, v_scale = ((9, 2, page_size), (2, head_dim)) if stored == jnp.int8 else ((2,), (2,))
+    given = {"sinks": shape((8,), jnp.float32), "alibi_slopes": shape((8,), jnp.float32)}
+    given |= {"k_scale": shape(k_scale, jnp.float32), "v_scale": shape(v_scale, jnp.float32)}
+    mask = {"causal": False, "window": (70, 3), "soft_cap": 30.0, "scale": 0.1, "alibi_sqrt": t == 1}
+    with h200():
+        traced = call.trace(q, pages, pages, table, lens, lens, **given, **mask, tuning=Tuning(), interpret=None)
+        assert "@mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_schedule() -> None:
+    shape = {"group": 4, "head_dim": 128, "page_size": 64, "kv_heads": 8, "table_width": 64, "has_sinks": False}
+    for b, t in ((64, 1), (64, 16), (8, 16), (1, 1)):
+        launch = plan_narrow(Tuning(), b=b, tokens=t, **shape, **MASK)
+        used = launch.rows * (128 * 2 + 64 * 2) + launch.stages * 64 * (128 * 2 + 4) + 1024
+        assert used <= HALF_SHARED_MEMORY
+        assert launch.stages >= 4
+        assert launch.direct == (b == 64)
+    assert plan_narrow(Tuning(), b=1, tokens=40, **shape, **MASK).row_blocks == 3
+    assert plan_narrow(Tuning(), b=1, tokens=16, **shape | {"head_dim": 256}, **MASK).rows == 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.int8])
+@pytest.mark.parametrize("t", [1, 16])
+@pytest.mark.parametrize("b", [1, 64])
+def test_full_size_agrees_with_xla(b: int, t: int, stored: Any) -> None:
+    """Through the public function, ragged lengths up to 2048 keys in the shapes of Qwen3-8B."""
+    keys = jax.random.split(jax.random.key(b + t), 6)
+    q = jax.random.normal(keys[0], (b, t, 32, 128), jnp.bfloat16)
+    pools = [jax.random.normal(key, (b * 32 + 1, 8, 64, 128), jnp.bfloat16) for key in keys[1:3]]
+    k, v = ((pool * 30 if stored == jnp.int8 else pool).astype(stored) for pool in pools)
+    k_scale, v_scale = jnp.linspace(0.9, 1.2, 8), jnp.linspace(0.5, 2, 8)
+    if stored == jnp.int8:
+        k_scale = jax.random.uniform(keys[4], k.shape[:3], minval=0.02, maxval=0.04)
+        v_scale = jax.random.uniform(keys[5], (8, 128), minval=0.02, maxval=0.04)
+    table = jax.random.permutation(keys[3], b * 32).reshape(b, 32).astype(jnp.int32)
+    lens = (jnp.arange(b, dtype=jnp.int32) * 331 + 2048) % 2049
+    ours, theirs = (
+        paged_attention(q, k, v, table, lens, k_scale=k_scale, v_scale=v_scale, return_lse=True, implementation=name)
+        for name in ("mosaic_gpu", "xla")
+    )
+    live = np.isfinite(np.asarray(theirs[1]))
+    np.testing.assert_allclose(np.asarray(ours[1])[live], np.asarray(theirs[1])[live], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(np.asarray(ours[0], np.float32), np.asarray(theirs[0], np.float32), atol=0.03)
+
+
+def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
+    """Among copies, loads and stores: what a matrix instruction reads, the interpreter does not watch."""
+    case = make_case([200, 5], t=2, page_size=32, stored=INT8, dtype=jnp.bfloat16)
+    check(case, Tuning(splits=1, stages=2), plgpu.InterpretGPUParams(detect_races=True))
+    assert "race" not in capfd.readouterr().out.lower()
