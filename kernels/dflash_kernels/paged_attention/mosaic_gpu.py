@@ -35,6 +35,8 @@ def paged_attention_mosaic_gpu(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
     _refuse_device(causal)
+    if k_scale is not None:
+        raise NotImplementedError("takes pages of one byte only where it is called by name of its tuning")
     return tuned(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
         scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale,

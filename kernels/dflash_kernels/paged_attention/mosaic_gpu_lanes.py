@@ -29,11 +29,11 @@ def scores_and_values(_ctx, keys, values, queries):
 
 
 def any_above(values: Any, limit: int) -> Any:
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    i32, f32 = _i32(), ir.F32Type.get()
     elements = [vector.extract(register, [], [i]) for register in values.registers.flat for i in range(2)]
     while len(elements) > 1:
-        pairs = zip(elements[::2], elements[1::2], strict=True)
-        elements = [arith.maxnumf(a, b) for a, b in pairs]
+        left = elements[len(elements) // 2 * 2 :]
+        elements = [arith.maxnumf(a, b) for a, b in zip(elements[::2], elements[1::2], strict=False)] + left
     voted = utils.inline_ptx(
         "{ .reg .pred mine, anyones; setp.gt.f32 mine, $1, $2; bar.red.or.pred anyones, $3, 128, mine;"
         " selp.b32 $0, 1, 0, anyones; }",
@@ -59,7 +59,7 @@ def load_queries(source, target, first_row, rows: int, interleaved: bool, expone
 
     Where `interleaved`, every 16 columns are stored as the even ones and then the odd ones, times two to the `exponent`.
     """
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = _i32()
     (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(source)
     width, count = _swizzle(target), 8 * ir.MemRefType(target.type).shape[0]
     at_once = 2 * _CHUNK if interleaved else _CHUNK  # bytes
@@ -92,7 +92,7 @@ def load_queries(source, target, first_row, rows: int, interleaved: bool, expone
 
 def _load_if(predicate, address) -> tuple[Any, ...]:
     """Sixteen bytes of global memory, zeros without the predicate."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = _i32()
     return utils.inline_ptx(
         "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
         " @there ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
@@ -101,7 +101,7 @@ def _load_if(predicate, address) -> tuple[Any, ...]:
 
 
 def _permuted(low, high, selector: int):
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = _i32()
     return utils.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", low, high, result_types=i32)
 
 
@@ -109,13 +109,13 @@ def _scaled(pair, exponent: int):
     """A pair of bfloat16 times a power of two."""
     if exponent == 0:
         return pair
-    i32, bits = ir.IntegerType.get_signless(32), (127 + exponent) << 7
+    i32, bits = _i32(), (127 + exponent) << 7
     return utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, utils.c(bits << 16 | bits, i32), result_types=i32)
 
 
 def store(out, target, first_row, rows: int, factors) -> None:
     """Columns of `out [H, N]`, rows in the product's order, to rows `first_row` and on of `target [T, G, H]`, if there are any."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    i32, f32 = _i32(), ir.F32Type.get()
     dtype = ir.MemRefType(target.type).element_type
     (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(target)
     size, pair = utils.bytewidth(dtype), ir.VectorType.get((2,), f32)
@@ -159,7 +159,7 @@ def _widened(tile, narrow, width: int, loads) -> Any:
     head_dim = ir.MemRefType(tile.type).shape[1] * width
     base, (shape, opcode, steps) = _address(tile, space=3), loads(head_dim, width)
     registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = _i32()
     for offset, places in steps:
         words = utils.inline_ptx(
             f"ldmatrix.sync.aligned.m8n8.x4{opcode}.shared.b16 {{$0, $1, $2, $3}}, [$4];", _add(base, offset),
@@ -210,7 +210,7 @@ def _swizzle_of(row, width: int):
 
 def _pairs(word, narrow) -> tuple[Any, Any]:
     """Bytes 0 and 2 of four, and bytes 1 and 3, as pairs of bfloat16."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32 = _i32()
     if isinstance(narrow, ir.Float8E4M3FNType):
         sources = [(_shift_left(word, 4), _shift_left(word, 8)), (arith.shrui(word, utils.c(4, i32)), word)]
         return tuple(
@@ -282,3 +282,7 @@ def _shift_left(a, bits: int):
 
 def _widen_index(a):
     return arith.extui(ir.IntegerType.get_signless(64), a)
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)

@@ -1,0 +1,99 @@
+"""The Hopper kernels' thread arithmetic, run for all 128 threads at once in numpy against what the instructions are said to do."""
+
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
+from jaxlib.mlir import ir
+
+THREAD = np.arange(128)
+LANE, WARP = THREAD % 32, THREAD // 32
+MASK = 2**32 - 1
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers of all threads as arrays in the place of code that computes them."""
+    arith = {
+        "addi": np.add, "subi": np.subtract, "muli": np.multiply, "xori": np.bitwise_xor, "divui": np.floor_divide,
+        "remui": np.remainder, "andi": np.bitwise_and, "ori": np.bitwise_or, "shrui": np.right_shift,
+    }  # fmt: skip
+    monkeypatch.setattr(lanes, "arith", types.SimpleNamespace(**arith))
+    monkeypatch.setattr(lanes, "_constant", lambda value, like: value)
+    monkeypatch.setattr(lanes, "_lane_and_warp", lambda: (LANE, WARP))
+    monkeypatch.setattr(lanes, "_shift_left", lambda a, bits: a << bits & MASK)
+    monkeypatch.setattr(lanes, "utils", types.SimpleNamespace(c=lambda value, ty: value & MASK))
+
+
+def swizzled_bytes(tile: np.ndarray) -> np.ndarray:
+    """Shared memory after a TMA copy of `[64, H]` bytes: tiles of 8 rows, 16-byte chunks exchanged by address bits 7 to 9."""
+    width = 128 if tile.shape[1] % 128 == 0 else 64
+    flat = tile.reshape(8, 8, -1, width).swapaxes(1, 2).reshape(-1)
+    address = np.arange(flat.size)
+    memory = np.empty_like(flat)
+    memory[address ^ (address >> 3 & (width // 16 - 1) << 4)] = flat
+    return memory
+
+
+def load_matrices(memory: np.ndarray, address: np.ndarray, transposed: bool) -> np.ndarray:
+    """`ldmatrix.x4` of every warp: `[4, 128]` 32-bit words. Lane l names row `l % 8` of matrix `l // 8`."""
+    halves = memory.view(np.uint16)
+    words = np.empty((4, 128), np.int64)
+    for warp in range(4):
+        rows = address[32 * warp : 32 * warp + 32]
+        assert (rows % 16 == 0).all()
+        matrices = halves[(rows // 2)[:, None] + np.arange(8)].reshape(4, 8, 8)
+        if transposed:
+            matrices = matrices.swapaxes(1, 2)
+        pairs = matrices.reshape(4, 32, 2).astype(np.int64)
+        words[:, 32 * warp : 32 * warp + 32] = pairs[..., 0] | pairs[..., 1] << 16
+    return words
+
+
+def fragments(tile: np.ndarray, loads: Any, transposed: bool) -> np.ndarray:
+    """The matrix that all threads hold after the loads, each byte widened to itself."""
+    memory, width = swizzled_bytes(tile), 128 if tile.shape[1] % 128 == 0 else 64
+    shape, opcode, steps = loads(tile.shape[1], width)
+    assert opcode == (".trans" if transposed else "")
+    found = np.full(shape, -1)
+    row, column = LANE // 4, LANE % 4 * 2
+    for offset, places in steps:
+        for word, of_word in zip(load_matrices(memory, offset, transposed), places, strict=True):
+            for (tile_row, tile_column, half), first in zip(of_word, (0, 1), strict=True):
+                for element in range(2):
+                    value = word >> 8 * (first + 2 * element) & 255
+                    found[64 * tile_row + 16 * WARP + 8 * half + row, 8 * tile_column + column + element] = value
+    return found
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_keys_and_values_land_where_the_product_expects_them(head_dim: int) -> None:
+    tile = np.random.default_rng(0).integers(0, 256, (64, head_dim)).astype(np.uint8)
+    keys = fragments(tile, lanes._key_loads, transposed=False)
+    np.testing.assert_array_equal(keys, np.asarray(in_key_order(jnp.asarray(tile))))
+    values = fragments(tile, lanes._value_loads, transposed=True)
+    in_order = values.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(head_dim, 64)
+    np.testing.assert_array_equal(in_order, tile.T)
+
+
+@pytest.mark.usefixtures("threads")
+def test_float8_bits_are_the_value_times_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Float8:
+        pass
+
+    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(IntegerType=ir.IntegerType, Float8E4M3FNType=Float8))
+    monkeypatch.setattr(lanes, "_i32", lambda: None)
+    stored = np.arange(256, dtype=np.uint8)
+    words = stored.view(np.uint32).astype(np.int64)
+    found = np.empty(256)
+    for first, pair in zip((0, 1), lanes._pairs(words, Float8()), strict=True):
+        for element in range(2):
+            wide = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(jnp.bfloat16)
+            found[first + 2 * element :: 4] = wide.astype(np.float64) * 2.0**120
+    true = stored.view(jnp.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(found, np.where(np.isnan(true), np.copysign(480.0, true), true))
