@@ -188,8 +188,9 @@ def test_schedule() -> None:
 )
 def test_refusals_name_their_reason(shape: dict[str, int], dtype: Any, changes: dict[str, Any], reason: str) -> None:
     case = make_case([4], t=1, dtype=dtype, **shape)
+    scales = {name: jnp.asarray(scale) for name, scale in case.options.items()}
     with pytest.raises(NotImplementedError, match=reason):
-        tuned(*case.arrays(), sinks=None, **MASK | case.options | changes)
+        tuned(*case.arrays(), sinks=None, **MASK | scales | changes)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
