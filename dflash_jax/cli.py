@@ -3,6 +3,7 @@
     dflash-jax demo
     dflash-jax generate "def quicksort(" --max-tokens 128 --stats
     echo "Why is the sky blue?" | dflash-jax generate - --model Qwen/Qwen3-4B --chat
+    dflash-jax bench --concurrency 1 8
     dflash-jax info
 
 Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model not usable, 4 request not
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from dflash_jax.completion import Completion, Piece
 from dflash_jax.errors import (
@@ -90,11 +92,38 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N")
     demo.set_defaults(run=run_demo)
 
+    add_bench(commands, models)
+
     info = commands.add_parser("info", parents=[models], help="models, sizes, memory of pages, versions, device")
     _add_model(info, "model")
     info.add_argument("--json", action="store_true", help="one JSON object")
     info.set_defaults(run=run_info)
     return parser
+
+
+def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
+    bench = commands.add_parser("bench", parents=[models], help="speed as users see it, with and without drafting")
+    _add_model(bench, "--model")
+    bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
+    bench.add_argument(
+        "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
+    )
+    bench.add_argument("--input-length", type=int, default=128, metavar="N", help="of random prompts (default: 128)")
+    bench.add_argument(
+        "--output-length", type=int, default=128, metavar="N", help="tokens of each answer (default: 128)"
+    )
+    bench.add_argument("--requests", type=int, metavar="N", help="of each run (default: 4 for each user, at least 8)")
+    bench.add_argument("--concurrency", type=int, nargs="+", default=[1], metavar="N", help="users at once")
+    bench.add_argument("--temperature", type=float, default=0.0, metavar="T")
+    bench.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    bench.add_argument(
+        "--imposed-acceptance",
+        type=float,
+        metavar="M",
+        help="with --shapes: each cycle gains M tokens; no model's text",
+    )
+    bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+    bench.set_defaults(run=run_bench)
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
@@ -194,6 +223,18 @@ def run_demo(args: argparse.Namespace) -> int:
 
     use_compilation_cache()
     return demo(args.prompts, args.max_tokens, load_options(args), bars=can_show_bars(sys.stdout.encoding))
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    if args.shapes is not None and args.model is not None:
+        raise UsageError("--shapes makes its own weights: leave --model out")
+    if args.imposed_acceptance is not None and args.shapes is None:
+        raise UsageError("--imposed-acceptance is for random weights: name --shapes")
+    from dflash_jax.bench.command import bench
+
+    use_compilation_cache()
+    bench(args, load_options(args))
+    return OK
 
 
 def run_info(args: argparse.Namespace) -> int:

@@ -153,6 +153,10 @@ def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_op
         raise ParameterError(
             f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {len(each)}"
         )
+    if model.engine.imposed_acceptance is not None:
+        raise ParameterError(
+            "an imposed acceptance is for benchmarks: set model.engine.imposed_acceptance back to None"
+        )
     if model.tokenizer is None and any(one.stop for one in each):
         raise TokenizerError(f"{model.name} has no tokenizer.json: stop strings need one, stop_token_ids do not")
     requests = [

@@ -44,7 +44,7 @@ def collect(
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
         "device": {
             "platform": device.platform,
             "kind": device.device_kind,
@@ -100,7 +100,7 @@ def _model(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Any]:
     return facts
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
-from dflash_jax.decoding.accept import accept_matching, accept_rejection
+from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
@@ -63,6 +63,8 @@ def cycle(
             sampling = state.request.temperature > 0
             accepted = jnp.where(sampling, sampled[0], accepted)
             tokens = jnp.where(sampling[:, None], sampled[1], tokens)
+        if setup.imposed_acceptance is not None:
+            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.seq_lens, setup.imposed_acceptance)
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.

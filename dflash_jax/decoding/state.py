@@ -27,6 +27,7 @@ class Setup:
         sample judged by p/q rejection.
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       form: how a prompt attends where the target's attention is latent.
+      imposed_acceptance: tokens each cycle gains on average, whatever the target chooses. Only `dflash_jax.bench` sets it.
     """
 
     target: DecoderConfig
@@ -36,6 +37,7 @@ class Setup:
     proposals: Proposals = "shared_noise"
     draft_temperature: float = 1.0
     form: LatentForm = BY_ARITHMETIC
+    imposed_acceptance: float | None = None
 
     def for_prefill(self) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs."""

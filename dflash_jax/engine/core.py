@@ -36,6 +36,7 @@ class Core:
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       latent_form: how prompts attend where the target's attention is latent.
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
+      imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
       allocator: the account of pages; all are free whenever nothing runs.
     """
@@ -57,6 +58,7 @@ class Core:
     cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
     share_prefixes: bool = True
+    imposed_acceptance: float | None = None
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
@@ -112,7 +114,10 @@ class Core:
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:
         """What the programs for such requests are compiled for."""
         drafter = self.draft if draft else None
-        return Setup(self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form)
+        return Setup(
+            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form,
+            None if drafter is None else self.imposed_acceptance,
+        )  # fmt: skip
 
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""

@@ -1,0 +1,104 @@
+"""`dflash-jax bench`: loads, measures each number of users with and without drafting, prints a table, keeps the figures whole."""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.bench.measure import Figures, measure
+from dflash_jax.bench.workload import Workload, random_pair, read_prompts, synthetic
+from dflash_jax.generation import prompt_ids
+from dflash_jax.info import PACKAGES, installed_version
+from dflash_jax.model import Model, load
+
+COLUMNS = (
+    ("users", "{0.concurrency}"), ("draft", "{draft}"), ("tokens/s", "{0.tokens_per_s:.0f}"),
+    ("first p50", "{first[p50]:.1f} ms"), ("p99", "{first[p99]:.1f} ms"), ("next p50", "{gap[p50]:.2f} ms"),
+    ("p99", "{gap[p99]:.2f} ms"), ("per cycle", "{0.tokens_per_cycle:.2f}"),
+)  # fmt: skip
+
+
+def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]:
+    """Runs what the command line asked for; `options` are `load`'s. Prints to stderr where the JSON goes to stdout."""
+    out = sys.stderr if args.json == "-" else sys.stdout
+    model = _model(args, options)
+    for notice in model.notices:
+        print(f"note: {notice}", file=sys.stderr)
+    workload = _workload(args, model)
+    print(f"{model.name} on {jax.local_devices()[0].device_kind} in {model.engine.dtype}: {workload.name}", file=out)
+    if args.imposed_acceptance is not None:
+        print(f"acceptance is imposed: {args.imposed_acceptance} tokens a cycle, no model's text", file=out)
+    print(line([name for name, _ in COLUMNS]), file=out, flush=True)
+    rows = []
+    for users in args.concurrency:
+        for draft in (True, False) if model.draft is not None else (False,):
+            figures = measure(
+                model, workload, concurrency=users, requests=args.requests or max(8, 4 * users), draft=draft,
+                imposed_acceptance=args.imposed_acceptance if draft else None,
+            )  # fmt: skip
+            rows.append(figures)
+            print(line(cells(figures)), file=out, flush=True)
+    if args.json is not None:
+        write(args.json, [environment(model) | row.to_dict() for row in rows])
+    return rows
+
+
+def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
+    users = max(args.concurrency)
+    if args.shapes is None:
+        return load(**options, max_batch=users)
+    length = args.max_model_len or args.input_length + args.output_length + 64
+    return random_pair(args.shapes, max_model_len=length, max_batch=users, dtype=args.dtype or "bfloat16")
+
+
+def _workload(args: argparse.Namespace, model: Model) -> Workload:
+    if args.prompts is None:
+        return synthetic(
+            model.target.vocab_size, args.input_length, max(8, *args.concurrency), args.output_length,
+            temperature=args.temperature,
+        )  # fmt: skip
+    texts = read_prompts(args.prompts)
+    ids = tuple(prompt_ids(model, text, chat=args.chat, options=None) for text in texts)
+    return Workload(f"{len(texts)} prompts of {args.prompts}", ids, args.output_length, args.temperature)
+
+
+def line(texts: Sequence[str]) -> str:
+    """One row of the table."""
+    return "  ".join(f"{text:>11}" for text in texts)
+
+
+def cells(figures: Figures) -> list[str]:
+    """What the table shows of a row; a dash where there was nothing to measure."""
+    none = {"p50": float("nan"), "p99": float("nan")}
+    values = {"first": figures.time_to_first_token_ms or none, "gap": figures.inter_token_ms or none}
+    shown = [form.format(figures, draft="yes" if figures.draft else "no", **values) for _, form in COLUMNS]
+    return ["-" if "nan" in text else text for text in shown]
+
+
+def environment(model: Model) -> dict[str, Any]:
+    """What a figure must be read with."""
+    device = jax.local_devices()[0]
+    return {
+        "model": model.name,
+        "dtype": str(model.engine.dtype),
+        "device": device.device_kind,
+        "versions": {name: installed_version(name) for name in PACKAGES},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write(path: str, rows: list[dict[str, Any]]) -> None:
+    """All rows as one JSON list, whole or not at all; `-` is stdout."""
+    text = json.dumps(rows, indent=1) + "\n"
+    if path == "-":
+        print(text, end="")
+        return
+    scratch = Path(f"{path}.tmp-{os.getpid()}")
+    scratch.write_text(text)
+    os.replace(scratch, path)

@@ -1,0 +1,167 @@
+"""So many users, each sending a request as soon as the last one is answered: throughput, waiting times, acceptance.
+
+Compilation is in no figure: the same requests run once before they are timed, with the same number of slots.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from dflash_jax.bench.workload import Workload
+from dflash_jax.errors import ParameterError
+from dflash_jax.model import Model
+from dflash_jax.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+PERCENTILES = (50, 90, 99)
+# Cycles between two looks at the results: what `stream` does.
+CYCLES = 4
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One row of a benchmark.
+
+    Attributes:
+      workload, requests, concurrency, prompt_tokens, max_tokens, temperature: what ran; prompt tokens are a mean.
+      draft: whether a drafter drafted.
+      imposed_acceptance: tokens a cycle was told to gain, where that was imposed: such tokens are no model's text.
+      tokens_per_s: all produced tokens over the whole time, prompts included.
+      time_to_first_token_ms: percentiles over requests, from sending to the first token.
+      inter_token_ms: percentiles over tokens after the first; tokens that arrive together share the time since the last ones.
+      tokens_per_cycle: mean; 0 without a cycle.
+      acceptance_by_position: share of cycles in which the n-th drafted token stood.
+      peak_bytes: most device memory in use so far in this process, where the device tells.
+      compile_s: compilation before the timed run.
+    """
+
+    workload: str
+    requests: int
+    concurrency: int
+    prompt_tokens: float
+    max_tokens: int
+    temperature: float
+    draft: bool
+    imposed_acceptance: float | None
+    tokens_per_s: float
+    time_to_first_token_ms: dict[str, float]
+    inter_token_ms: dict[str, float]
+    tokens_per_cycle: float
+    acceptance_by_position: list[float]
+    peak_bytes: int | None
+    compile_s: float
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class _Trace:
+    """What one request's user saw."""
+
+    sent: float
+    arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    counts: list[int] = dataclasses.field(default_factory=list)
+
+
+def measure(
+    model: Model,
+    workload: Workload,
+    *,
+    concurrency: int,
+    requests: int,
+    draft: bool,
+    imposed_acceptance: float | None = None,
+) -> Figures:
+    """Serves `requests` requests with `concurrency` users and reports what they saw.
+
+    Args:
+      imposed_acceptance: mean tokens a cycle is made to gain whatever the target thinks, to time shapes whose weights are random.
+
+    Raises:
+      ParameterError: more users than slots or than requests, or an acceptance that a block cannot hold.
+      PromptError, CapacityError: a request can never run.
+    """
+    engine = model.engine
+    if not 1 <= concurrency <= min(engine.max_batch, requests):
+        raise ParameterError(
+            f"concurrency must be from 1 to the model's max_batch={engine.max_batch} and to requests={requests}, got {concurrency}"
+        )
+    if imposed_acceptance is not None:
+        longest = 1 if model.draft is None or not draft else model.draft.num_drafts + 1
+        if not 1 <= imposed_acceptance <= longest:
+            raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {imposed_acceptance}")
+    before = engine.programs.compile_s
+    shared, engine.share_prefixes = engine.share_prefixes, False  # or the timed prompts would be found in the pages
+    engine.imposed_acceptance = imposed_acceptance
+    try:
+        _serve(model, workload, concurrency, requests, draft)
+        warm, started = engine.programs.compile_s, time.perf_counter()
+        traces = _serve(model, workload, concurrency, requests, draft)
+        seconds = time.perf_counter() - started - (engine.programs.compile_s - warm)
+    finally:
+        engine.imposed_acceptance, engine.share_prefixes = None, shared
+    counts = [count for trace in traces for count in trace.counts]
+    gaps = [gap for trace in traces for gap in _gaps(trace)]
+    drafts = model.draft.num_drafts if model.draft is not None and draft else 0
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return Figures(
+        workload=workload.name,
+        requests=requests,
+        concurrency=concurrency,
+        prompt_tokens=round(float(np.mean([len(prompt) for prompt in workload.prompts])), 1),
+        max_tokens=workload.max_tokens,
+        temperature=workload.temperature,
+        draft=draft,
+        imposed_acceptance=imposed_acceptance,
+        tokens_per_s=round(sum(size for trace in traces for _, size in trace.arrivals) / seconds, 1),
+        time_to_first_token_ms=_percentiles([trace.arrivals[0][0] - trace.sent for trace in traces]),
+        inter_token_ms=_percentiles(gaps),
+        tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
+        acceptance_by_position=[round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1)],
+        peak_bytes=memory.get("peak_bytes_in_use"),
+        compile_s=round(engine.programs.compile_s - before, 1),
+    )
+
+
+def _serve(model: Model, workload: Workload, concurrency: int, requests: int, draft: bool) -> list[_Trace]:
+    coming = _requests(workload, requests)
+    first = list(itertools.islice(coming, concurrency))
+    run = model.engine.run(first, draft=draft, cycles=CYCLES, slots=concurrency)
+    traces = {request.index: _Trace(time.perf_counter()) for request in first}
+    try:
+        for update in run:
+            now, trace = time.perf_counter(), traces[update.index]
+            trace.arrivals.append((now, len(update.tokens)))
+            trace.counts += update.counts
+            if update.finish_reason is not None and (request := next(coming, None)) is not None:
+                traces[request.index] = _Trace(now)
+                run.add(request)
+    finally:
+        run.close()
+    return list(traces.values())
+
+
+def _requests(workload: Workload, count: int) -> Iterator[Request]:
+    for index in range(count):
+        params = SamplingParams(
+            max_tokens=workload.max_tokens, temperature=workload.temperature, seed=index, ignore_eos=True
+        )
+        yield Request(index, workload.prompts[index % len(workload.prompts)], params)
+
+
+def _gaps(trace: _Trace) -> Iterator[float]:
+    for (before, _), (now, tokens) in itertools.pairwise(trace.arrivals):
+        yield from [(now - before) / tokens] * tokens
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds; empty where nothing was measured."""
+    if not len(seconds):
+        return {}
+    return {f"p{p}": round(float(np.percentile(seconds, p)) * 1e3, 3) for p in PERCENTILES}

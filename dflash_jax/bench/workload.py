@@ -1,0 +1,120 @@
+"""What a benchmark runs: prompts of a file or of a length, and models of published shapes with random weights."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.engine import Engine
+from dflash_jax.errors import ParameterError, PromptError
+from dflash_jax.model import Model
+from dflash_jax.models import count, family_named, fuse_context_projection, init_params
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+
+# Published shapes that can be filled with random weights: family, target, drafter.
+SHAPES: Mapping[str, tuple[str, str, str]] = {
+    "qwen3-4b": ("qwen3", "Qwen3-4B", "Qwen3-4B-DFlash-b16"),
+    "qwen3-8b": ("qwen3", "Qwen3-8B", "Qwen3-8B-DFlash-b16"),
+    "qwen3-coder-30b-a3b": ("qwen3_moe", "Qwen3-Coder-30B-A3B-Instruct", "Qwen3-Coder-30B-A3B-DFlash"),
+}
+# Keys under which prompt files hold a prompt, in the order they are looked for.
+TEXT_KEYS = ("prompt", "text", "question", "problem", "turns")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one benchmark.
+
+    Attributes:
+      name: for reports.
+      prompts: token ids; taken in turn where more requests are made than there are prompts.
+      max_tokens: tokens of each request; end tokens are ignored, so that every run does the same work.
+      temperature: 0 is greedy.
+    """
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    temperature: float = 0.0
+
+
+def synthetic(vocab_size: int, length: int, count: int, max_tokens: int, *, temperature: float = 0.0) -> Workload:
+    """`count` different prompts of `length` random tokens."""
+    rows = np.random.default_rng(0).integers(0, vocab_size, (count, length))
+    return Workload(f"{length} random tokens", tuple(map(tuple, rows.tolist())), max_tokens, temperature)
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """Prompts of a file: a JSON list, JSON lines, or one prompt on each line.
+
+    Items are texts or objects with one of the keys prompt, text, question, problem or turns (the first turn counts).
+
+    Raises:
+      PromptError: the file cannot be read, holds no prompt, or an item has none of the keys.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path} cannot be read: {error}") from error
+    rows: Sequence[Any]
+    try:
+        whole = json.loads(text)
+        rows = whole if isinstance(whole, list) else [whole]
+    except json.JSONDecodeError:
+        lines = [line for line in text.splitlines() if line.strip()]
+        rows = [json.loads(line) for line in lines] if _are_objects(lines) else lines
+    if not rows:
+        raise PromptError(f"{path} holds no prompt")
+    return [_prompt(path, row) for row in rows]
+
+
+def _are_objects(lines: Sequence[str]) -> bool:
+    try:
+        return all(isinstance(json.loads(line), dict) for line in lines)
+    except json.JSONDecodeError:
+        return False
+
+
+def _prompt(path: str | Path, row: Any) -> str:
+    if isinstance(row, Mapping):
+        found = next((row[key] for key in TEXT_KEYS if key in row), None)
+        row = found[0] if isinstance(found, list) and found else found
+    if not isinstance(row, str) or not row:
+        raise PromptError(f"{path}: each item must be a text, or an object with one under {', '.join(TEXT_KEYS)}")
+    return row
+
+
+def random_pair(name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16") -> Model:
+    """A model of a published shape (a key of `SHAPES`) whose weights are random: made on the device, no file is read.
+
+    Its time is the published model's; its texts and its acceptance mean nothing.
+
+    Raises:
+      ParameterError: the name is unknown.
+    """
+    if name not in SHAPES:
+        raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    family, target_name, draft_name = SHAPES[name]
+    target, draft = {**TARGETS, **MOE_TARGETS}[target_name], DRAFTERS[draft_name]
+    weights = {
+        role: jax.jit(lambda key, table=table: init_params(table, key, dtype))(jax.random.key(seed))
+        for seed, (role, table) in enumerate(
+            {
+                "target": family_named(family).parameters(target),
+                "draft": family_named("dflash").parameters(draft),
+            }.items()
+        )
+    }
+    weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
+    engine = Engine(
+        target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype(dtype), max_model_len=max_model_len,
+        max_batch=max_batch, max_chunk=1024,
+    )  # fmt: skip
+    size = count(family_named(family).parameters(target))
+    return Model(
+        f"{name} with random weights", engine, None, (), [f"random weights, {size / 1e9:.2f} billion parameters"]
+    )
