@@ -1,0 +1,142 @@
+"""`dflash-jax bench`: what its figures are made of, prompt files, and the switch that imposes acceptance."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.bench import Workload, measure, random_pair, read_prompts, synthetic
+from dflash_jax.cli import main
+from dflash_jax.errors import ParameterError, PromptError
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+
+@pytest.fixture(scope="module")
+def model(target) -> dj.Model:
+    return dj.load(target, max_batch=2)
+
+
+@pytest.fixture(scope="module")
+def workload(model) -> Workload:
+    return synthetic(model.target.vocab_size - 2, 12, 5, 10)
+
+
+def test_figures_of_a_closed_loop(model, workload) -> None:
+    figures = measure(model, workload, concurrency=2, requests=5, draft=True)
+    again = measure(model, workload, concurrency=2, requests=5, draft=True)
+    assert (figures.requests, figures.concurrency, figures.prompt_tokens, figures.max_tokens) == (5, 2, 12.0, 10)
+    assert figures.tokens_per_s > 0
+    assert figures.compile_s > again.compile_s == 0  # nothing compiles in a timed run, nor in a second one
+    for percentiles in (figures.time_to_first_token_ms, figures.inter_token_ms):
+        assert 0 < percentiles["p50"] <= percentiles["p90"] <= percentiles["p99"]
+    shares = figures.acceptance_by_position
+    assert len(shares) == model.draft.num_drafts
+    assert sorted(shares, reverse=True) == shares
+    # A cycle gains one token and one more for each drafted token that stood.
+    assert figures.tokens_per_cycle == pytest.approx(1 + sum(shares), abs=2e-3)
+    assert figures.imposed_acceptance is None
+
+
+def test_without_a_drafter_every_cycle_gains_one_token(model, workload) -> None:
+    figures = measure(model, workload, concurrency=1, requests=2, draft=False)
+    assert (figures.tokens_per_cycle, figures.acceptance_by_position) == (1.0, [])
+
+
+def test_acceptance_is_that_of_generate(model, workload) -> None:
+    params = dj.SamplingParams(max_tokens=10, ignore_eos=True)
+    lengths = [
+        n for prompt in workload.prompts for n in dj.generate(model, list(prompt), params).acceptance_lengths
+    ]  # greedy, so alone or side by side is the same
+    figures = measure(model, workload, concurrency=2, requests=5, draft=True)
+    assert figures.tokens_per_cycle == pytest.approx(np.mean(lengths), abs=1e-3)
+
+
+@pytest.mark.parametrize("mean", [1.0, 2.5, 4.0])
+def test_imposed_acceptance_is_gained_and_marked(model, mean) -> None:
+    work = synthetic(200, 12, 4, 120)
+    figures = measure(model, work, concurrency=2, requests=4, draft=True, imposed_acceptance=mean)
+    assert figures.imposed_acceptance == mean
+    assert figures.tokens_per_cycle == pytest.approx(mean, abs=0.2)
+    assert model.engine.imposed_acceptance is None
+
+
+def test_texts_cannot_be_made_with_imposed_acceptance(model, monkeypatch) -> None:
+    monkeypatch.setattr(model.engine, "imposed_acceptance", 3.0)
+    with pytest.raises(ParameterError, match="for benchmarks"):
+        dj.generate(model, "ab")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"concurrency": 3}, "from 1 to the model's max_batch=2"),
+        ({"concurrency": 2, "requests": 1}, "requests=1"),
+        ({"concurrency": 1, "imposed_acceptance": 4.5}, "from 1 to 4"),
+        ({"concurrency": 1, "draft": False, "imposed_acceptance": 2.0}, "from 1 to 1"),
+    ],
+)
+def test_what_is_refused(model, workload, options, message) -> None:
+    with pytest.raises(ParameterError, match=message):
+        measure(model, workload, **({"requests": 4, "draft": True} | options))
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ('["a", {"prompt": "b"}]', ["a", "b"]),
+        ('{"question": "a"}\n\n{"turns": ["b", "c"]}\n', ["a", "b"]),
+        ("one line\n{not json\n", ["one line", "{not json"]),
+        ('{"text": "a"}', ["a"]),
+    ],
+)
+def test_prompt_files(tmp_path, text, prompts) -> None:
+    (tmp_path / "prompts").write_text(text)
+    assert read_prompts(tmp_path / "prompts") == prompts
+
+
+@pytest.mark.parametrize("text", ["", "[]", '[{"answer": "a"}]', "[3]"])
+def test_prompt_files_that_hold_none(tmp_path, text) -> None:
+    (tmp_path / "prompts").write_text(text)
+    with pytest.raises(PromptError, match="prompts"):
+        read_prompts(tmp_path / "prompts")
+
+
+def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_path, capsys) -> None:
+    out = tmp_path / "figures.json"
+    options = ["--input-length", "9", "--output-length", "6", "--requests", "3", "--concurrency", "1", "2"]
+    assert main(["bench", "--model", str(target), *options, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = json.loads(out.read_text())
+    assert [(row["concurrency"], row["draft"]) for row in rows] == [(1, True), (1, False), (2, True), (2, False)]
+    assert [line.split()[:2] for line in printed[2:]] == [["1", "yes"], ["1", "no"], ["2", "yes"], ["2", "no"]]
+    assert all(row["versions"]["jax"] and row["device"] and row["model"] == str(target) for row in rows)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("options", [["--imposed-acceptance", "3"], ["--shapes", "qwen3-4b", "--model", "x"]])
+def test_command_refuses(options, capsys) -> None:
+    assert main(["bench", *options]) == 2
+    assert "--shapes" in capsys.readouterr().err
+
+
+def test_a_published_shape_with_random_weights(monkeypatch) -> None:
+    small = {
+        "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,
+        "vocab_size": 300, "windows": (None, None),
+    }  # fmt: skip
+    draft = {
+        "causal": (False, False), "target_hidden_size": 32, "mask_token_id": 299, "target_layer_ids": (0, 1),
+        "num_target_layers": 2,
+    }  # fmt: skip
+    tables = {"TARGETS": (TARGETS, "Qwen3-4B", {}), "DRAFTERS": (DRAFTERS, "Qwen3-4B-DFlash-b16", draft)}
+    for name, (table, key, extra) in tables.items():
+        config = dataclasses.replace(table[key], **small, **extra)
+        monkeypatch.setattr(f"dflash_jax.bench.workload.{name}", {key: config})
+    model = random_pair("qwen3-4b", max_model_len=64, max_batch=1, dtype="float32")
+    work = synthetic(200, 8, 1, 12)
+    figures = measure(model, work, concurrency=1, requests=1, draft=True, imposed_acceptance=6.0)
+    assert figures.tokens_per_cycle > 2
+    with pytest.raises(ParameterError, match="known: qwen3-4b"):
+        random_pair("qwen3-1t", max_model_len=64, max_batch=1)
