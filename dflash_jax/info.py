@@ -39,7 +39,7 @@ def collect(
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
     )
-    memory = plan_for(engine, checkpoints, None)
+    memory = plan_for(engine, [(one.config, one.family) for one in checkpoints], None)
     engine = replace(engine, num_pages=memory.num_pages)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}

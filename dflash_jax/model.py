@@ -20,7 +20,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, PairError, ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, weight_bytes, workspace_bytes
-from dflash_jax.models import DFlashConfig, fuse_context_projection
+from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
 
 DEFAULT_MODEL_LEN = 4096
@@ -156,7 +156,7 @@ def load(
         proposals=proposals,
         cache_dtype=cache_dtype,
     )
-    memory = plan_for(engine, [target] if drafter is None else [target, drafter], num_pages)
+    memory = plan_for(engine, [(one.config, one.family) for one in (target, drafter) if one is not None], num_pages)
     with named_memory_errors("weights were loaded"):
         weights: dict[str, dict[str, Array]] = {"target": target.load(choose_dtype(dtype))}
         if drafter is not None:
@@ -174,9 +174,9 @@ def load(
     return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
 
 
-def plan_for(engine: Engine, checkpoints: Sequence[Checkpoint], num_pages: int | None) -> MemoryPlan:
-    """What the weights of `checkpoints` and the pages of `engine` take of the device's free memory. Raises CapacityError."""
-    weights = sum(weight_bytes(one.config, one.family.parameters(one.config), engine.dtype) for one in checkpoints)
+def plan_for(engine: Engine, models: Sequence[tuple[DecoderConfig, Family]], num_pages: int | None) -> MemoryPlan:
+    """What the weights of `models` and the pages of `engine` take of the device's free memory. Raises CapacityError."""
+    weights = sum(weight_bytes(config, family.parameters(config), engine.dtype) for config, family in models)
     workspace = workspace_bytes(
         engine.target, engine.draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],

@@ -52,7 +52,7 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
 def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     users = max(args.concurrency)
     if args.shapes is None:
-        return load(**options, max_batch=users)
+        return load(**{**options, "max_batch": users})
     length = args.max_model_len or args.input_length + args.output_length + 64
     return random_pair(args.shapes, max_model_len=length, max_batch=users, dtype=args.dtype or "bfloat16")
 

@@ -1,5 +1,6 @@
 """What a benchmark runs: prompts of a file or of a length, and models of published shapes with random weights."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
-from dflash_jax.model import Model
+from dflash_jax.model import Model, plan_for
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 
@@ -95,26 +96,24 @@ def random_pair(name: str, *, max_model_len: int, max_batch: int, dtype: str = "
 
     Raises:
       ParameterError: the name is unknown.
+      CapacityError: the device has no room for weights and pages.
     """
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target_name, draft_name = SHAPES[name]
     target, draft = {**TARGETS, **MOE_TARGETS}[target_name], DRAFTERS[draft_name]
+    families = family_named(family), family_named("dflash")
+    engine = Engine(
+        target=target, draft=draft, weights={}, dtype=jax.numpy.dtype(dtype), max_model_len=max_model_len, max_batch=max_batch,
+        max_chunk=1024,
+    )  # fmt: skip
+    memory = plan_for(engine, list(zip((target, draft), families, strict=True)), None)
+    tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: jax.jit(lambda key, table=table: init_params(table, key, dtype))(jax.random.key(seed))
-        for seed, (role, table) in enumerate(
-            {
-                "target": family_named(family).parameters(target),
-                "draft": family_named("dflash").parameters(draft),
-            }.items()
-        )
+        for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
-    engine = Engine(
-        target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype(dtype), max_model_len=max_model_len,
-        max_batch=max_batch, max_chunk=1024,
-    )  # fmt: skip
-    size = count(family_named(family).parameters(target))
-    return Model(
-        f"{name} with random weights", engine, None, (), [f"random weights, {size / 1e9:.2f} billion parameters"]
-    )
+    engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
+    notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
+    return Model(f"{name} with random weights", engine, None, (), memory, [notice])

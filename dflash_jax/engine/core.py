@@ -116,7 +116,7 @@ class Core:
         drafter = self.draft if draft else None
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form,
-            None if drafter is None else self.imposed_acceptance,
+            imposed_acceptance=None if drafter is None else self.imposed_acceptance,
         )  # fmt: skip
 
     def take_pools(self) -> tuple[Pages, Pages]:
