@@ -1,8 +1,9 @@
-"""Mixture of experts: which experts a token takes (float32), and the experts as one grouped matrix product.
+"""Mixture of experts: which experts a token takes (float32), and the experts themselves.
 
-Tokens are sorted by expert and multiplied group by group with `jax.lax.ragged_dot_general`. No expert has a capacity: nothing is
-dropped, and a token's result does not depend on the other tokens of the batch. What that costs is up to XLA, which on CPUs
-multiplies every row with every expert and masks.
+A few tokens read the weights of the experts they take and of no other. More tokens go through every expert, because by then they
+take most of them anyway, and what a token did not take is left out of its sum. No expert has a capacity: nothing is dropped, and a
+token's result does not depend on the other tokens of the batch. `benchmarks/moe.py` measures both ways, and `jax.lax.ragged_dot`,
+which XLA computes as every expert on every row of the sorted tokens: the work of the second way times a token's experts.
 """
 
 from typing import Protocol, runtime_checkable
@@ -17,10 +18,6 @@ from dflash_jax.models.parameters import Parameter, Source, single
 
 # Keeps the sum of a token's weights away from zero, as the released models' code does.
 _NORM_EPS = 1e-20
-# `[M, D] x [E, F, D] -> [M, F]`: rows of M belong to E in runs; both sides contract their last axis, so no weight is transposed.
-_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-)
 
 
 @runtime_checkable
@@ -108,22 +105,46 @@ class Experts(nnx.Module):
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """Sum over each token's experts, weighted and added in float32."""
-        taken = experts.shape[-1]
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        sizes = jnp.bincount(flat, length=self.count).astype(jnp.int32)
-        gate, up = jnp.split(self._grouped(x[order // taken], self.gate_up_proj, sizes), 2, axis=-1)
-        out = self._grouped(jax.nn.silu(gate) * up, self.down_proj, sizes)
-        # Each token's results come back to its own rows, so their sum has one order whatever the batch.
-        out = out[jnp.argsort(order)].reshape(*experts.shape, -1)
+        # A gathered expert costs about two that are read in place (an H200, bfloat16).
+        few = 2 * experts.size <= self.count
+        return self.chosen(x, experts, weights) if few else self.every(x, experts, weights)
+
+    def chosen(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """Each token times the gathered weights of its experts. Sums of products, not matrix products: those would write the
+        gathered weights to memory first.
+        """
+        gate_up, down = (self._by_expert(matrix)[experts] for matrix in (self.gate_up_proj, self.down_proj))
+        both = _rows_times(gate_up, x[:, None]).astype(x.dtype)
+        out = _rows_times(down, _gated(both)).astype(x.dtype)
         return (out.astype(jnp.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
-    def _grouped(self, x: Float[Array, "M D"], matrix: Linear, sizes: Int[Array, "E"]) -> Float[Array, "M F"]:
-        weight = matrix.weight[...].reshape(self.count, -1, x.shape[-1])
+    def every(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """All experts on all tokens; the weights are read in place, once."""
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        return jax.lax.ragged_dot_general(
-            x, weight, sizes, _BY_EXPERT, precision=precision, preferred_element_type=x.dtype
-        )
+        taken = jax.nn.one_hot(experts, self.count, dtype=jnp.float32)
+        share = jnp.einsum("tke,tk->et", taken, weights, precision=jax.lax.Precision.HIGHEST)[..., None]
+        inner = _gated(self.gate_up_proj(x).reshape(x.shape[0], self.count, -1))
+        out = jnp.einsum("tef,edf->etd", inner, self._by_expert(self.down_proj), precision=precision)
+        # Left out, not weighted with 0: an expert that a token did not take may overflow on it.
+        kept = jnp.where(taken.any(axis=1).T[..., None], out.astype(jnp.float32) * share, 0.0)
+        return kept.sum(axis=0).astype(x.dtype)
+
+    def _by_expert(self, matrix: Linear) -> Float[Array, "E out in"]:
+        weight = matrix.weight[...]
+        return weight.reshape(self.count, -1, weight.shape[-1])
+
+
+def _gated(both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
+    gate, up = jnp.split(both, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def _rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]) -> Float[Array, "T k out"]:
+    return (matrices.astype(jnp.float32) * x[:, :, None].astype(jnp.float32)).sum(axis=-1)
 
 
 class MoE(nnx.Module):

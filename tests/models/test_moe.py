@@ -1,4 +1,4 @@
-"""Routing by hand, and the grouped product against every expert on every token."""
+"""Routing by hand, and both ways through the experts against loops over tokens in float64."""
 
 import dataclasses
 from typing import Any
@@ -27,35 +27,54 @@ def experts_with(config: Any, dtype: Any = jnp.float32) -> Experts:
     return module
 
 
-def every_expert(config: Any, module: Experts, x: Any, experts: Any, weights: Any) -> Any:
-    """Every expert on every token, weighted by 0 where the token did not take it."""
+def one_by_one(config: Any, module: Experts, x: Any, experts: Any, weights: Any) -> np.ndarray:
+    """Token after token through its own experts."""
     e, f = config.num_experts, config.moe_intermediate_size
-    gate_up = module.gate_up_proj.weight[...].reshape(e, 2 * f, -1).astype(jnp.float32)
-    down = module.down_proj.weight[...].reshape(e, -1, f).astype(jnp.float32)
-    both = jnp.einsum("td,efd->tef", x.astype(jnp.float32), gate_up, precision="highest")
-    inner = jax.nn.silu(both[..., :f]) * both[..., f:]
-    outputs = jnp.einsum("tef,edf->ted", inner, down, precision="highest")
-    share = (jax.nn.one_hot(experts, e) * weights[..., None]).sum(axis=1)
-    return jnp.einsum("ted,te->td", outputs, share, precision="highest")
+    gate_up = np.asarray(module.gate_up_proj.weight[...], np.float64).reshape(e, 2 * f, -1)
+    down = np.asarray(module.down_proj.weight[...], np.float64).reshape(e, -1, f)
+    x, weights, out = np.asarray(x, np.float64), np.asarray(weights, np.float64), np.zeros(x.shape)
+    for token, row in enumerate(np.asarray(experts)):
+        for expert, weight in zip(row, weights[token], strict=True):
+            gate, up = np.split(gate_up[expert] @ x[token], 2)
+            out[token] += weight * (down[expert] @ (gate / (1 + np.exp(-gate)) * up))
+    return out
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_grouped_experts_are_every_expert(tokens: int, dtype: Any, tolerance: float) -> None:
+def test_each_token_goes_through_its_own_experts(tokens: int, dtype: Any, tolerance: float) -> None:
     x = jax.random.normal(jax.random.key(2), (tokens, SMALL.hidden_size)).astype(dtype)
     chosen, weights = route(SMALL, jax.random.normal(jax.random.key(3), (tokens, SMALL.num_experts)) * 2)
     module = experts_with(SMALL, dtype)
-    ours = module(x, chosen, weights)
-    theirs = np.asarray(every_expert(SMALL, module, x, chosen, weights))
-    assert ours.dtype == dtype
-    assert np.abs(np.asarray(ours, np.float32) - theirs).max() <= tolerance * np.abs(theirs).max()
+    theirs = one_by_one(SMALL, module, x, chosen, weights)
+    for way in (module, module.chosen, module.every):
+        ours = way(x, chosen, weights)
+        assert ours.dtype == dtype
+        assert np.abs(np.asarray(ours, np.float64) - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+def test_few_tokens_read_their_experts_alone() -> None:
+    """One token of three experts among eight gathers them; two tokens go through all eight."""
+    module = experts_with(SMALL)
+    for tokens, gathers in ((1, True), (2, False)):
+        arguments = jnp.ones((tokens, 24)), jnp.zeros((tokens, 3), jnp.int32), jnp.ones((tokens, 3))
+        assert ("gather" in str(jax.make_jaxpr(module)(*arguments))) == gathers
+
+
+def test_an_expert_that_overflows_harms_only_its_own_tokens() -> None:
+    module = experts_with(SMALL)
+    weight = module.down_proj.weight[...].reshape(8, 24, -1).at[5].set(jnp.inf).reshape(-1, 10)
+    module.down_proj.weight = nnx.Param(weight)
+    chosen, weights = jnp.array([[0, 1, 2], [3, 5, 7], [6, 7, 0]]), jnp.full((3, 3), 0.5)
+    x = jax.random.normal(jax.random.key(2), (3, SMALL.hidden_size))
+    assert np.isfinite(module.every(x, chosen, weights)).all(axis=-1).tolist() == [True, False, True]
 
 
 def test_no_token_is_dropped_when_all_take_the_same_experts() -> None:
     x = jax.random.normal(jax.random.key(2), (50, SMALL.hidden_size))
     chosen, weights = jnp.tile(jnp.array([[7, 0, 3]]), (50, 1)), jnp.full((50, 3), 0.5)
     module = experts_with(SMALL)
-    theirs = every_expert(SMALL, module, x, chosen, weights)
+    theirs = one_by_one(SMALL, module, x, chosen, weights)
     np.testing.assert_allclose(module(x, chosen, weights), theirs, rtol=1e-4, atol=1e-5)
 
 
