@@ -8,6 +8,7 @@ from dflash_kernels.cache_write.api import cache_write, latent_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.dispatch import NoImplementationError
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
+from dflash_kernels.latent_gather.api import latent_gather
 from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
@@ -15,6 +16,6 @@ from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantis
 
 __all__ = [
     "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "kv_write", "latent_decode", "latent_encode",
-    "latent_pack", "latent_store", "latent_unpack", "latent_write", "merge_states", "mla_attention", "paged_attention",
-    "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "swizzle_scales",
+    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "merge_states", "mla_attention",
+    "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "swizzle_scales",
 ]  # fmt: skip

@@ -45,6 +45,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "kv_write": (
         ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
     ),
+    "latent_gather": ((LATENTS, integers(BATCH, TABLE), integers(BATCH), integers(BATCH)), {"rows": 512}),
     "latent_write": ((LATENTS, array(64, 576), integers(64)), {}),
     "merge_states": (
         (array(64, 32, 128), array(64, 32, dtype=jnp.float32), array(64, 32, 128), array(64, 32, dtype=jnp.float32)), {},
@@ -67,8 +68,8 @@ def test_lowers(op: str, kind: str) -> None:
 
 
 def test_attention_is_a_kernel_where_there_is_one() -> None:
-    assert lowered("paged_attention", "NVIDIA H200") == ["mosaic_gpu_v2"] * 2
     for op in ("paged_attention", "mla_attention"):
+        assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"] * 2
         assert lowered(op, "NVIDIA A100-SXM4-80GB") == (["triton_kernel_call"] if HAS_JAX_TRITON else [])
     assert lowered("paged_attention", "Tesla T4") == []
 

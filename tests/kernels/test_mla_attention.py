@@ -77,6 +77,21 @@ def test_half_precision(dtype: Any, page_size: int, implementation: str) -> None
     check(latent_case([130, 9], t=4, dtype=dtype, page_size=page_size), implementation)
 
 
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_float8_rows_stand_for_their_number_times_the_scale(scale: float | None, implementation: str) -> None:
+    case = latent_case([70, 5], [3, 2], t=3)
+    stored = jnp.asarray(case.k_pages).astype(jnp.float8_e4m3fn)
+    exact = dataclasses.replace(case, k_pages=np.asarray(stored, np.float32) * (scale or 1))
+    true_out, true_lse = true_values(exact)
+    q, _, _, table, lens, q_lens = case.arrays()
+    options = {"kv_lora_rank": RANK, "latent_scale": scale, "return_lse": True, "implementation": implementation}
+    out, lse = mla_attention(q, stored, table, lens, q_lens=q_lens, **options, scale=0.2)
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="latent_scale is one number for float8_e4m3fn pages"):
+        mla_attention(q, jnp.zeros_like(stored, q.dtype), table, lens, kv_lora_rank=RANK, scale=1.0, latent_scale=0.5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_without_a_visible_key(causal: bool, implementation: str) -> None:
     # Row 0: five queries, two keys. Row 1: no keys, five queries. Row 2: keys, no queries.

@@ -7,10 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.mla_attention.mosaic_gpu import mla_attention_mosaic_gpu
 from dflash_kernels.mla_attention.reference import mla_attention_reference
 from dflash_kernels.mla_attention.triton import mla_attention_triton
 
-IMPLEMENTATIONS = {"triton": mla_attention_triton, "xla": mla_attention_reference}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": mla_attention_mosaic_gpu,
+    "triton": mla_attention_triton,
+    "xla": mla_attention_reference,
+}
 
 
 def mla_attention(
@@ -23,6 +28,7 @@ def mla_attention(
     scale: float,
     q_lens: Int[Array, "B"] | None = None,
     causal: bool = True,
+    latent_scale: float | Float[Array, ""] | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N R"] | tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
@@ -34,13 +40,14 @@ def mla_attention(
 
     Args:
       q: queries with the key up-projection absorbed, `[q_nope @ w_uk | q_pe]`.
-      latent_pages: page pool. Rows at or past `seq_lens` may hold anything, NaN included.
+      latent_pages: page pool in q's dtype or float8_e4m3fn. Rows at or past `seq_lens` may hold anything, NaN included.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 rows of each sequence, the query tokens' own included; 0 for an idle one.
       kv_lora_rank: R.
       scale: softmax scale. It belongs to the width of the heads before absorption, which this function does not see.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
       causal: a query sees no row after its own position.
+      latent_scale: float32 factor of float8_e4m3fn rows, rotated part included; 1 where None.
       return_lse: also return the natural-log sum of exponentials, at least float32.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -48,7 +55,7 @@ def mla_attention(
       Attention-weighted latents in q's dtype, to be up-projected by the caller; rows without a visible key are 0, their lse -inf.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or a scale is given for pages that have none.
       NoImplementationError: nothing named takes these arguments.
     """
     b, t, _, width = q.shape
@@ -58,11 +65,18 @@ def mla_attention(
         raise ValueError(f"kv_lora_rank {kv_lora_rank} must be at least 1 and at most the rows' width {width}")
     if page_table.shape[0] != b or seq_lens.shape != (b,) or (q_lens is not None and q_lens.shape != (b,)):
         raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
+    quantised = latent_pages.dtype == jnp.float8_e4m3fn
+    if latent_scale is not None and (not quantised or jnp.shape(latent_scale) != ()):
+        raise ValueError(
+            f"latent_scale is one number for float8_e4m3fn pages; these are {latent_pages.dtype}, it is {jnp.shape(latent_scale)}"
+        )
+    if quantised:
+        latent_scale = jnp.asarray(1.0 if latent_scale is None else latent_scale, jnp.float32)
     if q_lens is None:
         q_lens = jnp.full((b,), t, jnp.int32)
     with jax.named_scope("mla_attention"):
         out, lse = first_fitting(
             "mla_attention", IMPLEMENTATIONS, implementation, q, latent_pages, page_table, seq_lens, q_lens,
-            kv_lora_rank=kv_lora_rank, scale=scale, causal=causal,
+            kv_lora_rank=kv_lora_rank, scale=scale, causal=causal, latent_scale=latent_scale,
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -15,6 +15,7 @@ def mla_attention_reference(
     kv_lora_rank: int,
     scale: float,
     causal: bool,
+    latent_scale: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
     """See `mla_attention`."""
     b, t, _, width = q.shape
@@ -29,7 +30,10 @@ def mla_attention_reference(
         visible &= keys <= ((seq_lens - q_lens)[:, None] + rows)[:, :, None]
 
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
-    latents = latent_pages[jnp.clip(page_table, 0, pages - 1)].reshape(b, -1, width).astype(q.dtype)
+    latents = latent_pages[jnp.clip(page_table, 0, pages - 1)].reshape(b, -1, width)
+    if latent_scale is not None:
+        latents = latents.astype(wide) * latent_scale.astype(wide)
+    latents = latents.astype(q.dtype)
     latents = jnp.where(held[:, :, None], latents, jnp.zeros((), latents.dtype))
     scores = jnp.einsum("btnc,bsc->bnts", q, latents, precision=precision, preferred_element_type=wide) * scale
     scores = jnp.where(visible[:, None], scores, -jnp.inf)

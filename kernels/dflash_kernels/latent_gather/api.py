@@ -1,0 +1,45 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Int, Shaped
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.latent_gather.reference import latent_gather_reference
+
+IMPLEMENTATIONS = {"xla": latent_gather_reference}
+
+
+def latent_gather(
+    latent_pages: Shaped[Array, "P 1 p stored"],
+    page_table: Int[Array, "B W"],
+    starts: Int[Array, "B"],
+    lens: Int[Array, "B"],
+    *,
+    rows: int,
+    implementation: str | Sequence[str] | None = None,
+) -> Shaped[Array, "rows stored"]:
+    """Rows `starts[b] .. starts[b] + lens[b]` of every sequence b, one sequence after the other, as the pool keeps them.
+
+    Args:
+      latent_pages: page pool of any dtype; rows of no sequence may hold anything.
+      page_table: int32 page indices; entries past a sequence's last page may hold anything.
+      starts: int32 first position of each sequence; it need not begin a page.
+      lens: int32 rows of each sequence, 0 for none.
+      rows: rows of the result. Those past the sum of `lens` are 0; where the sum is larger, the last rows are left out.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    b = page_table.shape[0]
+    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1:
+        raise ValueError(f"latent pages of {latent_pages.shape} are not [P, 1, p, stored]")
+    if starts.shape != (b,) or lens.shape != (b,) or b == 0:
+        raise ValueError(f"starts {starts.shape} and lens {lens.shape} must hold one number for each of {b} sequences")
+    with jax.named_scope("latent_gather"):
+        return first_fitting(
+            "latent_gather", IMPLEMENTATIONS, implementation, latent_pages, page_table, starts, lens, rows=rows
+        )

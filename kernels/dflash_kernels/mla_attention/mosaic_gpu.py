@@ -1,0 +1,111 @@
+"""Absorbed latent attention on Hopper: what the kernel takes, and the parts put together again."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import RANK, ROTATED, STORED, Tuning, plan
+from dflash_kernels.target import HOPPER, target
+
+CHOSEN = Tuning()
+
+
+def mla_attention_mosaic_gpu(
+    q: Float[Array, "B T N C"],
+    latent_pages: Float[Array, "P 1 p C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    causal: bool,
+    latent_scale: Float[Array, ""] | None = None,
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """See `mla_attention`. Raises NotImplementedError for what it does not take."""
+    _refuse_device()
+    return tuned(
+        q, latent_pages, page_table, seq_lens, q_lens, kv_lora_rank=kv_lora_rank, scale=scale, causal=causal,
+        latent_scale=latent_scale,
+    )  # fmt: skip
+
+
+def tuned(
+    q: Float[Array, "B T N C"],
+    latent_pages: Float[Array, "P 1 p C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    causal: bool,
+    latent_scale: Float[Array, ""] | None = None,
+    tuning: Tuning = CHOSEN,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    _refuse_call(q, latent_pages, kv_lora_rank, scale)
+    return _attend(
+        q, latent_pages, page_table, seq_lens, q_lens, latent_scale, scale=scale, causal=causal, tuning=tuning,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
+@functools.partial(jax.jit, static_argnames=("scale", "causal", "tuning", "interpret"))
+def _attend(
+    q: Array, latent_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, latent_scale: Array | None, *,
+    scale: float, causal: bool, tuning: Tuning, interpret: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.mla_attention import mosaic_gpu_kernel as kernel
+    from dflash_kernels.mla_attention import mosaic_gpu_merge as merging
+
+    b, tokens, heads, width = q.shape
+    launch = plan(
+        tuning, b=b, tokens=tokens, heads=heads, page_size=latent_pages.shape[2], table_width=page_table.shape[1],
+        quantised=latent_scale is not None, causal=causal, scale=scale,
+    )  # fmt: skip
+    rows = tokens * heads
+    folded = q.reshape(b, rows, width)
+    if latent_scale is not None:
+        # float16 holds every e4m3 number; the scale goes into the queries before, and into the output after.
+        largest = float(jnp.finfo(jnp.float16).max)
+        folded = jnp.clip(folded.astype(jnp.float32) * latent_scale, -largest, largest).astype(jnp.float16)
+    if launch.rows > rows:
+        folded = jnp.pad(folded, ((0, 0), (0, launch.rows - rows), (0, 0)))
+    integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
+    out, lse = kernel.attention(launch, folded, latent_pages, *integers, interpret=interpret)
+    if launch.direct:
+        out, lse = out[:, :rows], lse[:, 0, :rows]
+    else:
+        out, lse = merging.merge(out, lse, rows, folded.dtype, interpret)
+    if latent_scale is not None:
+        out = (out.astype(jnp.float32) * latent_scale).astype(q.dtype)
+    return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
+
+
+def _refuse_device() -> None:
+    """Raises NotImplementedError where the device cannot run the kernel."""
+    device = target()
+    if device.platform != "gpu" or device.capability != HOPPER:
+        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
+
+
+def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or latent_pages.dtype not in (q.dtype, STORED):
+        given = f"q {q.dtype} with pages {latent_pages.dtype}"
+        raise NotImplementedError(f"takes bfloat16 or float16, in the pages too or float8_e4m3fn there, not {given}")
+    if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
+        given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
+        raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
+    page_size = latent_pages.shape[2]
+    if page_size % 64 and (64 % page_size or page_size < 8):
+        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    if scale <= 0:
+        raise NotImplementedError(f"takes a positive scale, not {scale}")

@@ -1,0 +1,294 @@
+"""The Hopper kernel: one CTA attends with 64 query rows to one part of one sequence's latent rows.
+
+A query row is one (token, head) pair, row `t * heads + n`, so that a latent row is read once for all of them. The output of
+64 rows, 64 x 512 in float32, fills half of a multiprocessor's registers: there is one CTA on each, of two warpgroups that own
+256 of the value columns each. Tiles of 64 keys come in pairs. The scores and the softmax of a pair's first tile are the left
+warpgroup's, those of the second the right one's; they hand each other the weights and the running maximum through shared
+memory, and both add both tiles' values to their half. So no product is computed twice, and the softmax of one warpgroup runs
+while the tensor cores work for the other.
+"""
+
+# Pallas declares its transforms and ACC less public than it documents them.
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, RANK, ROWS, Launch
+from dflash_kernels.mla_attention.mosaic_gpu_tiles import Tiles, opaque_zero, scratch, unpack_unions
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
+
+_WGMMA = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+# Rows of the exchanged statistics.
+_TOP, _SUM, _TOTAL = 0, 2, 3
+
+
+def attention(
+    launch: Launch, q: jax.Array, latent_pages: jax.Array, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs the kernel.
+
+    Args:
+      launch: shapes and schedule.
+      q: `[B, rows, R + r]`.
+      latent_pages: `[P, 1, p, R + r]`. Rows at or past `seq_lens` may hold anything.
+      table: `[B, W]` int32. Entries past a sequence's last page are never read.
+      seq_lens, q_lens: `[B]` int32.
+
+    Returns:
+      Output `[B, rows, R]` where `launch.direct`, else float32 partial outputs `[B, splits, rows, R]`, each normalised, whose
+      empty splits are not written; natural lse `[B, splits, rows or 64]` float32, -inf where empty.
+    """
+    b = q.shape[0]
+    if launch.direct:
+        out = jax.ShapeDtypeStruct((b, launch.rows, RANK), q.dtype)
+    else:
+        out = jax.ShapeDtypeStruct((b, launch.splits, launch.rows, RANK), jnp.float32)
+
+    def body(q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, **buffers):
+        unpack_unions(buffers)
+        _Block(launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers).run()
+
+    return plgpu.kernel(
+        body,
+        out_type=(out, jax.ShapeDtypeStruct((b, launch.splits, max(launch.rows, ROWS)), jnp.float32)),
+        scratch_types=scratch(launch, q.dtype, interpret),
+        grid=(b, launch.splits, launch.row_tiles // launch.cluster), grid_names=("b", "split", "rows"),
+        cluster=(launch.cluster,), cluster_names=("peer",),
+        num_threads=2, thread_name="wg",
+        # Row reductions of a matrix tile stay within a warp: no scratch.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )(q, latent_pages, table, seq_lens, q_lens)  # fmt: skip
+
+
+class _Block(Tiles):
+    """One CTA's arithmetic."""
+
+    def run(self):
+        self.unit = self.launch.scale * LOG2E
+        for wg, pair, single in ((0, self._left_pair, self._left_single), (1, self._right_pair, self._right_single)):
+
+            @pl.when((self.wg == wg) & (self.begin < self.end))
+            def _(wg=wg, pair=pair, single=single):
+                self._start(wg)
+                top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
+                acc = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA)
+                masked = functools.partial(pair, masked=True)
+                carry = lax.fori_loop(0, self.whole_pairs, pair, (acc, top, total))
+                carry = lax.fori_loop(self.whole_pairs, self.pairs, masked, carry)
+                carry = lax.fori_loop(self.pairs, self.pairs + self.odd, single, carry)
+                self._finish(wg, *carry)
+
+            @pl.when((self.wg == wg) & (self.begin >= self.end))
+            def _(wg=wg):
+                self._nothing(wg)
+
+    def _left_pair(self, pair, carry, *, masked=False):
+        """The left warpgroup's part of two tiles."""
+        memory, tile = self.memory, self.begin + 2 * pair
+        coming = [self._pages(tile + 2), self._pages(tile + 3)]
+        self.zero = opaque_zero(pair)
+        self._widen(0, stages=(0, 1))
+        carry = self._left_first(tile, carry, masked)
+        self._fill_half(0, 0, tile + 2, coming[0])
+        acc, top, total = carry
+        plgpu.barrier_wait(memory["weights_in"].at[1])
+        new_top = self._stat(_TOP + 1)
+        kept = jnp.exp2(top - _finite(new_top))
+        if masked:
+            self._clear_unused_values(0, 1, tile + 1)
+        acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 0, 1)
+        self._fill_half(0, 1, tile + 3, coming[1])
+        return acc, new_top, total * kept
+
+    def _left_single(self, pair, carry):
+        self.zero = opaque_zero(pair)
+        self._widen(0, stages=(0,))
+        return self._left_first(self.begin + 2 * pair, carry, True)
+
+    def _left_first(self, tile, carry, masked):
+        """Scores and softmax of a first tile, handed to the other warpgroup, and its left values."""
+        acc, top, total = carry
+        memory = self.memory
+        new_top, kept, weights = self._softmax(self._scores(0), tile, top, masked)
+        total = total * kept + weights.sum(axis=1)
+        weights = weights.astype(memory["q_sm"].dtype)
+        # The rotated keys of this tile are used up: the weights take their place.
+        memory["rotated"].at[0][...] = weights
+        memory["stats"].at[_TOP][...] = new_top
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(memory["weights_in"].at[0])
+        if masked:
+            self._clear_unused_values(0, 0, tile)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        if "staged" in memory:
+            # The interpreter has no weights from registers.
+            memory["staged"][...] = weights
+            plgpu.commit_smem()
+            weights = memory["staged"]
+        acc = self._add_values(acc, lambda: weights, 0, 0)
+        return acc, new_top, total
+
+    def _right_pair(self, pair, carry, *, masked=False):
+        """The right warpgroup's part of two tiles: its softmax of the second runs under the product of the first."""
+        memory, tile = self.memory, self.begin + 2 * pair
+        coming = [self._pages(tile + 2), self._pages(tile + 3)]
+        self.zero = opaque_zero(pair)
+        self._widen(1, stages=(0, 1))
+        scores = self._scores(1)
+        self._fill_rotated(1, tile + 3, coming[1])
+
+        def second_softmax(top):
+            new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
+            memory["weights"][...] = weights.astype(memory["weights"].dtype)
+            memory["stats"].at[_TOP + 1][...] = new_top
+            memory["stats"].at[_SUM][...] = weights.sum(axis=1)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory["weights_in"].at[1])
+
+        acc, top, total = self._right_first(tile, carry, masked, second_softmax)
+        self._fill_half(1, 0, tile + 2, coming[0])
+        self._fill_rotated(0, tile + 2, coming[0])
+        new_top = self._stat(_TOP + 1)
+        kept = jnp.exp2(top - _finite(new_top))
+        if masked:
+            self._clear_unused_values(1, 1, tile + 1)
+        acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 1, 1)
+        self._fill_half(1, 1, tile + 3, coming[1])
+        return acc, new_top, total * kept + self._stat(_SUM)
+
+    def _right_single(self, pair, carry):
+        self.zero = opaque_zero(pair)
+        self._widen(1, stages=(0,))
+        return self._right_first(self.begin + 2 * pair, carry, True, None)
+
+    def _right_first(self, tile, carry, masked, meanwhile):
+        """Right values of a first tile under the other warpgroup's weights."""
+        acc, top, total = carry
+        plgpu.barrier_wait(self.memory["weights_in"].at[0])
+        new_top = self._stat(_TOP)
+        kept = jnp.exp2(top - _finite(new_top))
+        if masked:
+            self._clear_unused_values(1, 0, tile)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        work = None if meanwhile is None else functools.partial(meanwhile, new_top)
+        acc = self._add_values(acc, self._first_weights, 1, 0, work)
+        return acc, new_top, total * kept
+
+    def _scores(self, stage):
+        """`[64, 576] @ [64, 576].T` in float32; each product starts as its part arrives."""
+        memory = self.memory
+
+        def multiply(scores):
+            if self.launch.quantised:
+                plgpu.barrier_wait(memory["widened"].at[stage])
+            for half in range(2):
+                if not self.launch.quantised:
+                    plgpu.barrier_wait(memory["halves_in"].at[2 * stage + half])
+                keys = memory["latents"].at[half, self.zero + stage].transpose((1, 0))
+                plgpu.wgmma(scores, memory["q_sm"].at[self.zero + half], keys)
+            if not self.launch.quantised:
+                plgpu.barrier_wait(memory["rotated_in"].at[stage])
+            keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
+            plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
+            return scores[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+
+    def _softmax(self, scores, tile, top, masked):
+        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
+        if masked:
+            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
+        base = _finite(new_top)
+        weights = jnp.exp2(scores * self.unit - lax.broadcast_in_dim(base, scores.shape, [0]))
+        return new_top, jnp.exp2(top - base), weights
+
+    def _add_values(self, acc, weights, half, stage, meanwhile=None) -> Any:
+        """`acc + weights() @ values`, the values in shared memory, with other work under it."""
+
+        # References are made inside: made outside, their constant indices would not lower.
+        def multiply(total):
+            plgpu.wgmma(total, weights(), self.memory["latents"].at[half, self.zero + stage])
+            if meanwhile is not None:
+                meanwhile()
+
+        if "staged" not in self.memory:
+            return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+        # The interpreter has no accumulator that starts with values.
+        def product(total):
+            multiply(total)
+            return total[...]
+
+        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+
+    def _first_weights(self):
+        return self.memory["rotated"].at[self.zero]
+
+    def _second_weights(self):
+        return self.memory["weights"]
+
+    def _stat(self, row):
+        return plgpu.load(self.memory["stats"].at[row], layout=_ROW)
+
+    def _row_tokens(self):
+        """Query token of each row."""
+        rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
+        return lax.div(rows + self.first_row, jnp.int32(self.launch.heads))
+
+    def _mask(self, tile):
+        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1), _WGMMA)
+        if not self.launch.causal:
+            return keys < self.kv_len - tile * KEYS
+        limit = self._limit(self._row_tokens()) - tile * KEYS
+        return keys < lax.broadcast_in_dim(limit, (ROWS, KEYS), [0])
+
+    def _finish(self, wg, acc, top, total):
+        """Adds up both warpgroups' totals, normalises and writes this one's columns."""
+        memory = self.memory
+        memory["stats"].at[_TOTAL + wg][...] = total
+        plgpu.barrier_arrive(memory["total_in"].at[wg])
+        plgpu.barrier_wait(memory["total_in"].at[1 - wg])
+        total += self._stat(_TOTAL + 1 - wg)
+        live = (self._row_tokens() < self.q_len) & (total != 0)
+        inverse = jnp.where(live, 1.0 / jnp.where(live, total, 1.0), 0.0)
+        if wg == 0:
+            self._write_lse(jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf))
+        factor = lax.broadcast_in_dim(inverse, acc.shape, [0])
+        # Not a product alone: rows past the live ones may hold NaN.
+        self._write(wg, jnp.where(factor != 0, acc * factor, 0.0))
+
+    def _nothing(self, wg):
+        if wg == 0:
+            self._write_lse(plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW))
+        if self.launch.direct:
+            self._write(wg, plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA))
+
+    def _write_lse(self, lse):
+        self.lse_ref.at[self.b, self.split, pl.ds(self.first_row, ROWS)][...] = lse
+
+    def _write(self, wg, out):
+        """Through shared memory that nothing reads any more: the queries', or the latents' of this half."""
+        rows, columns = self.launch.tile_rows, pl.ds(wg * HALF, HALF)
+        source = self.memory["q_sm" if self.launch.direct else "out"].at[wg]
+        source[...] = out.astype(source.dtype)
+        plgpu.commit_smem()
+        target = self.o_ref.at[self.b] if self.launch.direct else self.o_ref.at[self.b, self.split]
+        plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rows)], target.at[pl.ds(self.first_row, rows), columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _finite(top):
+    """A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN."""
+    return jnp.where(top == -jnp.inf, 0.0, top)

@@ -1,0 +1,43 @@
+"""Putting the parts of split sequences together, in the parts' order, so that the same call gives the same bits."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
+
+
+def merge(
+    parts: Float[Array, "B splits padded R"], parts_lse: Float[Array, "B splits wide"], rows: int, dtype: Any, interpret: Any = None
+) -> tuple[Float[Array, "B rows R"], Float[Array, "B rows"]]:  # fmt: skip
+    """Output and natural lse of all parts, one CTA for each query row. Parts of lse -inf were never written and are not read."""
+    b, splits, _, rank = parts.shape
+
+    def body(parts_ref, lse_ref, out_ref, total_ref):
+        batch, row = lax.axis_index("b"), lax.axis_index("row")
+        logits = [lse_ref[batch, split, row] for split in range(splits)]
+        top = functools.reduce(jnp.maximum, logits)
+        top = jnp.where(top == -jnp.inf, 0.0, top)
+        weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits]
+        total = functools.reduce(jnp.add, weights)
+        share = 1 / jnp.where(total == 0, 1.0, total)
+        out = jnp.zeros((rank,), jnp.float32)
+        for split, weight in enumerate(weights):
+            factor = jnp.broadcast_to(weight * share, out.shape)
+            # What lies in an empty part is skipped, not weighted.
+            out += jnp.where(factor != 0, parts_ref[batch, split, row] * factor, 0.0)
+        out_ref[batch, row] = out.astype(dtype)
+        total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
+
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((b, rows, rank), dtype), jax.ShapeDtypeStruct((b, rows), jnp.float32)),
+        grid=(b, rows), grid_names=("b", "row"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(parts, parts_lse)  # fmt: skip

@@ -1,0 +1,197 @@
+"""What a CTA of the Hopper kernel keeps in shared memory: tiles of latent rows, how they get there and what becomes of them.
+
+Values are the first 512 columns of the keys, in the same shared memory. A tile lies there in three parts, two halves of 256
+columns and the 64 rotated ones, with a barrier each: a half is refilled by the one warpgroup that reads it last, without
+waiting for the other, and the first product starts when the first part has come.
+"""
+
+# Pallas declares its transforms and ACC less public than it documents them.
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, RANK, ROTATED, ROWS, STORED, Launch
+from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
+
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
+    wide: dict[str, Any] = {"transforms": swizzled(dtype, HALF)}
+    latents, rotated = plgpu.SMEM((2, 2, KEYS, HALF), dtype, **wide), plgpu.SMEM((2, KEYS, ROTATED), dtype, **wide)
+    out = plgpu.SMEM((2, ROWS, HALF), jnp.float32, transforms=swizzled(jnp.float32, HALF))
+    buffers = {
+        "q_sm": plgpu.SMEM((2, ROWS, HALF), dtype, **wide), "q_rotated": plgpu.SMEM((1, ROWS, ROTATED), dtype, **wide),
+        "weights": plgpu.SMEM((ROWS, KEYS), dtype, **wide),
+        "stats": plgpu.SMEM((5, ROWS), jnp.float32),
+        "q_in": plgpu.Barrier(num_arrivals=3),
+        "halves_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=4),
+        "rotated_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=2),
+        "weights_in": plgpu.Barrier(num_barriers=2), "total_in": plgpu.Barrier(num_barriers=2),
+    }  # fmt: skip
+    raw = []
+    if launch.quantised:
+        # Eight-bit rows arrive in the first half of the memory that they are widened into.
+        shapes = (2, 2, 2, KEYS, HALF), (2, 2, KEYS, ROTATED)
+        # A row of 576 bytes consists of tiles of 64, not of 128.
+        raw = [plgpu.SMEM(shape, STORED, transforms=swizzled(STORED, ROTATED)) for shape in shapes]
+        buffers["widened"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
+    if launch.cluster > 1:
+        buffers["freed"] = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=6)
+    if interpret is not None:
+        # The interpreter knows neither unions nor weights from registers.
+        parts = {"latents": latents, "rotated": rotated, "out": out, "staged": plgpu.SMEM((ROWS, KEYS), dtype)}
+        return buffers | parts | ({"raw": raw[0], "raw_rotated": raw[1]} if raw else {})
+    if not raw:
+        return buffers | {"rotated": rotated, "latents_or": plgpu.RefUnion(latents, out)}
+    return buffers | {"rotated_or": plgpu.RefUnion(rotated, raw[1]), "latents_or": plgpu.RefUnion(latents, out, raw[0])}
+
+
+def unpack_unions(buffers: dict[str, Any]) -> None:
+    """Gives what shares memory its own names."""
+    if "latents_or" in buffers:
+        buffers["latents"], buffers["out"], *raw = buffers.pop("latents_or")
+        if raw:
+            (buffers["raw"],), (buffers["rotated"], buffers["raw_rotated"]) = raw, buffers.pop("rotated_or")
+
+
+def opaque_zero(pair):
+    """0 as no compiler knows it. Added to an index of shared memory it keeps the addresses of a hundred matrix instructions from
+    being computed before the loop, for want of registers to hold them."""
+    return lax.optimization_barrier(pair - pair)
+
+
+class Tiles:
+    """One CTA's part of a sequence. Scalars of its sequence and rows are read once, at construction."""
+
+    def __init__(self, launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers):
+        self.launch, self.memory = launch, buffers
+        self.q_ref, self.pages_ref, self.table_ref = q_ref, pages_ref, table_ref
+        self.o_ref, self.lse_ref = o_ref, lse_ref
+        self.b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
+        self.cluster_row = lax.axis_index("rows") * (launch.cluster * ROWS)
+        self.first_row = jnp.minimum(self.cluster_row + lax.axis_index("peer") * ROWS, max(launch.rows - ROWS, 0))
+        self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
+        # A sequence longer than its table is cut to it; positions still count from the true length.
+        self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
+        self._ranges()
+
+    def _limit(self, token):
+        """The key after the last one that a query token sees."""
+        if not self.launch.causal:
+            return self.kv_len
+        return jnp.minimum(self.kv_len, self.seq_len - self.q_len + token + 1)
+
+    def _ranges(self):
+        """Tiles of this split: [begin, end), in pairs of which the first `whole_pairs` are seen by all live rows."""
+        launch, heads = self.launch, jnp.int32(self.launch.heads)
+        whole = jnp.maximum(self._limit(lax.div(self.first_row, heads)), 0)
+        # The CTAs of a cluster walk over the same tiles.
+        row = jnp.minimum(self.cluster_row, max(launch.rows - ROWS * launch.cluster, 0))
+        first, last = lax.div(row, heads), lax.div(row + (launch.cluster * ROWS - 1), heads)
+        high = jnp.where(first < self.q_len, jnp.maximum(self._limit(jnp.minimum(last, self.q_len - 1)), 0), 0)
+        tiles = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
+        share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
+        self.begin = self.split * share
+        self.end = jnp.maximum(jnp.minimum(self.begin + share, tiles), self.begin)
+        self.pairs = lax.div(self.end - self.begin, jnp.int32(2))
+        whole_tiles = jnp.clip(lax.div(whole, jnp.int32(KEYS)), self.begin, self.end) - self.begin
+        self.whole_pairs = lax.div(whole_tiles, jnp.int32(2))
+        self.odd = lax.rem(self.end - self.begin, jnp.int32(2))
+
+    def _start(self, wg):
+        """The queries and the first two tiles: each warpgroup copies its half, the right one the rotated parts, too."""
+        memory, rows = self.memory, self.launch.tile_rows
+        source = self.q_ref.at[self.b, pl.ds(self.first_row, rows)]
+        # Rows past the given ones stay as they are: a row's garbage never leaves that row.
+        target = memory["q_sm"].at[wg, pl.ds(0, rows)]
+        plgpu.copy_gmem_to_smem(source.at[:, pl.ds(wg * HALF, HALF)], target, memory["q_in"])
+        if wg == 1:
+            target = memory["q_rotated"].at[0, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(RANK, ROTATED)], target, memory["q_in"])
+        pages = [self._pages(self.begin + stage) for stage in range(2)]
+        for stage, held in enumerate(pages):
+            self._fill_half(wg, stage, self.begin + stage, held)
+            if wg == 1:
+                self._fill_rotated(stage, self.begin + stage, held)
+        plgpu.barrier_wait(memory["q_in"])
+
+    def _pages(self, tile):
+        """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
+        launch = self.launch
+        last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
+        if launch.page_size >= KEYS:
+            entries = [lax.div(tile, jnp.int32(launch.page_size // KEYS))]
+        else:
+            entries = [tile * launch.copies + copy for copy in range(launch.copies)]
+        return [self.table_ref[self.b, jnp.minimum(entry, last)] for entry in entries]
+
+    def _fill_half(self, half, stage, tile, pages):
+        columns, part = pl.ds(half * HALF, HALF), 2 * stage + half
+        raw = self.launch.quantised
+        target = self.memory["raw"].at[half, stage, 0] if raw else self.memory["latents"].at[half, stage]
+        self._fill(columns, target, self.memory["halves_in"].at[part], part, tile, pages)
+
+    def _fill_rotated(self, stage, tile, pages):
+        columns, raw = pl.ds(RANK, ROTATED), self.launch.quantised
+        target = self.memory["raw_rotated"].at[stage, 0] if raw else self.memory["rotated"].at[stage]
+        self._fill(columns, target, self.memory["rotated_in"].at[stage], 4 + stage, tile, pages)
+
+    def _fill(self, columns, target, barrier, part, tile, pages):
+        """Starts the copies of some columns of one tile, if the split has it. Each CTA of a cluster copies its share to all."""
+        launch, together = self.launch, "peer" if self.launch.cluster > 1 else None
+
+        @pl.when(tile < self.end)
+        def _():
+            if launch.cluster > 1:
+                plgpu.barrier_arrive(self.memory["freed"].at[part])
+                plgpu.barrier_wait(self.memory["freed"].at[part])
+            if launch.page_size >= KEYS:
+                rows = pl.ds(lax.rem(tile, jnp.int32(launch.page_size // KEYS)) * KEYS, KEYS)
+                plgpu.copy_gmem_to_smem(
+                    self.pages_ref.at[pages[0], 0, rows, columns], target, barrier, collective_axes=together
+                )
+                return
+            for copy, page in enumerate(pages):
+                rows = pl.ds(copy * launch.page_size, launch.page_size)
+                plgpu.copy_gmem_to_smem(
+                    self.pages_ref.at[page, 0, :, columns], target.at[rows], barrier, collective_axes=together
+                )
+
+    def _widen(self, wg, stages):
+        """Makes 16-bit numbers of the eight-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
+        if not self.launch.quantised:
+            return
+        memory = self.memory
+        for stage in stages:
+            plgpu.barrier_wait(memory["halves_in"].at[2 * stage + wg])
+            self._widen_part(memory["raw"].at[wg, stage, 0], memory["latents"].at[wg, stage])
+            if wg == 1:
+                plgpu.barrier_wait(memory["rotated_in"].at[stage])
+                self._widen_part(memory["raw_rotated"].at[stage, 0], memory["rotated"].at[stage])
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(memory["widened"].at[stage])
+
+    def _widen_part(self, source, target):
+        numbers = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+        target[...] = numbers.astype(target.dtype)
+
+    def _clear_unused_values(self, half, stage, tile):
+        """Zeroes a half's rows past the sequence: their weight is 0, and 0 * NaN is NaN."""
+        live = self.kv_len - tile * KEYS
+
+        @pl.when(live < KEYS)
+        def _():
+            # A few columns at a time, for lack of registers.
+            for first in range(0, HALF, ROTATED):
+                values = self.memory["latents"].at[half, stage, :, pl.ds(first, ROTATED)]
+                rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (KEYS, ROTATED), 0), _WGMMA)
+                held = plgpu.layout_cast(values[...], _WGMMA)
+                values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
+            plgpu.commit_smem()
