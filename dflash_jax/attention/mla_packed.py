@@ -5,20 +5,22 @@ from collections.abc import Iterable, Iterator
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import merge_states
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer, expanded_attention
 from dflash_jax.attention.mla_metadata import ContextChunks
 
 
 def gather_latents(
-    latent_pages: Float[Array, "pages 1 p C"],
+    latent_pages: Shaped[Array, "pages 1 p C"],
     page_table: Int[Array, "n W"],
     cu_seq_lens: Int[Array, "n+1"],
     token_to_seq: Int[Array, "rows"],
     starts: Int[Array, "n"],
-) -> Float[Array, "rows C"]:
-    """Workspace of one chunk: row t is position `starts[s] + t - cu_seq_lens[s]` of its request s; zeros past the last."""
+) -> Shaped[Array, "rows C"]:
+    """Workspace of one chunk: row t is position `starts[s] + t - cu_seq_lens[s]` of its request s; zeros past the last. Rows are as
+    the pool keeps them.
+    """
     pages, _, p, _ = latent_pages.shape
     rows = jnp.arange(token_to_seq.shape[0])
     positions = starts[token_to_seq] + rows - cu_seq_lens[token_to_seq]
@@ -29,8 +31,8 @@ def gather_latents(
 
 
 def paged_chunks(
-    chunks: ContextChunks, latent_pages: Float[Array, "pages 1 p C"], page_table: Int[Array, "n W"]
-) -> Iterator[tuple[Float[Array, "rows C"], Int[np.ndarray, "rows"]]]:
+    chunks: ContextChunks, latent_pages: Shaped[Array, "pages 1 p C"], page_table: Int[Array, "n W"]
+) -> Iterator[tuple[Shaped[Array, "rows C"], Int[np.ndarray, "rows"]]]:
     """Latent rows of each chunk and the request each belongs to, -1 for rows that belong to none."""
     for i in range(len(chunks.totals)):
         plan = (chunks.cu_seq_lens[i], chunks.token_to_seq[i], chunks.starts[i])
