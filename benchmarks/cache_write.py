@@ -131,7 +131,7 @@ def draft_program(tokens: int, write: Callable[..., Any]) -> tuple[Callable[...,
 def measure(program: Callable[..., Any], state: Any, calls: int) -> list[float]:
     """Microseconds of one call, in each of several runs."""
     run = jax.jit(program, donate_argnums=0)
-    rounds = max(20_000 // calls, 1)
+    rounds = max(8_000 // calls, 1)
     text, whole = str(run.lower(state, rounds).compile().as_text()), ",".join(map(str, pool(jnp.int8).shape))
     if re.search(rf"= \w+\[{whole}\]\S* copy\(", text):
         raise SystemExit("the program copies a pool")

@@ -68,6 +68,7 @@ CASES = {
     "no-rotation": Case(half=0),
     "neither": Case(half=0, norm=False, dtype=F16),
     "wide-to-narrow": Case(dtype=F32, pages=BF16),
+    "two-at-once": Case(n=2, k=1, head_dim=64, half=32, slots=tuple(range(33)) + (-1,) * 33, page_count=9),
     "fp8": Case(pages=FP8, scalar=True),
     "fp8-by-head": Case(pages=FP8, dtype=F32, k=4),
     "int8": Case(pages=INT8),
@@ -118,7 +119,7 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
 
 
 @functools.partial(jax.jit, static_argnames=("candidate", "several", "tokens_each"))
-def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **options: int):
+def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **options: Any):
     if candidate == "reference":
         return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6, **options)
     interpret = plgpu.InterpretGPUParams() if candidate == "interpreted" else None

@@ -1,6 +1,7 @@
 """Norm, rotation and cache write on Hopper: what the kernel takes, and which heads go where."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -72,6 +73,12 @@ def launch_kv(
     return new_k, new_v, None if k_scale is None else new_scales
 
 
+def at_once(tokens: int) -> int:
+    """Tokens of one CTA: more than one where the launch of so many CTAs would take longer than their work."""
+    wanted = 4 if tokens >= 256 else 2 if tokens >= 64 else 1
+    return math.gcd(tokens, wanted)
+
+
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnames=("eps", "tokens_each", "interpret"))
 def _write(
@@ -121,7 +128,15 @@ def _write(
     if queries:
         shape = (tokens // each, kv_heads, each, group, head_dim) if folded else (tokens, queries, head_dim)
     q, pools = kernel.write(
-        tuple(segments), kernel.Columns(half, head_dim), eps, page_size, inputs, pools, shape, interpret
+        tuple(segments),
+        kernel.Columns(half, head_dim),
+        eps,
+        page_size,
+        inputs,
+        pools,
+        shape,
+        at_once(tokens),
+        interpret,
     )
     if q is not None and folded:
         # Seen in token order again. Attention over pages undoes this, and of the two nothing is left to be computed.

@@ -2,11 +2,13 @@
 
 The heads of a token are rows of a tile that lives in registers: a row's columns lie within one warp, so its mean square and its
 largest value are warp shuffles, and the two halves that a rotation pairs are two tiles of one shape in the same threads. Nothing
-passes through shared memory: a CTA waits for its slot, its row and the tables at once, then stores.
+passes through shared memory: a CTA waits for its slot, its row and the tables at once, then stores. Of many tokens a CTA takes
+several, all of whose rows it waits for at once.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +94,7 @@ class Columns:
 
 def write(
     segments: tuple[Segment, ...], columns: Columns, eps: float, page_size: int, inputs: dict[str, jax.Array],
-    pools: dict[str, jax.Array], q: tuple[int, ...] | None, interpret: Any,
+    pools: dict[str, jax.Array], q: tuple[int, ...] | None, at_once: int, interpret: Any,
 ) -> tuple[jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
     """Runs the kernel.
 
@@ -104,6 +106,7 @@ def write(
       inputs: `x [T, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where something rotates, norm weights and scales.
       pools: what is written in place.
       q: shape of the queries that come out, or None.
+      at_once: tokens of one CTA, a divisor of T.
       interpret: for tests on the CPU.
 
     Returns:
@@ -113,12 +116,12 @@ def write(
     tokens, groups = inputs["x"].shape[0], sum(segment.heads // segment.rows for segment in segments)
 
     def body(*refs):
-        _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size).run(segments)
+        _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size, at_once).run(segments)
 
     held = {name: jax.new_ref(pool) for name, pool in pools.items()}
     out = plgpu.kernel(
         body, out_type=(jax.ShapeDtypeStruct(q, inputs["x"].dtype),) if q else (),
-        grid=(tokens, groups), grid_names=("token", "group"),
+        grid=(tokens // at_once, groups), grid_names=("tokens", "group"),
         # Sums of a row stay within a warp: no scratch.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         interpret=interpret,
@@ -126,81 +129,111 @@ def write(
     return out[0] if q else None, {name: jax.freeze(ref) for name, ref in held.items()}
 
 
+class _Token(NamedTuple):
+    """A token of a CTA, and where its keys and values go."""
+
+    index: Any
+    live: Any
+    page: Any
+    row: Any
+
+
 class _Block:
     """One CTA's work."""
 
-    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int):
+    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int, at_once: int):
         self.refs, self.columns, self.eps = refs, columns, eps
-        self.token, self.group = lax.axis_index("token"), lax.axis_index("group")
-        self.dtype = refs["x"].dtype
-        slot = refs["slots"][self.token]
-        self.live = slot >= 0
-        self.page, self.row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
+        self.group, self.dtype = lax.axis_index("group"), refs["x"].dtype
+        self.tokens = []
+        for step in range(at_once):
+            index = lax.axis_index("tokens") * at_once + step
+            slot = refs["slots"][index]
+            page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
+            self.tokens.append(_Token(index, slot >= 0, page, row))
 
     def run(self, segments: tuple[Segment, ...]) -> None:
         begin = 0
         for segment in segments:
             end = begin + segment.heads // segment.rows
-            mine = (self.group >= begin) & (self.group < end)
 
-            @pl.when(mine & self.live if segment.paged else mine)
+            @pl.when((self.group >= begin) & (self.group < end))
             def _(segment=segment, begin=begin):
-                self._segment(segment, (self.group - begin) * segment.rows)
+                _Heads(self, segment, (self.group - begin) * segment.rows).run()
 
             begin = end
 
-    def _segment(self, segment: Segment, first_head: Any) -> None:
-        heads = pl.ds(first_head, segment.rows)
-        tiles = self._tiles(segment, pl.ds(segment.first + first_head, segment.rows))
-        if segment.scale is not None:
-            tiles = self._quantised(segment, heads, tiles)
-        target = self.refs[segment.target]
-        for tile, (start, width) in zip(tiles, self.columns.pieces, strict=True):
-            place = pl.ds(start, width)
-            if segment.paged:
-                where = target.at[self.page, heads, self.row, place]
+
+class _Heads:
+    """A CTA's work once it is known which heads are its own."""
+
+    def __init__(self, block: _Block, segment: Segment, first_head: Any):
+        self.block, self.segment, self.first_head = block, segment, first_head
+        self.refs, self.dtype, self.pieces = block.refs, block.dtype, block.columns.pieces
+        self.heads = pl.ds(first_head, segment.rows)
+        self.target = self.refs[segment.target]
+        self.layouts = [block.columns.layout(segment.rows, width) for _, width in self.pieces]
+        self.places = [pl.ds(start, width) for start, width in self.pieces]
+
+    def run(self) -> None:
+        tokens = self.block.tokens
+        # Every load before the first store: the compiler would not move one past the other.
+        held = [(self._projected(token), self._turn(token)) for token in tokens]
+        weights, scales = self._weights(), self._fixed_scales()
+        for token, (tiles, turn) in zip(tokens, held, strict=True):
+
+            def finish(token=token, tiles=tiles, turn=turn):
+                tiles = self._turned(self._normed(tiles, weights), turn)
+                self._store(token, self._quantised(token, tiles, scales))
+
+            if self.segment.paged:
+                pl.when(token.live)(finish)
             else:
-                where = target.at[*self._query_place(target, first_head, segment.rows), place]
-            where[...] = tile.astype(target.dtype)
+                finish()
 
-    def _query_place(self, target: Any, first_head: Any, rows: int) -> tuple[Any, ...]:
-        """Indices of some heads' queries of this token."""
-        if len(target.shape) == 3:
-            return self.token, pl.ds(first_head, rows)
-        of_sequence, group = (jnp.int32(target.shape[axis]) for axis in (2, 3))
-        sequence, token = lax.div(self.token, of_sequence), lax.rem(self.token, of_sequence)
-        if target.shape[3] == 1:
-            return sequence, pl.ds(first_head, rows), token, 0
-        return sequence, lax.div(first_head, group), token, pl.ds(lax.rem(first_head, group), rows)
-
-    def _tiles(self, segment: Segment, heads: Any) -> list[jax.Array]:
-        """The heads' pieces, in the projection's dtype."""
-        layouts = [self.columns.layout(segment.rows, width) for _, width in self.columns.pieces]
-        places = [pl.ds(start, width) for start, width in self.columns.pieces]
-        tiles = [
-            _load(self.refs["x"].at[self.token, heads, place], layout)
-            for place, layout in zip(places, layouts, strict=True)
+    def _projected(self, token: _Token) -> list[jax.Array]:
+        heads = pl.ds(self.segment.first + self.first_head, self.segment.rows)
+        return [
+            _load(self.refs["x"].at[token.index, heads, place], layout)
+            for place, layout in zip(self.places, self.layouts, strict=True)
         ]
-        if segment.norm is not None:
-            weights = [
-                _load(self.refs[segment.norm].at[place], layout.reduce(0))
-                for place, layout in zip(places, layouts, strict=True)
-            ]
-            tiles = self._normed(tiles, weights)
-        if not segment.rotated:
-            return tiles
-        first, second = (tile.astype(jnp.float32) for tile in tiles[:2])
-        cos, sin = (
-            _along_rows(_load(self.refs[name].at[self.token], layouts[0].reduce(0)), first.shape)
-            for name in ("cos", "sin")
-        )
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        return [*(tile.astype(self.dtype) for tile in turned), *tiles[2:]]
 
-    def _normed(self, tiles: list[jax.Array], weights: list[jax.Array]) -> list[jax.Array]:
+    def _turn(self, token: _Token) -> list[jax.Array] | None:
+        """Cos and sin of a token."""
+        if not self.segment.rotated:
+            return None
+        return [_load(self.refs[name].at[token.index], self.layouts[0].reduce(0)) for name in ("cos", "sin")]
+
+    def _weights(self) -> list[jax.Array] | None:
+        if self.segment.norm is None:
+            return None
+        weight = self.refs[self.segment.norm]
+        return [
+            _load(weight.at[place], layout.reduce(0)) for place, layout in zip(self.places, self.layouts, strict=True)
+        ]
+
+    def _fixed_scales(self) -> list[Any] | None:
+        """What every token's pieces are divided by; None where nothing is, or a token's own numbers say it."""
+        if self.segment.scale is None:
+            return None
+        scale = self.refs[self.segment.scale]
+        if len(scale.shape) == 3:
+            return None
+        if len(scale.shape) == 2:
+            return [
+                _load(scale.at[self.heads, place], layout)
+                for place, layout in zip(self.places, self.layouts, strict=True)
+            ]
+        if scale.shape == (1,):
+            return [scale[0]] * len(self.pieces)
+        row = _load(scale.at[self.heads], self.layouts[0].reduce(1))
+        return [_along_columns(row, (self.segment.rows, width)) for _, width in self.pieces]
+
+    def _normed(self, tiles: list[jax.Array], weights: list[jax.Array] | None) -> list[jax.Array]:
+        if weights is None:
+            return tiles
         wide = [tile.astype(jnp.float32) for tile in tiles]
         total = sum((tile * tile).sum(axis=1) for tile in wide)
-        inverse = lax.rsqrt(total * (1 / self.columns.head_dim) + self.eps)
+        inverse = lax.rsqrt(total * (1 / self.block.columns.head_dim) + self.block.eps)
         # The weight multiplies what was rounded; a product of two short floats is exact in float32 and rounds once.
         rounded = [(tile * _along_columns(inverse, tile.shape)).astype(self.dtype) for tile in wide]
         return [
@@ -208,32 +241,48 @@ class _Block:
             for tile, weight in zip(rounded, weights, strict=True)
         ]
 
-    def _quantised(self, segment: Segment, heads: Any, tiles: list[jax.Array]) -> list[jax.Array]:
-        """float32 tiles that a cast to the pool's dtype makes exact numbers of."""
-        assert segment.scale is not None
-        scale = self.refs[segment.scale]
-        layouts = [self.columns.layout(segment.rows, width) for _, width in self.columns.pieces]
+    def _turned(self, tiles: list[jax.Array], turn: list[jax.Array] | None) -> list[jax.Array]:
+        if turn is None:
+            return tiles
+        first, second = (tile.astype(jnp.float32) for tile in tiles[:2])
+        cos, sin = (_along_rows(angle, first.shape) for angle in turn)
+        turned = [first * cos - second * sin, second * cos + first * sin]
+        return [*(tile.astype(self.dtype) for tile in turned), *tiles[2:]]
+
+    def _quantised(self, token: _Token, tiles: list[jax.Array], scales: list[Any] | None) -> list[jax.Array]:
+        """float32 tiles that a cast to the pool's dtype makes exact numbers of; for other pools the tiles themselves."""
+        if self.segment.scale is None:
+            return tiles
         wide = [tile.astype(jnp.float32) for tile in tiles]
-        if self.refs[segment.target].dtype != jnp.int8:
-            if scale.shape == (1,):
-                scales = [scale[0]] * len(wide)
-            else:
-                row = _load(scale.at[heads], layouts[0].reduce(1))
-                scales = [_along_columns(row, tile.shape) for tile in wide]
+        if self.target.dtype != jnp.int8:
+            assert scales is not None
             return [jnp.clip(tile / by, -E4M3_MAX, E4M3_MAX) for tile, by in zip(wide, scales, strict=True)]
-        if len(scale.shape) == 2:  # one for each channel
-            pieces = zip(self.columns.pieces, layouts, strict=True)
-            scales = [_load(scale.at[heads, pl.ds(start, width)], layout) for (start, width), layout in pieces]
-        else:
-            largest = [jnp.abs(tile).max(axis=1) for tile in wide]
-            row = largest[0]
-            for other in largest[1:]:
-                row = jnp.maximum(row, other)
+        if scales is None:
+            row = functools.reduce(jnp.maximum, [jnp.abs(tile).max(axis=1) for tile in wide])
             row = jnp.maximum(row, INT8_FLOOR) / INT8_MAX
-            scale.at[self.page, heads, self.row][...] = row
+            self.refs[self.segment.scale].at[token.page, self.heads, token.row][...] = row
             scales = [_along_columns(row, tile.shape) for tile in wide]
         rounded = [jnp.round(tile / by) for tile, by in zip(wide, scales, strict=True)]
         return [jnp.clip(tile, -INT8_MAX, INT8_MAX) for tile in rounded]
+
+    def _store(self, token: _Token, tiles: list[jax.Array]) -> None:
+        for tile, place in zip(tiles, self.places, strict=True):
+            if self.segment.paged:
+                where = self.target.at[token.page, self.heads, token.row, place]
+            else:
+                where = self.target.at[*self._query_place(token.index), place]
+            where[...] = tile.astype(self.target.dtype)
+
+    def _query_place(self, token: Any) -> tuple[Any, ...]:
+        """Indices of these heads' queries."""
+        shape, rows = self.target.shape, self.segment.rows
+        if len(shape) == 3:
+            return token, self.heads
+        sequence, token = lax.div(token, jnp.int32(shape[2])), lax.rem(token, jnp.int32(shape[2]))
+        if shape[3] == 1:
+            return sequence, self.heads, token, 0
+        group = jnp.int32(shape[3])
+        return sequence, lax.div(self.first_head, group), token, pl.ds(lax.rem(self.first_head, group), rows)
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:

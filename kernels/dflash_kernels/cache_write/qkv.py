@@ -123,8 +123,8 @@ def kv_write(
         raise ValueError(f"k_pages hold {layers} layers, the other arguments {lengths}; all must be one for each layer")
     scales = []
     for i in range(layers):
-        norm, *given = (None if values is None else values[i] for values in (k_norm, k_scale, v_scale))
-        scales.append(_checked_scales(k_pages[i], v_pages[i], norm, *given))
+        given = (None if values is None else values[i] for values in (k_scale, v_scale))
+        scales.append(_checked_scales(k_pages[i], v_pages[i], None if k_norm is None else k_norm[i], *given))
         if k_pages[i].shape != k_pages[0].shape or k_pages[i].dtype != k_pages[0].dtype:
             raise ValueError(f"the pools of layer {i}, {k_pages[i].shape}, are not like layer 0's, {k_pages[0].shape}")
     _, kv_heads, _, head_dim = k_pages[0].shape
