@@ -44,18 +44,18 @@ class PagedAttend:
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
         i = layer.index
-        scales = {}
-        if self._pages.k_scale:
-            scales = {"k_scale": self._pages.k_scale[i], "v_scale": self._pages.v_scale[i]}
+        k_scale = self._pages.k_scale[i] if self._pages.k_scale else None
+        v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         q, self._k[i], self._v[i], _ = qkv_write(
             self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
-            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, tokens_each=qkv.shape[1], **scales,
+            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         out = paged_attention(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
-            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, **scales,
+            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
+            k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return cast(Array, out)
 

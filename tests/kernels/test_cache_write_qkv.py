@@ -118,12 +118,12 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return made | dict(zip(names, columns, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("candidate", "several", "tokens_each"))
-def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **options: Any):
+@functools.partial(jax.jit, static_argnames=("candidate", "several"))
+def run(arguments: dict[str, Any], *, candidate: str, several: bool = False):
     if candidate == "reference":
-        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6, **options)
+        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6)
     interpret = plgpu.InterpretGPUParams() if candidate == "interpreted" else None
-    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, **options, interpret=interpret)
+    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, interpret=interpret)
 
 
 def true_heads(case: Case, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -228,22 +228,14 @@ def test_several_layers_are_each_one_call(pages: Any, candidate: str) -> None:
             np.testing.assert_array_equal(bits(k_scale[i]), bits(expected[3]))
 
 
-@pytest.mark.parametrize(("n", "k"), [(8, 2), (4, 4), (6, 2), (16, 2)], ids=["group4", "group1", "group3", "group8"])
-def test_queries_that_lie_as_attention_reads_them(n: int, k: int, candidate: str) -> None:
-    given = inputs(Case(n=n, k=k, head_dim=64, half=32, slots=(1, 2, 3, 17, 18, 19)))
-    plain, folded = run(given, candidate=candidate), run(given, candidate=candidate, tokens_each=3)
-    for ours, theirs in zip(jax.tree.leaves(folded), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_array_equal(bits(ours), bits(theirs))
-
-
 @pytest.mark.gpu
-def test_nothing_is_left_of_folding_and_unfolding() -> None:
-    """The queries reach the attention kernel without another launch where their rows need no padding."""
+def test_nothing_lies_between_the_write_and_attention() -> None:
+    """The queries reach the attention kernel without another launch."""
     case = Case(n=32, k=8, slots=tuple(range(32)), page_size=64)
     table, lens = jnp.zeros((2, 4), jnp.int32), jnp.full((2,), 16, jnp.int32)
 
     def both(given, table, lens):
-        q, k_pages, v_pages, _ = qkv_write(**given, tokens_each=16)
+        q, k_pages, v_pages, _ = qkv_write(**given)
         q = q.reshape(2, 16, 32, 128)
         return paged_attention(q, k_pages, v_pages, table, lens, q_lens=lens), k_pages, v_pages
 
@@ -417,16 +409,12 @@ def test_refusals_name_their_reason(changes: dict[str, Any], reason: str) -> Non
         ({"k_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"q_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"k_scale": np.zeros(2, np.float32)}, "take no scales"),
-        ({"tokens_each": 2}, "7 tokens are not sequences of 2"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), np.int8)), r"take k_scale \(5, 2, 16\)"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), FP8)) | {"v_scale": np.ones(3)}, r"number or \(2,\)"),
     ],
 )  # fmt: skip
 def test_shapes_that_do_not_agree(changes: dict[str, Any], message: str) -> None:
-    given = inputs(CASES["float32"]) | changes
-    given = {
-        name: value if value is None or isinstance(value, int) else jnp.asarray(value) for name, value in given.items()
-    }
+    given = jax.tree.map(jnp.asarray, inputs(CASES["float32"]) | changes)
     with pytest.raises(ValueError, match=message):
         # The function itself: in test runs a shape checker around it would speak first.
         inspect.unwrap(qkv_write)(**given)

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.device import refuse_other_than_hopper
 
 
-def qkv_write_mosaic_gpu(*args: Any, eps: float, tokens_each: int | None) -> tuple[Array, Array, Array, Array | None]:
+def qkv_write_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array, Array, Array | None]:
     """See `qkv_write`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
-    return launch_qkv(*args, eps=eps, tokens_each=tokens_each)
+    return launch_qkv(*args, eps=eps)
 
 
 def kv_write_mosaic_gpu(
@@ -38,15 +38,12 @@ def launch_qkv(
     v_scale: Float[Array, "..."] | None,
     *,
     eps: float,
-    tokens_each: int | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     _refuse(k_pages, qkv, cos, [norm for norm in (q_norm, k_norm) if norm is not None])
     layer = (k_pages, v_pages, k_norm, k_scale, v_scale)
-    q, ((k_pages, v_pages, k_scale),) = _write(
-        (layer,), qkv, slots, cos, sin, q_norm, eps=eps, tokens_each=tokens_each, interpret=interpret
-    )
+    q, ((k_pages, v_pages, k_scale),) = _write((layer,), qkv, slots, cos, sin, q_norm, eps=eps, interpret=interpret)
     return q, k_pages, v_pages, k_scale
 
 
@@ -68,7 +65,7 @@ def launch_kv(
     _refuse(k_pages[0], kv, cos, k_norm or ())
     none = (None,) * len(k_pages)
     layers = tuple(zip(k_pages, v_pages, k_norm or none, k_scale or none, v_scale or none, strict=True))
-    _, written = _write(layers, kv, slots, cos, sin, None, eps=eps, tokens_each=None, interpret=interpret)
+    _, written = _write(layers, kv, slots, cos, sin, None, eps=eps, interpret=interpret)
     new_k, new_v, new_scales = zip(*written, strict=True)
     return new_k, new_v, None if k_scale is None else new_scales
 
@@ -80,10 +77,10 @@ def at_once(tokens: int) -> int:
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnames=("eps", "tokens_each", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _write(
     layers: tuple[tuple[Array | None, ...], ...], x: Array, slots: Array, cos: Array | None, sin: Array | None,
-    q_norm: Array | None, *, eps: float, tokens_each: int | None, interpret: Any,
+    q_norm: Array | None, *, eps: float, interpret: Any,
 ) -> tuple[Array | None, tuple[tuple[Array | None, ...], ...]]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.cache_write import mosaic_gpu_kernel as kernel
@@ -95,9 +92,6 @@ def _write(
     heads = x.reshape(tokens, -1, head_dim)
     queries = heads.shape[1] - 2 * kv_heads * len(layers)
     half = head_dim // 2 if cos is None else cos.shape[1]
-    each, group = tokens_each or 1, queries // kv_heads
-    # Folded as attention does it, where a group's heads make a tile that keeps the lanes busy.
-    folded = each > 1 and queries % kv_heads == 0 and (group == 1 or group % 4 == 0)
     inputs: dict[str, Any] = {"x": heads, "slots": slots.astype(jnp.int32)}
     if cos is not None and sin is not None:
         inputs |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
@@ -111,22 +105,17 @@ def _write(
         return name
 
     if queries:
-        rows = kernel.rows_of(queries if group == 1 else group) if folded else kernel.rows_of(queries)
-        norm = named("q_norm", q_norm, inputs)
-        segments.append(kernel.Segment("q", 0, queries, norm, turned, paged=False, rows=rows))
-    rows = kernel.rows_of(kv_heads)
+        segments.append(kernel.Segment("q", 0, queries, named("q_norm", q_norm, inputs), turned, paged=False))
     for i, (k_pages, v_pages, k_norm, k_scale, v_scale) in enumerate(layers):
         pools |= {f"k{i}": k_pages, f"v{i}": v_pages}
         norm = named(f"k_norm{i}", k_norm, inputs)
         written = k_scale is not None and k_scale.ndim == 3
         k_by = named(f"k_scale{i}", k_scale, pools if written else inputs)
         v_by = named(f"v_scale{i}", v_scale, inputs)
-        segments.append(kernel.Segment(f"k{i}", first, kv_heads, norm, turned, True, k_by, rows))
-        segments.append(kernel.Segment(f"v{i}", first + kv_heads, kv_heads, None, False, True, v_by, rows))
+        segments.append(kernel.Segment(f"k{i}", first, kv_heads, norm, turned, paged=True, scale=k_by))
+        segments.append(kernel.Segment(f"v{i}", first + kv_heads, kv_heads, None, False, paged=True, scale=v_by))
         first += 2 * kv_heads
-    shape = None
-    if queries:
-        shape = (tokens // each, kv_heads, each, group, head_dim) if folded else (tokens, queries, head_dim)
+    shape = (tokens, queries, head_dim) if queries else None
     q, pools = kernel.write(
         tuple(segments),
         kernel.Columns(half, head_dim),
@@ -138,9 +127,6 @@ def _write(
         at_once(tokens),
         interpret,
     )
-    if q is not None and folded:
-        # Seen in token order again. Attention over pages undoes this, and of the two nothing is left to be computed.
-        q = jnp.moveaxis(q, 1, 2).reshape(tokens, queries, head_dim)
     return q, tuple(
         (pools[f"k{i}"], pools[f"v{i}"], pools.get(f"k_scale{i}", layer[3])) for i, layer in enumerate(layers)
     )

@@ -27,14 +27,13 @@ class Segment:
     """Heads that are treated alike.
 
     Attributes:
-      target: name of the array they go to: a pool, `[T, heads, H]`, or the queries `[B, K, t, G, H]` as attention folds them.
+      target: name of the array they go to: a pool or `[T, heads, H]`.
       first: index of the first among all heads of a token's row.
       heads: how many.
       norm: name of the norm's weight, or None.
       rotated: whether they turn with the position.
       paged: whether `target` is a pool.
       scale: name of the scale for a quantised pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
-      rows: heads of one CTA, which divide `heads` and, of folded queries with G > 1, divide G.
     """
 
     target: str
@@ -44,12 +43,11 @@ class Segment:
     rotated: bool
     paged: bool
     scale: str | None = None
-    rows: int = 1
 
-
-def rows_of(heads: int) -> int:
-    """Heads of one CTA, of so many that are treated alike."""
-    return next(rows for rows in (8, 4, 2, 1) if heads % rows == 0)
+    @property
+    def rows(self) -> int:
+        """Heads of one CTA."""
+        return next(rows for rows in (8, 4, 2, 1) if self.heads % rows == 0)
 
 
 def power_of_two_in(number: int) -> int:
@@ -270,19 +268,8 @@ class _Heads:
             if self.segment.paged:
                 where = self.target.at[token.page, self.heads, token.row, place]
             else:
-                where = self.target.at[*self._query_place(token.index), place]
+                where = self.target.at[token.index, self.heads, place]
             where[...] = tile.astype(self.target.dtype)
-
-    def _query_place(self, token: Any) -> tuple[Any, ...]:
-        """Indices of these heads' queries."""
-        shape, rows = self.target.shape, self.segment.rows
-        if len(shape) == 3:
-            return token, self.heads
-        sequence, token = lax.div(token, jnp.int32(shape[2])), lax.rem(token, jnp.int32(shape[2]))
-        if shape[3] == 1:
-            return sequence, self.heads, token, 0
-        group = jnp.int32(shape[3])
-        return sequence, lax.div(self.first_head, group), token, pl.ds(lax.rem(self.first_head, group), rows)
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:

@@ -45,7 +45,6 @@ def qkv_write(
     eps: float = 1e-6,
     k_scale: float | Float[Array, "..."] | None = None,
     v_scale: float | Float[Array, "..."] | None = None,
-    tokens_each: int | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> QkvWritten:
     """Norms and rotates every head's query and key, writes keys and values to their slots, and returns the queries.
@@ -65,8 +64,6 @@ def qkv_write(
       k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`, 1 where None; for int8 pools the
         scales `[P, K, p]` float32 of all rows, written in place: a key's largest magnitude over 127.
       v_scale: for float8 pools as for keys; for int8 pools one for each channel `[K, H]`, read only.
-      tokens_each: tokens of each sequence where all have as many, one sequence after the other. It changes no number, only where
-        queries lie in memory: a kernel then stores them as attention over pages reads them.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -80,12 +77,10 @@ def qkv_write(
         raise ValueError(f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}) * {head_dim}] with a query head or more")
     if q_norm is not None and q_norm.shape != (head_dim,):
         raise ValueError(f"q_norm {q_norm.shape} must be one weight for each of {head_dim} dims")
-    if tokens_each is not None and (tokens_each < 1 or qkv.shape[0] % tokens_each):
-        raise ValueError(f"{qkv.shape[0]} tokens are not sequences of {tokens_each} tokens each")
     with jax.named_scope("qkv_write"):
         written = first_fitting(
             "qkv_write", QKV_IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm,
-            *scales, eps=eps, tokens_each=tokens_each,
+            *scales, eps=eps,
         )  # fmt: skip
     return QkvWritten(*written)
 

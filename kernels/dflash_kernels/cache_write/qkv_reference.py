@@ -21,10 +21,8 @@ def qkv_write_reference(
     v_scale: Float[Array, "..."] | None,
     *,
     eps: float,
-    tokens_each: int | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """See `qkv_write`. XLA lays the queries out as their reader wants them, whatever `tokens_each`."""
-    del tokens_each
+    """See `qkv_write`."""
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
