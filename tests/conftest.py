@@ -16,6 +16,9 @@ from jaxtyping import install_import_hook
 CHECKED = ("dflash_jax", "dflash_kernels")
 
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+# Threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier holds one: with a thread for each of two
+# cores, a kernel of three warpgroups can wait for ever.
+os.environ.setdefault("NPROC", "8")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dflash-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"

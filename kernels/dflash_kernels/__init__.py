@@ -13,9 +13,11 @@ from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
 from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
+from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
     "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "kv_write", "latent_decode", "latent_encode",
     "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "merge_states", "mla_attention",
-    "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "swizzle_scales",
+    "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "ragged_attention",
+    "ragged_paged_attention", "swizzle_scales",
 ]  # fmt: skip

@@ -35,6 +35,12 @@ POOL, LATENTS = array(99, 8, 64, 128), array(99, 1, 64, 576)
 # Each op's arrays and keyword arguments.
 OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "paged_attention": ((array(BATCH, TOKENS, 32, 128), POOL, POOL, integers(BATCH, TABLE), integers(BATCH)), {}),
+    "ragged_attention": (
+        (array(1000, 16, 192), array(1000, 16, 192), array(1000, 16, 128), integers(BATCH + 1), integers(BATCH + 1)), {},
+    ),
+    "ragged_paged_attention": (
+        (array(1000, 32, 128), POOL, POOL, integers(BATCH + 1), integers(BATCH, TABLE), integers(BATCH)), {"return_lse": True},
+    ),
     "mla_attention": (
         (array(BATCH, TOKENS, 16, 576), LATENTS, integers(BATCH, TABLE), integers(BATCH)), {"kv_lora_rank": 512, "scale": 0.1},
     ),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
-from dflash_kernels.target import HOPPER, target
+from dflash_kernels.target import refuse_unless_hopper
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
@@ -34,7 +34,7 @@ def paged_attention_mosaic_gpu(
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
-    _refuse_device(causal)
+    refuse_unless_hopper(causal)
     if k_scale is not None:
         raise NotImplementedError("takes pages of one byte only where it is called by name of its tuning")
     return tuned(
@@ -112,15 +112,6 @@ def _attend(
     if tuning.merge == "xla" or not merging.kernel_merges(group, head_dim):
         return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
     return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
-
-
-def _refuse_device(causal: bool) -> None:
-    """Raises NotImplementedError where the device in use cannot run the kernel."""
-    device = target()
-    if device.capability != HOPPER:
-        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
-    if causal and 12080 <= device.cuda < 12091:
-        raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:

@@ -1,0 +1,227 @@
+"""Attention of whole prompts, bf16, 2 x 8192 tokens, against the matrix ceiling and other libraries in the same run.
+
+    python benchmarks/prefill.py               # measure and write results/prefill.json
+    python benchmarks/prefill.py --sweep       # time the kernel's choices for each shape, write nothing
+    python benchmarks/prefill.py --threshold   # chunks of a prompt: the kernel for prompts against the one for decoding
+
+A figure is the time of one call inside one compiled loop on the device, with everything the call launches: the host's clock around
+several calls, divided by their number. One element of a call's queries comes from the call before it. Keys and values are larger
+than the L2. A causal call counts half the multiplications. Correctness is checked first, in the same process: rows of the last
+sequence against float64.
+"""
+
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dflash_kernels import paged_attention
+from dflash_kernels.ragged_attention.mosaic_gpu import tuned_dense, tuned_paged
+from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
+from record import Record, arguments
+
+MATRIX = 790e12  # multiply-adds count twice; the best of XLA's own bf16 products on this kind of GPU
+QUOTED = "FA3, an earlier run on an H200"
+# TFLOP/s of FA3 for the same shapes: (head dim, value dim, causal).
+FA3 = {(128, 128, False): 649, (128, 128, True): 590, (192, 128, False): 673, (192, 128, True): 646}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    causal: bool
+    page_size: int = 0
+    b: int = 2
+    length: int = 8192
+
+    @property
+    def name(self) -> str:
+        dims = f"D{self.head_dim}" if self.head_dim == self.value_dim else f"D{self.head_dim}/{self.value_dim}"
+        heads = f"H{self.heads}" if self.heads == self.kv_heads else f"H{self.heads}/{self.kv_heads}"
+        pages = f" page{self.page_size}" if self.page_size else ""
+        return f"prefill B{self.b} S{self.length} {heads} {dims} {'causal' if self.causal else 'full'}{pages} bf16"
+
+    @property
+    def flops(self) -> float:
+        whole = 2.0 * self.b * self.heads * self.length**2 * (self.head_dim + self.value_dim)
+        return whole / 2 if self.causal else whole
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        rest = {"window": (None, None), "soft_cap": None, "sinks": None, "alibi_slopes": None, "alibi_sqrt": False}
+        return rest | {"causal": self.causal, "scale": self.head_dim**-0.5}
+
+
+SHAPES = [(16, 16, 128, 128), (16, 16, 192, 128), (32, 8, 128, 128)]
+CASES = [Case(*shape, causal) for shape in SHAPES for causal in (False, True)]
+CASES += [Case(*shape, True, page_size) for shape in (SHAPES[0], SHAPES[2]) for page_size in (64, 128)]
+
+
+def inputs(case: Case) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """Packed q, k and v, and the arguments after q of the call: packed, or with the same keys in shuffled pages."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    make, tokens = jax.jit(jax.random.normal, static_argnums=(1, 2)), case.b * case.length
+    q = make(keys[0], (tokens, case.heads, case.head_dim), jnp.bfloat16)
+    k = make(keys[1], (tokens, case.kv_heads, case.head_dim), jnp.bfloat16)
+    v = make(keys[2], (tokens, case.kv_heads, case.value_dim), jnp.bfloat16)
+    cu = jnp.arange(case.b + 1, dtype=jnp.int32) * case.length
+    if not case.page_size:
+        return (q, k, v), (k, v, cu, cu)
+    pages = tokens // case.page_size
+    places = jax.random.permutation(keys[3], pages).astype(jnp.int32)
+
+    def pool(array: jax.Array) -> jax.Array:
+        split = array.reshape(pages, case.page_size, *array.shape[1:]).swapaxes(1, 2)
+        return split[jnp.argsort(places)]
+
+    lens = jnp.full((case.b,), case.length, jnp.int32)
+    return (q, k, v), (pool(k), pool(v), cu, places.reshape(case.b, -1), lens)
+
+
+def ours(case: Case, tuning: Tuning | None = None) -> Callable[..., jax.Array]:
+    function = functools.partial(tuned_paged if case.page_size else tuned_dense, **case.mask, tuning=tuning or Tuning())
+    return lambda *arrays: function(*arrays)[0]
+
+
+def check(case: Case, packed: tuple[jax.Array, ...], out: jax.Array) -> float:
+    """Largest error of some rows of the last sequence, as a share of the row's largest output; stops the run where it is wrong."""
+    error, first = 0.0, (case.b - 1) * case.length
+    for row in (0, 1, 63, 64, 127, 4097, case.length - 1):
+        for head in (0, case.heads - 1):
+            seen = slice(first, first + (row + 1 if case.causal else case.length))
+            k, v = (np.asarray(x[seen, head * case.kv_heads // case.heads], np.float64) for x in packed[1:])
+            scores = k @ np.asarray(packed[0][first + row, head], np.float64) * case.head_dim**-0.5
+            weights = np.exp(scores - scores.max())
+            true = weights @ v / weights.sum()
+            error = max(
+                error, float(np.abs(np.asarray(out[first + row, head], np.float64) - true).max() / np.abs(true).max())
+            )
+    if not error < 0.02:
+        raise SystemExit(f"{case.name}: error {error:.2e} against float64")
+    return error
+
+
+def measure(call: Callable[..., jax.Array], *arrays: jax.Array, calls: int = 8, runs: int = 5) -> list[float]:
+    """Seconds of one call, in each of several runs."""
+
+    @jax.jit
+    def many(q, *rest):
+        def body(_, q):
+            return q.at[(0,) * q.ndim].set(call(q, *rest).ravel()[0].astype(q.dtype))
+
+        return jax.lax.fori_loop(0, calls, body, q)
+
+    many(*arrays).block_until_ready()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        many(*arrays).block_until_ready()
+        times.append((time.perf_counter() - started) / calls)
+    return times
+
+
+def cudnn(case: Case) -> Callable[..., jax.Array]:
+    options = {"is_causal": case.causal, "implementation": "cudnn"}
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **options)
+
+
+def attention_mgpu(case: Case) -> Callable[..., jax.Array]:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu as module
+
+    config = module.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=case.causal)
+    return lambda q, k, v: module.attention(q, k, v, config)
+
+
+def peers(case: Case, packed: tuple[jax.Array, ...]) -> dict[str, float]:
+    """TFLOP/s of other implementations on the same rows as a batch. jax's own kernel takes float16 only."""
+    found = {}
+    batch = [array.reshape(case.b, case.length, *array.shape[1:]) for array in packed]
+    half = [array.astype(jnp.float16) for array in batch]
+    for name, make, arrays in (
+        ("cuDNN through jax.nn", cudnn, batch),
+        ("jax attention_mgpu, float16", attention_mgpu, half),
+    ):
+        try:
+            found[name] = round(case.flops / statistics.median(measure(make(case), *arrays)) / 1e12, 1)
+        except Exception as reason:  # a peer that does not take the shape must not end the run
+            print(f"{case.name:44s} {name} failed: {str(reason)[:120]}", flush=True)
+    return found
+
+
+def sweep(case: Case, packed: tuple[jax.Array, ...], rest: tuple[jax.Array, ...]) -> None:
+    for change in (
+        {},
+        {"stages": 3},
+        {"keys": 64},
+        {"keys": 64, "stages": 3},
+        {"kv_heads_at_once": 4},
+    ):
+        try:
+            call = ours(case, Tuning(**change))
+            error = check(case, packed, jax.jit(call)(packed[0], *rest))
+            speed = case.flops / statistics.median(measure(call, packed[0], *rest)) / 1e12
+        except Exception as reason:  # a variant that does not compile or fit must not end the sweep
+            print(f"{case.name:44s} {change} failed: {str(reason)[:200]}", flush=True)
+            continue
+        print(f"{case.name:44s} {speed:7.1f} TFLOP/s  error {error:.1e}  {change}", flush=True)
+
+
+def threshold() -> None:
+    """A chunk at the end of a prompt of 4,096 tokens, 32 query heads over 8: both kernels, microseconds."""
+    for b in (1, 8):
+        case = Case(32, 8, 128, 128, True, 64, b=b, length=4096)
+        (q, _, _), (k_pages, v_pages, _, table, lens) = inputs(case)
+        for t in (16, 32, 64, 128, 256, 512):
+            cu = jnp.arange(b + 1, dtype=jnp.int32) * t
+            chunk = q[: b * t]
+            many = functools.partial(measure, calls=50)
+            long = many(ours(case), chunk, k_pages, v_pages, cu, table, lens)
+            batch = chunk.reshape(b, t, *chunk.shape[1:])
+            short = many(lambda q, *rest: paged_attention(q, *rest), batch, k_pages, v_pages, table, lens)
+            times = " ".join(f"{statistics.median(x) * 1e6:8.1f}" for x in (long, short))
+            print(f"B{b} T{t:4d}  prompts, decoding: {times} us", flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
+    parser.add_argument("--threshold", action="store_true", help="time chunks with both kernels instead")
+    options = parser.parse_args()
+    if options.threshold:
+        threshold()
+        return
+    record = Record("prefill", options)
+    for case in CASES:
+        packed, rest = inputs(case)
+        if options.sweep:
+            sweep(case, packed, rest)
+            continue
+        error = check(case, packed, jax.jit(ours(case))(packed[0], *rest))
+        times = measure(ours(case), packed[0], *rest)
+        speeds = [case.flops / seconds / 1e12 for seconds in times]
+        quoted = None if case.page_size else FA3.get((case.head_dim, case.value_dim, case.causal))
+        quoted = quoted if case.heads == case.kv_heads else None
+        record.add(
+            case.name, "matrix throughput", round(statistics.median(speeds), 1), "TFLOP/s", floor=MATRIX / 1e12,
+            peer=QUOTED if quoted else None, peer_value=quoted, time_us=round(statistics.median(times) * 1e6, 1),
+            floor_us=round(case.flops / MATRIX * 1e6, 1), spread=[round(min(speeds), 1), round(max(speeds), 1)],
+            error_float64=error, same_run={} if case.page_size else peers(case, packed),
+        )  # fmt: skip
+    if record.rows:
+        print(record.write())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
+from dflash_kernels.ragged_attention.reference import ragged_attention_reference, ragged_paged_attention_reference
+
+DENSE = {"mosaic_gpu": ragged_attention_mosaic_gpu, "xla": ragged_attention_reference}
+PAGED = {"mosaic_gpu": ragged_paged_attention_mosaic_gpu, "xla": ragged_paged_attention_reference}
+
+
+def ragged_attention(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K V"],
+    cu_q_lens: Int[Array, "C"],
+    cu_kv_lens: Int[Array, "C"] | None = None,
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "T N V"] | tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """Attention of B sequences packed one after the other, with the keys packed likewise.
+
+    Queries of sequence b are rows `cu_q_lens[b]` to `cu_q_lens[b + 1]`, its keys rows `cu_kv_lens[b]` to `cu_kv_lens[b + 1]`; N is
+    a multiple of K. Query row i of a sequence stands at position `keys - queries + i` of it (bottom-right alignment).
+
+    Args:
+      q: queries, bfloat16, float16 or float32. Rows past the last sequence are padding and may hold anything.
+      k, v: keys and values; the head dim of the values may differ. Rows past the last sequence may hold anything.
+      cu_q_lens, cu_kv_lens: `[B + 1]` int32, starting with 0 and not decreasing; sequences may be empty. `cu_kv_lens` None: as the
+        queries.
+      causal: a query sees no key after its own position.
+      window: keys seen to the left and right of the query's position, None on a side for all.
+      soft_cap: c of `c * tanh(score / c)`, applied after the scale.
+      sinks: float32 logit per head added to the softmax denominator only.
+      alibi_slopes: float32 slope per head: `slope * (key position - query position)` is added to the score, after the cap.
+      alibi_sqrt: add `-slope * sqrt(distance)` for keys behind the query and nothing for keys ahead of it instead.
+      scale: softmax scale, `H ** -0.5` where None.
+      return_lse: also return the natural-log sum of exponentials, float32, sinks included.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit), padding is 0 and -inf.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if cu_kv_lens is None:
+        cu_kv_lens = cu_q_lens
+        if k.shape[0] != q.shape[0]:
+            raise ValueError(f"{k.shape[0]} keys for {q.shape[0]} queries; pass cu_kv_lens where they differ")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"keys {k.shape} and values {v.shape} must agree in rows and heads [S, K, ...]")
+    if cu_kv_lens.shape != cu_q_lens.shape:
+        raise ValueError(f"cu_kv_lens {cu_kv_lens.shape} must have one entry for each of cu_q_lens {cu_q_lens.shape}")
+    _check_queries(q, k.shape[1], k.shape[2], cu_q_lens, sinks, alibi_slopes)
+    with jax.named_scope("ragged_attention"):
+        out, lse = first_fitting(
+            "ragged_attention", DENSE, implementation, q, k, v, cu_q_lens, cu_kv_lens,
+            **_options(q, causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale),
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"],
+    cu_q_lens: Int[Array, "C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "T N V"] | tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """Attention of B sequences packed one after the other, with the keys in pages.
+
+    The key at position s of sequence b lies in page `page_table[b, s // p]` at row `s % p`. The queries' own keys are already
+    there: query row i of a sequence stands at position `seq_lens[b] - queries + i`.
+
+    Args:
+      q, cu_q_lens: as in `ragged_attention`.
+      k_pages, v_pages: page pools; the head dim of the values may differ. Rows at or past `seq_lens` may hold anything, even NaN.
+      page_table: int32 page indices; entries past a sequence's last page may hold anything.
+      seq_lens: int32 keys of each sequence.
+      causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale, return_lse, implementation: as in `ragged_attention`.
+
+    Returns:
+      As `ragged_attention`.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"pages {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
+    b = cu_q_lens.shape[0] - 1
+    if page_table.shape[0] != b or seq_lens.shape != (b,):
+        raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
+    _check_queries(q, k_pages.shape[1], k_pages.shape[3], cu_q_lens, sinks, alibi_slopes)
+    with jax.named_scope("ragged_paged_attention"):
+        out, lse = first_fitting(
+            "ragged_paged_attention", PAGED, implementation, q, k_pages, v_pages, cu_q_lens, page_table, seq_lens,
+            **_options(q, causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale),
+        )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def _check_queries(
+    q: Array, kv_heads: int, head_dim: int, cu_q_lens: Array, sinks: Array | None, alibi_slopes: Array | None
+) -> None:
+    n, h = q.shape[1:]
+    if n % kv_heads or head_dim != h:
+        raise ValueError(f"q heads {n} x {h} do not fit keys of {kv_heads} heads x {head_dim}")
+    if cu_q_lens.shape[0] < 2:
+        raise ValueError(
+            f"cu_q_lens {cu_q_lens.shape} must have the start of every sequence and the end: [B + 1], B at least 1"
+        )
+    for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        if given is not None and given.shape != (n,):
+            raise ValueError(f"{name} {given.shape} must be ({n},), one for each query head")
+
+
+def _options(
+    q: Array, causal: bool, window: tuple[int | None, int | None] | None, soft_cap: float | None, sinks: Array | None,
+    alibi_slopes: Array | None, alibi_sqrt: bool, scale: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "causal": causal, "window": tuple(window or (None, None)), "soft_cap": soft_cap, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "alibi_sqrt": alibi_sqrt, "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+    }  # fmt: skip

@@ -1,0 +1,156 @@
+"""Ragged attention on Hopper: what the kernel takes, and the call cut into blocks."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, Tuning, block_counts, block_table, plan
+from dflash_kernels.target import refuse_unless_hopper
+
+HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
+CHOSEN = Tuning()
+
+
+def ragged_attention_mosaic_gpu(
+    q: Float[Array, "T N H"],
+    k: Float[Array, "S K H"],
+    v: Float[Array, "S K V"],
+    cu_q_lens: Int[Array, "C"],
+    cu_kv_lens: Int[Array, "C"],
+    **options: Any,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """See `ragged_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_unless_hopper(options["causal"])
+    return tuned_dense(q, k, v, cu_q_lens, cu_kv_lens, **options)
+
+
+def ragged_paged_attention_mosaic_gpu(
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"],
+    cu_q_lens: Int[Array, "C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    **options: Any,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
+    """See `ragged_paged_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_unless_hopper(options["causal"])
+    return tuned_paged(q, k_pages, v_pages, cu_q_lens, page_table, seq_lens, **options)
+
+
+def tuned_dense(
+    q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, tuning: Tuning = CHOSEN, interpret: Any = None,
+    **options: Any,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
+    """`ragged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
+
+    Head dims that the kernel does not have are filled up with zeros, which is exact.
+    """
+    _refuse_call(q, k, v, options)
+    value_dim = v.shape[-1]
+    q, k, v = (_widened(array) for array in (q, k, v))
+    out, lse = _attend(q, k, v, cu_q_lens, cu_kv_lens, None, tuning=tuning, interpret=interpret, **options)
+    return out[..., :value_dim], lse
+
+
+def tuned_paged(
+    q: Array, k_pages: Array, v_pages: Array, cu_q_lens: Array, page_table: Array, seq_lens: Array, *,
+    tuning: Tuning = CHOSEN, interpret: Any = None, **options: Any,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
+    """`ragged_paged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    _refuse_call(q, k_pages, v_pages, options)
+    dims = (q.shape[-1], v_pages.shape[-1])
+    if not set(dims) <= set(HEAD_DIMS):
+        raise NotImplementedError(f"takes head dims {HEAD_DIMS} in pages, not {dims[0]} and {dims[1]}")
+    page_size = k_pages.shape[2]
+    if page_size % 64 and (64 % page_size or page_size < 8):
+        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    return _attend(q, k_pages, v_pages, cu_q_lens, seq_lens, page_table, tuning=tuning, interpret=interpret, **options)
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(
+    jax.jit, static_argnames=("causal", "window", "soft_cap", "alibi_sqrt", "scale", "tuning", "interpret")
+)
+def _attend(
+    q: Array, k: Array, v: Array, cu_q_lens: Array, kv_lens: Array, page_table: Array | None, *, sinks: Array | None,
+    alibi_slopes: Array | None, tuning: Tuning, interpret: Any, **mask: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.ragged_attention import mosaic_gpu_kernel as kernel
+
+    tokens, sequences = q.shape[0], cu_q_lens.shape[0] - 1
+    if tokens == 0:
+        return jnp.zeros((0, q.shape[1], v.shape[-1]), q.dtype), jnp.zeros((0, q.shape[1]), jnp.float32)
+    cu_q_lens, kv_lens = cu_q_lens.astype(jnp.int32), kv_lens.astype(jnp.int32)
+    shapes = {
+        "tokens": tokens,
+        "sequences": sequences,
+        "heads": q.shape[1],
+        "head_dim": q.shape[2],
+        "value_dim": v.shape[-1],
+    }
+    given = {"has_sinks": sinks is not None, "has_slopes": alibi_slopes is not None}
+    kv_starts = None
+    if page_table is None:
+        launch = plan(tuning, kv_heads=k.shape[1], kv_rows=k.shape[0], **shapes, **given, **mask)
+        kv_starts, kv_lens = kv_lens[:-1], jnp.diff(kv_lens)
+        k, v = (_padded(array, launch.keys) for array in (k, v))
+    else:
+        pages, kv_heads, page_size = k.shape[:3]
+        rows = min(pages, page_table.size) * page_size
+        launch = plan(
+            tuning,
+            kv_heads=kv_heads,
+            kv_rows=rows,
+            page_size=page_size,
+            table_width=page_table.shape[1],
+            **shapes,
+            **given,
+            **mask,
+        )
+        page_table = page_table.astype(jnp.int32)
+    table, order = block_table(launch, tokens, cu_q_lens, kv_lens, kv_starts)
+    extra = [array.astype(jnp.float32) for array in (sinks, alibi_slopes) if array is not None]
+    out, lse = kernel.attention(launch, _padded(q, BLOCK), k, v, table, page_table, extra, interpret)
+    return out[:tokens], _packed_lse(lse, order, cu_q_lens, tokens)
+
+
+def _widened(array: Array) -> Array:
+    wide = next(dim for dim in HEAD_DIMS if dim >= array.shape[-1])
+    return array if wide == array.shape[-1] else jnp.pad(array, ((0, 0), (0, 0), (0, wide - array.shape[-1])))
+
+
+def _padded(array: Array, least: int) -> Array:
+    """A copy is never larger than the array it is from, and tiles of 8 rows divide it."""
+    rows = max(-(-array.shape[0] // 8) * 8, least)
+    return array if rows == array.shape[0] else jnp.pad(array, ((0, rows - array.shape[0]), (0, 0), (0, 0)))
+
+
+def _packed_lse(
+    lse: Float[Array, "N M 128"], order: Int[Array, "M"], cu_q_lens: Int[Array, "C"], tokens: int
+) -> Float[Array, "T N"]:
+    """From blocks as they were worked through to packed rows; -inf for padding."""
+    starts, lens = cu_q_lens[:-1], jnp.diff(cu_q_lens)
+    counts = block_counts(starts, lens)
+    row = jnp.arange(tokens)
+    sequence = jnp.minimum(jnp.sum(cu_q_lens[1:] <= row[:, None], axis=1), counts.shape[0] - 1)
+    inside = row - starts[sequence] // 8 * 8
+    block = (jnp.cumsum(counts) - counts)[sequence] + inside // BLOCK
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))[block]
+    return jnp.where(row[:, None] < cu_q_lens[-1], lse[:, place, inside % BLOCK].T, -jnp.inf)
+
+
+def _refuse_call(q: Array, k: Array, v: Array, options: dict[str, Any]) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not q {q.dtype} with {k.dtype} and {v.dtype}")
+    if max(q.shape[-1], v.shape[-1]) > HEAD_DIMS[-1]:
+        raise NotImplementedError(f"takes head dims to {HEAD_DIMS[-1]}, not {q.shape[-1]} and {v.shape[-1]}")
+    if options["scale"] <= 0 or (options["soft_cap"] is not None and options["soft_cap"] <= 0):
+        raise NotImplementedError(
+            f"takes a positive scale and soft cap, not {options['scale']} and {options['soft_cap']}"
+        )

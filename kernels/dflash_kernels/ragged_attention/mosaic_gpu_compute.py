@@ -1,0 +1,207 @@
+"""The warpgroups of the Hopper kernel that compute: 64 query rows each over the tiles of keys and values that are copied in.
+
+Scores, weights and sums stay in registers; the softmax is online, in base 2, in float32.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, precise_tanh, spread
+from dflash_kernels.ragged_attention.mosaic_gpu_block import Block
+from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, Launch
+
+_WGMMA = plgpu.Layout.WGMMA
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+class Compute:
+    """One of the two warpgroups."""
+
+    def __init__(self, launch: Launch, wg, sinks_ref, slopes_ref, out_ref, lse_ref, buffers):
+        self.launch, self.wg, self.buffers = launch, wg, buffers
+        self.sinks_ref, self.slopes_ref, self.out_ref, self.lse_ref = sinks_ref, slopes_ref, out_ref, lse_ref
+
+    def block(self, block: Block, done):
+        """All of one block of query rows; `done` tiles came before it."""
+        launch = self.launch
+        self.slope = None if self.slopes_ref is None else self.slopes_ref[block.head] * LOG2E
+        top, total = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
+        if self.sinks_ref is not None:
+            # A sink is a key that everyone sees, whose value is 0.
+            top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.ones((ROWS,), jnp.float32)
+        top, total = plgpu.layout_cast(top, _ROW), plgpu.layout_cast(total, _ROW)
+        acc = plgpu.layout_cast(jnp.zeros((ROWS, launch.value_dim), jnp.float32), _WGMMA)
+
+        @pl.when(block.tiles > 0)
+        def _():
+            plgpu.barrier_wait(self.buffers["q_in"])
+            plgpu.barrier_wait(self.buffers["k_in"].at[self._slot(block, done, block.begin)])
+            pl.when(self.wg == 1)(self._take_turns)
+
+        full_begin, full_end = block.whole(self.wg)
+        step = functools.partial(self._step, block, done, masked=False)
+        masked = functools.partial(self._step, block, done, masked=True)
+        carry = (acc, top, total)
+        if launch.window[0] is not None or not launch.page_size:
+            carry = lax.fori_loop(block.begin, full_begin, masked, carry)
+        carry = lax.fori_loop(full_begin, full_end, step, carry)
+        acc, top, total = lax.fori_loop(full_end, block.end, masked, carry)
+
+        @pl.when(block.tiles > 0)
+        def _():
+            if launch.separate_out:
+                plgpu.barrier_arrive(self.buffers["q_out"])
+            pl.when(self.wg == 0)(self._take_turns)
+
+        self._finish(block, acc, top, total)
+        pl.when(block.tiles > 0)(self._give_back_queries)
+
+    def _finish(self, block, acc, top, total):
+        empty = total == 0
+        safe = jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(safe)) * (1 / LOG2E))
+        self.lse_ref.at[block.head, block.index, pl.ds(self.wg * ROWS, ROWS)][...] = lse
+        self._write(block, acc * lax.broadcast_in_dim(1.0 / safe, acc.shape, [0]))
+
+    def _give_back_queries(self):
+        if not self.launch.separate_out:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(self.buffers["q_out"])
+
+    def _take_turns(self):
+        plgpu.barrier_arrive(self.buffers["turn"])
+        plgpu.barrier_wait(self.buffers["turn"])
+
+    def _slot(self, block, done, tile):
+        return lax.rem(done + tile - block.begin, jnp.int32(self.launch.stages))
+
+    def _step(self, block, done, tile, carry, *, masked):
+        """One tile of keys: scores, online softmax, values."""
+        acc, top, total = carry
+        slot = self._slot(block, done, tile)
+
+        def multiply(scores):
+            plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[slot].transpose((1, 0)))
+            # The matrix product is on its way: the other warpgroup may start its own.
+            self._take_turns()
+            return scores[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.launch.keys), jnp.float32))
+        plgpu.barrier_arrive(self.buffers["k_out"].at[slot])
+        weights, kept, top = self._softmax(block, tile, scores, top, masked)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        total = total * kept + weights.sum(axis=1)
+        weights = weights.astype(self.buffers["v_sm"].dtype)
+        # Keeps the sums of the softmax on this side of the wait, where the other warpgroup has the tensor cores.
+        acc, total, top, weights = lax.optimization_barrier((acc, total, top, weights))
+        plgpu.barrier_arrive(self.buffers["turn"])
+        plgpu.barrier_wait(self.buffers["v_in"].at[slot])
+        plgpu.barrier_wait(self.buffers["turn"])
+
+        more, coming = tile + 1 < block.end, self._slot(block, done, tile + 1)
+
+        def next_keys():
+            pl.when(more)(lambda: plgpu.barrier_wait(self.buffers["k_in"].at[coming]))
+
+        acc = self._add_values(acc, weights, self.buffers["v_sm"].at[slot], next_keys)
+        plgpu.barrier_arrive(self.buffers["v_out"].at[slot])
+        return acc, top, total
+
+    def _add_values(self, acc, weights, values, meanwhile):
+        """`acc + weights @ values` with the weights and the sum in registers.
+
+        Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it the weights
+        go through shared memory, and the product is added afterwards.
+        """
+        if "p_sm" not in self.buffers:
+
+            def multiply(total):
+                plgpu.wgmma(total, weights, values)
+                meanwhile()
+
+            return pl.run_state(multiply)(plgpu.ACC.init(acc))
+        staged = self.buffers["p_sm"].at[self.wg]
+        staged[...] = weights
+        plgpu.commit_smem()
+
+        def multiply_staged(product):
+            plgpu.wgmma(product, staged, values)
+            return product[...]
+
+        acc += pl.run_scoped(multiply_staged, plgpu.ACC(acc.shape, jnp.float32))
+        meanwhile()
+        return acc
+
+    def _softmax(self, block, tile, scores, top, masked):
+        """Weights of a tile's keys, the factor of what came before, and the new maximum in base 2."""
+        launch = self.launch
+        unit = launch.scale * LOG2E
+        if launch.soft_cap is not None:
+            scores, unit = precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
+        if self.slope is not None:
+            scores, unit = scores * unit + self._bias(block, tile), 1.0
+        if masked:
+            scores = jnp.where(self._mask(block, tile), scores, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(axis=1) * unit)
+        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
+        return weights, jnp.exp2(top - base), new_top
+
+    def _positions(self, block):
+        rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
+        return rows + (block.position + self.wg * ROWS)
+
+    def _keys(self):
+        return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS, self.launch.keys), 1), _WGMMA)
+
+    def _mask(self, block, tile):
+        launch, shape, keys = self.launch, (ROWS, self.launch.keys), self._keys()
+        bounded = launch.causal or launch.window != (None, None)
+        low, high = block.limits(self._positions(block) if bounded else block.position)
+        mask = keys < spread(high - tile * launch.keys, shape)
+        if launch.window[0] is not None or not launch.page_size:
+            mask &= keys >= spread(low - tile * launch.keys, shape)
+        return mask
+
+    def _bias(self, block, tile):
+        """ALiBi's addition to the scores, in base 2."""
+        shape = (ROWS, self.launch.keys)
+        ahead = self._keys() - spread(self._positions(block) + block.shift - tile * self.launch.keys, shape)
+        if self.launch.alibi_sqrt:
+            return jnp.sqrt(jnp.maximum(-ahead, 0).astype(jnp.float32)) * -self.slope
+        return ahead.astype(jnp.float32) * self.slope
+
+    def _write(self, block, out):
+        """Writes the own rows of this warpgroup and nothing else: the ones around them are other sequences'."""
+        first = block.first_row + self.wg * ROWS
+        begin, end = (jnp.clip(row - self.wg * ROWS, 0, ROWS) for row in (block.own_begin, block.own_end))
+        whole = end - begin == ROWS
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(whole)
+        def _():
+            rows = self.buffers["o_sm"].at[self.wg]
+            rows[...] = out.astype(rows.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(rows, self.out_ref.at[pl.ds(first, ROWS), block.head])
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
+            rows = self.buffers["tail_sm"].at[self.wg]
+            rows[...] = out.astype(rows.dtype)
+            plgpu.commit_smem()
+
+            def copy(count, row):
+                target = self.out_ref.at[pl.ds(first + row, count), block.head]
+                plgpu.copy_smem_to_gmem(rows.at[pl.ds(row, count)], target)
+
+            eights = jnp.minimum(lax.div(begin + 7, jnp.int32(8)) * 8, end)
+            after = jnp.maximum(lax.div(end, jnp.int32(8)) * 8, eights)
+            pl.loop(begin, eights)(functools.partial(copy, 1))
+            pl.loop(lax.div(eights, jnp.int32(8)), lax.div(after, jnp.int32(8)))(lambda eight: copy(8, eight * 8))
+            pl.loop(after, end)(functools.partial(copy, 1))
