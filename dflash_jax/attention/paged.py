@@ -1,13 +1,13 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import kv_write, latent_decode, latent_encode, latent_write, paged_attention, qkv_write
+from dflash_kernels import kv_write, latent_decode, latent_encode, latent_write, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.chunks import attend_to_pages
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.models.dflash import DFlash
@@ -51,13 +51,12 @@ class PagedAttend:
             self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
             k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        out = paged_attention(
+        return attend_to_pages(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
-        return cast(Array, out)
 
     def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
         """Latent attention: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`."""

@@ -3,6 +3,9 @@
 Scores, weights and sums stay in registers; the softmax is online, in base 2, in float32.
 """
 
+# Pallas declares ACC less public than it documents it.
+# pyright: reportPrivateImportUsage=false
+
 import functools
 
 import jax.numpy as jnp
@@ -143,7 +146,7 @@ class Compute:
         if launch.soft_cap is not None:
             scores, unit = precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
         if self.slope is not None:
-            scores, unit = scores * unit + self._bias(block, tile), 1.0
+            scores, unit = scores * unit + self._bias(block, tile) * self.slope, 1.0
         if masked:
             scores = jnp.where(self._mask(block, tile), scores, -jnp.inf)
         new_top = jnp.maximum(top, scores.max(axis=1) * unit)
@@ -169,12 +172,12 @@ class Compute:
         return mask
 
     def _bias(self, block, tile):
-        """ALiBi's addition to the scores, in base 2."""
+        """What ALiBi's slope multiplies."""
         shape = (ROWS, self.launch.keys)
         ahead = self._keys() - spread(self._positions(block) + block.shift - tile * self.launch.keys, shape)
         if self.launch.alibi_sqrt:
-            return jnp.sqrt(jnp.maximum(-ahead, 0).astype(jnp.float32)) * -self.slope
-        return ahead.astype(jnp.float32) * self.slope
+            return jnp.sqrt(jnp.maximum(-ahead, 0).astype(jnp.float32)) * -1.0
+        return ahead.astype(jnp.float32)
 
     def _write(self, block, out):
         """Writes the own rows of this warpgroup and nothing else: the ones around them are other sequences'."""

@@ -1,0 +1,51 @@
+"""Queries over their sequences' pages, by the op that suits their number."""
+
+from typing import Any, cast
+
+import jax.numpy as jnp
+from dflash_kernels import NoImplementationError, paged_attention, ragged_paged_attention
+from jaxtyping import Array, Float, Int
+
+# Query tokens of a sequence from which on the kernel for prompts is faster than the one for decoding.
+LONG = 128
+
+
+def attend_to_pages(
+    q: Float[Array, "B T N H"],
+    k_pages: Array,
+    v_pages: Array,
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    q_lens: Int[Array, "B"],
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
+    keys = (k_pages, v_pages, page_table, seq_lens)
+    if q.shape[1] >= LONG and k_pages.dtype == q.dtype:
+        try:
+            return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
+        except NoImplementationError:
+            pass
+    return cast(Array, paged_attention(q, *keys, q_lens=q_lens, **options))
+
+
+def long_chunks(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    q_lens: Int[Array, "B"],
+    **options: Any,
+) -> Float[Array, "B T N H"]:
+    """`paged_attention` by way of `ragged_paged_attention`, which packs: rows past `q_lens` become sequences without keys."""
+    b, t = q.shape[:2]
+    starts = jnp.arange(b, dtype=jnp.int32) * t
+    cu_q_lens = jnp.append(jnp.stack([starts, starts + q_lens], axis=1).reshape(-1), b * t)
+    lens = jnp.stack([seq_lens, jnp.zeros_like(seq_lens)], axis=1).reshape(-1)
+    out = ragged_paged_attention(
+        q.reshape(b * t, *q.shape[2:]), k_pages, v_pages, cu_q_lens, jnp.repeat(page_table, 2, axis=0), lens, **options
+    )
+    return cast(Array, out).reshape(q.shape)

@@ -1,0 +1,38 @@
+"""Long chunks of several sequences by the op for packed prompts: the same as by the op for decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import paged_attention
+
+from dflash_jax.attention.chunks import LONG, attend_to_pages, long_chunks
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_chunks_agree_with_the_op_for_decoding(sequences: int, causal: bool) -> None:
+    rng = np.random.default_rng(sequences)
+    q = jnp.asarray(rng.standard_normal((sequences, 9, 4, 16)), jnp.float32)
+    pools = (jnp.asarray(rng.standard_normal((12, 2, 8, 16)), jnp.float32) for _ in range(2))
+    table = jnp.asarray(rng.permutation(12)[: 4 * sequences].reshape(sequences, 4), jnp.int32)
+    seq_lens, q_lens = (jnp.asarray(lens[:sequences], jnp.int32) for lens in ([29, 0, 9], [6, 0, 9]))
+    sinks, options = (
+        jnp.linspace(-1.0, 1.0, 4),
+        {"causal": causal, "window": (12, 4), "scale": 0.3, "implementation": "xla"},
+    )
+    arrays = (q, *pools, table, seq_lens)
+    chunks = long_chunks(*arrays, q_lens=q_lens, sinks=sinks, **options)
+    expected = paged_attention(*arrays, q_lens=q_lens, sinks=sinks, **options)
+    np.testing.assert_allclose(chunks, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(LONG, jnp.bfloat16), (LONG - 1, jnp.bfloat16), (LONG, jnp.float32)])
+def test_the_kernel_for_prompts_takes_long_chunks_on_a_hopper_gpu(tokens: int, dtype: type) -> None:
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    q, pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, tokens, 4, 128), (9, 2, 64, 128)))
+    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,)))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+        traced = jax.jit(attend_to_pages).trace(q, pool, pool, table, lens, q_lens=lens)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert ("ragged_paged_attention" in text) == (tokens >= LONG and dtype == jnp.bfloat16)
