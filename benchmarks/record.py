@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,9 +30,9 @@ def arguments(description: str) -> argparse.ArgumentParser:
 class Record:
     """Collects rows; the file holds all of them after each."""
 
-    def __init__(self, name: str, options: argparse.Namespace):
+    def __init__(self, name: str, options: argparse.Namespace, packages: Sequence[str] = ()):
         self.name, self.out, self.rows = name, options.out, []
-        packages = ("jax", "jaxlib", "flax", "numpy")
+        packages = ("jax", "jaxlib", "flax", "numpy", *packages)
         self.common = {
             "device": jax.devices()[0].device_kind,
             "versions": {package: metadata.version(package) for package in packages},

@@ -1,0 +1,84 @@
+"""Hugging Face transformers on the shapes of `decode.py`: time of one plain decode step, random bf16 weights, on the same GPU.
+
+    python benchmarks/peers.py --models qwen3-4b --context 1024 --batch 1 8
+
+Needs torch and transformers beside this package. Two calls of `generate` that differ in their number of new tokens give the time of
+a step; prefill and start-up cancel out. `--static` adds the static cache, which transformers compiles (a minute and more).
+"""
+
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+# torch and JAX share the device here; JAX only names it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import transformers
+from decode import PAIRS
+from record import Record, arguments
+
+from dflash_jax.config import Qwen3Config
+from dflash_jax.models.presets import TARGETS
+
+
+def build(config: Qwen3Config) -> torch.nn.Module:
+    """transformers' model of a preset's shape, on the GPU."""
+    theirs = transformers.Qwen3Config(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.max_position, rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings, rope_theta=config.rope.theta, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        return transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def step_ms(model: torch.nn.Module, context: int, batch: int, cache: str | None, *, repeats: int = 5) -> list[float]:
+    """Milliseconds of one step, from runs of 8 and of 40 new tokens."""
+    ids = torch.randint(0, 1000, (batch, context), device="cuda")
+
+    def run(new: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            cache_implementation=cache,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        if out.shape[1] != context + new:
+            raise SystemExit(f"generate gave {out.shape[1] - context} tokens, {new} were asked for")
+        return time.perf_counter() - started
+
+    run(40)
+    return [(run(40) - run(8)) / 32 * 1e3 for _ in range(repeats)]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(PAIRS))
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--static", action="store_true", help="also with the static, compiled cache")
+    options = parser.parse_args()
+    record = Record("peers", options, packages=("torch", "transformers"))
+    for name in options.models:
+        model = build(TARGETS[PAIRS[name][0]])
+        for batch in options.batch:
+            for cache in (None, "static") if options.static else (None,):
+                times = step_ms(model, options.context, batch, cache)
+                record.add(
+                    f"step {name} ctx{options.context // 1024}k B{batch} transformers" + (f" {cache}" if cache else ""),
+                    "time per step", round(statistics.median(times), 2), "ms",
+                    spread=[round(min(times), 2), round(max(times), 2)],
+                )  # fmt: skip
+        del model
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()
