@@ -19,8 +19,9 @@ from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine
-from dflash_jax.models import count, family_named, fuse_context_projection, init_params
+from dflash_jax.models import family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.quantised import WEIGHT_DTYPES, quantise_weights
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -33,7 +34,7 @@ PEER = {
 }  # fmt: skip
 
 
-def build(name: str, context: int, batch: int) -> Engine:
+def build(name: str, context: int, batch: int, weight_dtype: str | None = None) -> Engine:
     """An engine over random weights made on the device."""
     target, draft = TARGETS[PAIRS[name][0]], DRAFTERS[PAIRS[name][1]]
     tables = {"target": ("qwen3", target), "draft": ("dflash", draft)}
@@ -42,19 +43,30 @@ def build(name: str, context: int, batch: int) -> Engine:
         table = family_named(family).parameters(config)
         weights[role] = jax.jit(lambda key, table=table: init_params(table, key, "bfloat16"))(jax.random.key(len(role)))
     weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
+    if weight_dtype is not None:
+        weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
         max_batch=batch, page_size=64, max_chunk=1024,
     )  # fmt: skip
 
 
+def stored(weights: object) -> int:
+    """Bytes of all arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
     """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft."""
     target, drafter = engine.target, engine.draft
-    read = 2 * count(family_named("qwen3").parameters(target))
+    read = stored(engine.weights["target"])
     read += 4 * batch * context * target.num_layers * target.num_kv_heads * target.head_dim
     if draft:
-        read += 2 * count(family_named("dflash").parameters(drafter)) + 2 * target.vocab_size * target.hidden_size
+        head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
+        # The rows of keys and values that the context's projection holds are read in place of the layers' own.
+        read += (
+            stored(engine.weights["draft"]) + stored(head) - stored(engine.weights["draft"]["context_kv_proj.weight"])
+        )
         read += 4 * batch * context * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
     return read / BANDWIDTH * 1e3
 
@@ -86,15 +98,19 @@ def main() -> None:
     parser.add_argument(
         "--attention", default="best", choices=["best", *IMPLEMENTATIONS], help="implementation of paged attention"
     )
+    parser.add_argument(
+        "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
+    )
     options = parser.parse_args()
     if options.attention != "best":
         for name in set(IMPLEMENTATIONS) - {options.attention}:
             del IMPLEMENTATIONS[name]
     suffix = "" if options.attention == "best" else f" {options.attention}"
+    suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     record = Record("decode" + suffix.replace(" ", "_"), options)
     for name in options.models:
         for context in options.context:
-            engine = build(name, context, max(options.batch))
+            engine = build(name, context, max(options.batch), options.weight_dtype)
             for batch in options.batch:
                 for kind, draft in (("step", False), ("cycle", True)):
                     started = time.perf_counter()

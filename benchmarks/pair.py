@@ -43,11 +43,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--max-model-len", type=int, default=224)
+    parser.add_argument("--weight-dtype", default=None, help="int8 or fp8: large matrices in eight bits")
     options = parser.parse_args()
     texts = [row["text"] for row in json.loads(PROMPTS.read_text())][: options.prompts]
-    record = Record("pair", options)
+    record = Record("pair" if options.weight_dtype is None else f"pair_{options.weight_dtype}", options)
     for proposals in ("shared_noise", "argmax"):
-        model = dj.load(dtype=options.dtype, max_batch=1, max_model_len=options.max_model_len, proposals=proposals)
+        model = dj.load(
+            dtype=options.dtype,
+            max_batch=1,
+            max_model_len=options.max_model_len,
+            proposals=proposals,
+            weight_dtype=options.weight_dtype,
+        )
         dj.generate(
             model, texts[0], dj.SamplingParams(max_tokens=4)
         )  # the first call of a process is not like the others
@@ -59,7 +66,10 @@ def main() -> None:
                 for i in range(len(texts))
             ]
             drafted = [dj.generate(model, text, one) for text, one in zip(texts, each, strict=True)]
-            case = f"pair T{temperature:g} B1 {dtype}" + ("" if proposals == "shared_noise" else f" {proposals}")
+            weights = "" if options.weight_dtype is None else f" {options.weight_dtype} weights"
+            case = f"pair T{temperature:g} B1 {dtype}{weights}" + (
+                "" if proposals == "shared_noise" else f" {proposals}"
+            )
             lengths = [n for r in drafted for n in r.acceptance_lengths]
             steady = [n for r in drafted if not loops(r.token_ids) for n in r.acceptance_lengths]
             looped = sum(loops(r.token_ids) for r in drafted)

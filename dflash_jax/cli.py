@@ -66,6 +66,9 @@ def build_parser() -> argparse.ArgumentParser:
     drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
     drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
+    group.add_argument(
+        "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
+    )
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
 
     group.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most")
@@ -137,7 +140,8 @@ def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
 def load_options(args: argparse.Namespace) -> dict:
     """Arguments of `dflash_jax.load` as the command line gave them."""
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
-    return options | {"dtype": args.dtype, "max_model_len": args.max_model_len, "max_batch": args.max_batch}
+    options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype}
+    return options | {"max_model_len": args.max_model_len, "max_batch": args.max_batch}
 
 
 def note(text: str) -> None:

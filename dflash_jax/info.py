@@ -25,6 +25,7 @@ def collect(
     dtype: str | None = None,
     max_model_len: int | None = None,
     max_batch: int = 8,
+    weight_dtype: str | None = None,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
     target, drafter = open_pair(path, draft)
@@ -68,7 +69,10 @@ def collect(
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
         },
-        "notices": [notice for checkpoint in checkpoints for notice in checkpoint.notices],
+        "notices": [
+            *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
+            *([] if weight_dtype is None else [f"large matrices are kept in {weight_dtype} once they are loaded"]),
+        ],
     }
 
 

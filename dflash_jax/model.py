@@ -21,6 +21,7 @@ from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, PairError, ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, weight_bytes, workspace_bytes
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
+from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, quantise_weights
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
 
 DEFAULT_MODEL_LEN = 4096
@@ -100,6 +101,7 @@ def load(
     proposals: Literal["shared_noise", "argmax", "rejection"] = "shared_noise",
     cache_dtype: CacheDtype | None = None,
     calibration: Sequence[str | Sequence[int]] = (),
+    weight_dtype: WeightDtype | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
 ) -> Model:
@@ -121,6 +123,8 @@ def load(
         in eight bits with scales in each row. Texts may differ from those of unquantised pages; drafting changes them no more than
         before, but for numbers that lie on the border between two roundings.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages are found; without, they are 1.
+      weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
+        a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
       revision, draft_revision: of hub ids.
 
     Raises:
@@ -140,6 +144,8 @@ def load(
     if drafter is not None:
         check_pair(target.config, drafter.config)
     check_cache_dtype(target.config, cache_dtype)
+    if weight_dtype not in (None, *WEIGHT_DTYPES):
+        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
     if len(calibration) and cache_dtype != "fp8":
         raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
     tokenizer = Tokenizer.from_folder(target.folder)
@@ -158,12 +164,14 @@ def load(
     )
     memory = plan_for(engine, [(one.config, one.family) for one in (target, drafter) if one is not None], num_pages)
     with named_memory_errors("weights were loaded"):
-        weights: dict[str, dict[str, Array]] = {"target": target.load(choose_dtype(dtype))}
+        weights: dict[str, dict[str, Any]] = {"target": target.load(choose_dtype(dtype))}
         if drafter is not None:
             params = drafter.load(str(dtype_used))
             check_draft_vocabulary(drafter.config, params)
             weights["draft"] = fuse_context_projection(drafter.config, params)
     scales = calibrate(target.config, weights["target"], texts) if texts else None
+    if weight_dtype is not None:
+        weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     engine = replace(engine, weights=weights, num_pages=memory.num_pages, cache_scales=scales)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
     name = "the shipped pair" if path is None else str(path)

@@ -14,9 +14,10 @@ from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_r
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
+from dflash_jax.models.quantised import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
-Weights = Mapping[str, Mapping[str, Array]]
+Weights = Mapping[str, Mapping[str, Weight]]
 
 
 def cycle(

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
@@ -14,6 +13,7 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.errors import CapacityError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.quantised import Weight
 from dflash_jax.programs import Buckets, Programs
 from dflash_jax.requests import Request
 
@@ -43,7 +43,7 @@ class Core:
 
     target: DecoderConfig
     draft: DFlashConfig | None
-    weights: Mapping[str, Mapping[str, Array]]
+    weights: Mapping[str, Mapping[str, Weight]]
     dtype: jnp.dtype
     max_model_len: int
     max_batch: int = 8

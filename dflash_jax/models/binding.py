@@ -5,16 +5,16 @@ Walking an nnx graph costs milliseconds of Python for each call, so the module i
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
-from jaxtyping import Array
 
 from dflash_jax.config import DecoderConfig, Qwen3Config
 from dflash_jax.models.deepseek import Deepseek
 from dflash_jax.models.deepseek_config import DeepseekConfig
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.quantised import Weight
 from dflash_jax.models.qwen3 import Qwen3
 from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 
@@ -28,7 +28,7 @@ def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
     return graph, {path: ".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
 
-def bind(config: DecoderConfig, params: Mapping[str, Array]) -> Any:
+def bind(config: DecoderConfig, params: Mapping[str, Weight]) -> Any:
     """A module of `config`'s family holding `params`, one array for each declared parameter name.
 
     Cheap inside `jax.jit`: it only places tracers. A drafter's fused context projection is made here when `params` lacks it, so
@@ -39,7 +39,7 @@ def bind(config: DecoderConfig, params: Mapping[str, Array]) -> Any:
     """
     graph, names = _skeleton(config)
     if isinstance(config, DFlashConfig) and "context_kv_proj.weight" not in params:
-        params = fuse_context_projection(config, params)
+        params = fuse_context_projection(config, cast(Mapping[str, Array], params))
     state = nnx.from_flat_state([(path, nnx.Param(params[name])) for path, name in names.items()])
     return nnx.merge(graph, state)
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, linear, rotary_tables
+from dflash_jax.models.quantised import Quantised
 
 
 class Embedding(nnx.Module):
@@ -54,7 +55,7 @@ class Decoder(nnx.Module):
         return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
     @property
-    def head_weight(self) -> Float[Array, "V D"]:
+    def head_weight(self) -> Float[Array, "V D"] | Quantised:
         return self.embed.weight[...] if self.lm_head is None else self.lm_head.weight[...]
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

@@ -25,6 +25,7 @@ from dflash_jax.models.layers import (
     rotate,
 )
 from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.quantised import Quantised
 
 
 class DFlash(nnx.Module):
@@ -69,7 +70,9 @@ class DFlash(nnx.Module):
         """The rotation at `positions` that all layers share."""
         return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
-    def block_embeddings(self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"]) -> Float[Array, "B G D"]:
+    def block_embeddings(
+        self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"] | Quantised
+    ) -> Float[Array, "B G D"]:
         """Embeddings of `[pending, MASK, ..., MASK]`. `embed_weight` is the target's table; ignored with a table of its own."""
         c = self.config
         table = embed_weight if self.embed is None else self.embed.weight[...]
@@ -96,7 +99,9 @@ class DFlash(nnx.Module):
 
         return scaled
 
-    def logits(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"]) -> Float[Array, "... V"]:
+    def logits(
+        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised
+    ) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
+from dflash_jax.models.quantised import Quantised, product
 
 
 class Rotary(NamedTuple):
@@ -46,8 +47,10 @@ class LatentAttend(Protocol):
         ...
 
 
-def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"]) -> Float[Array, "... F"]:
+def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
+    if isinstance(weight, Quantised):
+        return product(x, weight)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("...d,fd->...f", x, weight, precision=precision)
 
