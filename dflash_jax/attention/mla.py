@@ -14,7 +14,7 @@ from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import latent_decode, merge_states, mla_attention
+from dflash_kernels import latent_decode, mla_attention
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
@@ -25,6 +25,11 @@ class LatentLayer(Protocol):
     index: int
     causal: bool
     scale: float
+
+    @property
+    def w_uk(self) -> Array:
+        """`[N, P, R]`, from the latent to the keys without their rotated part."""
+        ...
 
     @property
     def w_uv(self) -> Array:
@@ -55,7 +60,7 @@ class LatentForm:
     """
 
     expand_above: int | float | None = None
-    context_chunk: int = 1024
+    context_chunk: int = 8192
 
     def expands(self, queries: int, *, rank: int, nope: int, value: int) -> bool:
         line = break_even_queries(rank, nope, value) if self.expand_above is None else self.expand_above
@@ -92,20 +97,17 @@ def absorbed_attention(
     Args:
       latent_pages: in any format of `dflash_kernels.latent_cache`. Packed rows are unpacked into pages of their own first, all that
         the table names: they save memory between calls, not traffic within one.
-      latent_scale: of float8 pages. It goes into the queries and onto the output, so that the pages are read as they are.
+      latent_scale: of float8 pages.
     """
     q, rank = layer.absorb(q_nope, q_pe), layer.w_uv.shape[-1]
     if latent_pages.dtype == jnp.uint8:
         named = latent_pages[jnp.clip(page_table, 0, latent_pages.shape[0] - 1)].reshape(-1, *latent_pages.shape[1:])
         latent_pages = latent_decode(named, q.dtype, kv_lora_rank=rank)
         page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
-    if latent_scale is not None:
-        q = (q.astype(jnp.float32) * latent_scale).astype(q.dtype)
     o_latent = mla_attention(
-        q, latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank, scale=layer.scale, causal=layer.causal
-    )
-    if latent_scale is not None:
-        o_latent = (o_latent.astype(jnp.float32) * latent_scale).astype(q.dtype)
+        q, latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank, scale=layer.scale, causal=layer.causal,
+        latent_scale=latent_scale,
+    )  # fmt: skip
     return layer.up(cast(Array, o_latent))
 
 
@@ -120,13 +122,24 @@ def expanded_attention(
 
     Rows that no query may see must be finite; queries that see no row give 0 and -inf whatever they hold.
     """
-    wide = jnp.promote_types(q_nope.dtype, jnp.float32)
-    precision = jax.lax.Precision.HIGHEST if q_nope.dtype == wide else None
     kv_c, k_pe = latents[..., : -q_pe.shape[-1]], latents[..., None, -q_pe.shape[-1] :]
     k_nope, v = layer.expand(kv_c)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_pe, (*k_nope.shape[:-1], k_pe.shape[-1]))], axis=-1)
     q = jnp.concatenate([q_nope, q_pe], axis=-1)
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision, preferred_element_type=wide) * layer.scale
+    return masked_attention_and_lse(q, k, v, visible, layer.scale)
+
+
+def masked_attention_and_lse(
+    q: Float[Array, "B T N h"],
+    k: Float[Array, "B S N h"],
+    v: Float[Array, "B S N V"],
+    visible: Bool[Array, "B T S"],
+    scale: float,
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """`expanded_attention` of keys and values written out already."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == wide else None
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision=precision, preferred_element_type=wide) * scale
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -135,59 +148,3 @@ def expanded_attention(
     share = (weights / jnp.where(total > 0, total, 1.0)).astype(v.dtype)
     out = jnp.einsum("bnts,bsnv->bntv", share, v, precision=precision, preferred_element_type=wide)
     return jnp.moveaxis(out, 1, 2), jnp.moveaxis((top + jnp.log(total))[..., 0], 1, 2)
-
-
-def chunked_prefill(
-    layer: LatentLayer,
-    q_nope: Float[Array, "B T N P"],
-    q_pe: Float[Array, "B T N r"],
-    latents: Float[Array, "B T C"],
-    latent_pages: Shaped[Array, "pages 1 p stored"],
-    page_table: Int[Array, "B W"],
-    context_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    *,
-    context_chunk: int,
-    latent_scale: Float[Array, ""] | None = None,
-) -> Float[Array, "B T N V"]:
-    """New tokens over themselves and over the context in their sequences' pages, expanded.
-
-    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages, but
-    at least one page each. Shapes are static; chunks past the longest context are not computed.
-
-    Args:
-      latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.
-      context_lens: tokens of each sequence before the new ones; nothing past them is read from the pages.
-      q_lens: new tokens that are real; rows past them give 0.
-      latent_scale: of float8 pages; see `dflash_kernels.latent_cache` for the formats.
-    """
-    b, t = q_nope.shape[:2]
-    pages, _, p, stored = latent_pages.shape
-    rank = latents.shape[-1] - q_pe.shape[-1]
-    columns = min(max(1, context_chunk // b // p), page_table.shape[1])
-    chunk = columns * p
-    order = jnp.arange(t)
-    live = order < q_lens[:, None]
-    itself = live[:, :, None] & live[:, None]
-    if layer.causal:
-        itself &= order <= order[:, None]
-    latents = jnp.where(live[:, :, None], latents, jnp.zeros((), latents.dtype))
-    new = expanded_attention(layer, q_nope, q_pe, latents, itself)
-
-    # Whole chunks, or the last slice would be shifted back over rows that were seen already.
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
-
-    def add(index: Array, context: tuple[Array, Array]) -> tuple[Array, Array]:
-        own = jax.lax.dynamic_slice_in_dim(table, index * columns, columns, axis=1)
-        held = index * chunk + jnp.arange(chunk) < context_lens[:, None]
-        rows = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, stored)
-        gathered = latent_decode(rows, latents.dtype, kv_lora_rank=rank, scale=latent_scale)
-        gathered = jnp.where(held[:, :, None], gathered, jnp.zeros((), gathered.dtype))
-        part = expanded_attention(layer, q_nope, q_pe, gathered, held[:, None] & live[:, :, None])
-        return merge_states(*context, *part)
-
-    nothing = jnp.zeros_like(new[0]), jnp.full_like(new[1], -jnp.inf)
-    chunks = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
-    with jax.named_scope("latent_context"):
-        out, lse = jax.lax.fori_loop(0, chunks, add, nothing)
-    return merge_states(out, lse, *new)[0].astype(q_nope.dtype)

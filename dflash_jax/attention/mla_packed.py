@@ -4,40 +4,21 @@ from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import merge_states
+from dflash_kernels import latent_gather, merge_states
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer, expanded_attention
 from dflash_jax.attention.mla_metadata import ContextChunks
 
 
-def gather_latents(
-    latent_pages: Shaped[Array, "pages 1 p C"],
-    page_table: Int[Array, "n W"],
-    cu_seq_lens: Int[Array, "n+1"],
-    token_to_seq: Int[Array, "rows"],
-    starts: Int[Array, "n"],
-) -> Shaped[Array, "rows C"]:
-    """Workspace of one chunk: row t is position `starts[s] + t - cu_seq_lens[s]` of its request s; zeros past the last. Rows are as
-    the pool keeps them.
-    """
-    pages, _, p, _ = latent_pages.shape
-    rows = jnp.arange(token_to_seq.shape[0])
-    positions = starts[token_to_seq] + rows - cu_seq_lens[token_to_seq]
-    held = rows < cu_seq_lens[-1]
-    page = page_table[token_to_seq, jnp.clip(positions // p, 0, page_table.shape[1] - 1)]
-    latents = latent_pages[jnp.clip(page, 0, pages - 1), 0, positions % p]
-    return jnp.where(held[:, None], latents, jnp.zeros((), latents.dtype))
-
-
 def paged_chunks(
     chunks: ContextChunks, latent_pages: Shaped[Array, "pages 1 p C"], page_table: Int[Array, "n W"]
 ) -> Iterator[tuple[Shaped[Array, "rows C"], Int[np.ndarray, "rows"]]]:
-    """Latent rows of each chunk and the request each belongs to, -1 for rows that belong to none."""
+    """Latent rows of each chunk, as the pool keeps them, and the request each belongs to, -1 for rows that belong to none."""
     for i in range(len(chunks.totals)):
-        plan = (chunks.cu_seq_lens[i], chunks.token_to_seq[i], chunks.starts[i])
+        starts, lens = jnp.asarray(chunks.starts[i]), jnp.asarray(chunks.lens[i])
         owner = np.where(np.arange(chunks.token_to_seq.shape[1]) < chunks.totals[i], chunks.token_to_seq[i], -1)
-        yield gather_latents(latent_pages, page_table, *map(jnp.asarray, plan)), owner
+        yield latent_gather(latent_pages, page_table, starts, lens, rows=len(owner)), owner
 
 
 def packed_prefill(

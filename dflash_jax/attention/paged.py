@@ -8,7 +8,8 @@ from dflash_kernels import kv_write, latent_decode, latent_encode, latent_write,
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.chunks import attend_to_pages
-from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention, chunked_prefill
+from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
+from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary

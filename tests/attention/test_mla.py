@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.attention.mla import LatentForm, break_even_queries, chunked_prefill
+from dflash_jax.attention.mla import LatentForm, break_even_queries
+from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import Pages
 
