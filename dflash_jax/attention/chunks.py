@@ -18,16 +18,18 @@ def attend_to_pages(
     seq_lens: Int[Array, "B"],
     *,
     q_lens: Int[Array, "B"],
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
     """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
     keys = (k_pages, v_pages, page_table, seq_lens)
-    if q.shape[1] >= LONG and k_pages.dtype == q.dtype:
+    if q.shape[1] >= LONG and k_pages.dtype == q.dtype:  # the kernel for prompts takes no scaled pages
         try:
             return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
         except NoImplementationError:
             pass
-    return cast(Array, paged_attention(q, *keys, q_lens=q_lens, **options))
+    return cast(Array, paged_attention(q, *keys, q_lens=q_lens, k_scale=k_scale, v_scale=v_scale, **options))
 
 
 def long_chunks(
