@@ -82,12 +82,18 @@ def child(folder: Path, started: float) -> None:
 
     import dflash_jax as dj
     from dflash_jax.compilation_cache import enable_compilation_cache
+    from dflash_jax.generation import STREAM_CYCLES, make_requests
 
     enable_compilation_cache()
     done("imported")
-    model = dj.load(folder, draft=folder / "draft", max_batch=1)
+    prompt, params = list(range(PROMPT)), dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+    def first_run(model: dj.Model):
+        return model.engine.run(make_requests(model, [prompt], params), cycles=STREAM_CYCLES)
+
+    model = dj.load(folder, draft=folder / "draft", max_batch=1, ahead=first_run)
     done("loaded")
-    pieces = dj.stream(model, list(range(PROMPT)), dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    pieces = dj.stream(model, prompt, params)
     next(pieces)
     done("first token")
     next(pieces)

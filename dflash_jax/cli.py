@@ -171,15 +171,20 @@ def run_generate(args: argparse.Namespace) -> int:
     )  # fmt: skip
     prompts = read_prompts(args.prompts)
 
-    from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, stream
-    from dflash_jax.model import load
+    from dflash_jax.engine import Run
+    from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, make_requests, stream
+    from dflash_jax.model import Model, load
     from dflash_jax.report import stats_lines
 
     use_compilation_cache()
-    model = load(**load_options(args))
+    cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
+
+    def first_run(model: Model) -> Run:
+        return model.engine.run(make_requests(model, prompts, params, chat=args.chat), cycles=cycles)
+
+    model = load(**load_options(args), ahead=first_run)
     for notice in model.notices:
         note(notice)
-    cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
     pieces = stream(model, prompts, params, chat=args.chat, cycles=cycles)
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
     for completion in show(pieces, prompts, as_json=args.json):

@@ -143,7 +143,15 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     raise PromptError(f"a prompt must be a text, token ids or messages, got {prompt!r:.80}")
 
 
-def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:
+def make_requests(
+    model: Model,
+    prompts: Sequence[Prompt],
+    params: Params = None,
+    *,
+    chat: bool = False,
+    chat_options: Mapping[str, Any] | None = None,
+) -> list[Request]:
+    """Requests as the engine wants them, numbered in order. Arguments and errors are those of `generate`."""
     each = (
         [params or SamplingParams()] * len(prompts)
         if params is None or isinstance(params, SamplingParams)
@@ -159,10 +167,14 @@ def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_op
         )
     if model.tokenizer is None and any(one.stop for one in each):
         raise TokenizerError(f"{model.name} has no tokenizer.json: stop strings need one, stop_token_ids do not")
-    requests = [
+    return [
         Request(i, prompt_ids(model, prompt, chat=chat, options=chat_options), one, model.eos_ids)
         for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
     ]
+
+
+def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:
+    requests = make_requests(model, prompts, params, chat=chat, chat_options=chat_options)
     run = model.engine.run(requests, draft=draft, cycles=cycles)
     return _serve(model, requests, run)
 

@@ -14,6 +14,7 @@ from dflash_jax.engine import Engine
 from dflash_jax.memory import size
 from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair, plan_for
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
+from dflash_jax.weights import weight_shapes
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -32,15 +33,16 @@ def collect(
     if drafter is not None:
         check_pair(target.config, drafter.config)
     checkpoints = [target] if drafter is None else [target, drafter]
+    kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
-        weights={},
-        dtype=jnp.dtype(choose_dtype(dtype) or target.dtype),
+        weights=weight_shapes([(one.config, one.family) for one in checkpoints], kind),
+        dtype=kind,
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
     )
-    memory = plan_for(engine, [(one.config, one.family) for one in checkpoints], None)
+    memory = plan_for(engine, None)
     engine = replace(engine, num_pages=memory.num_pages)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CapacityError
-from dflash_jax.models import DFlashConfig, Parameter
+from dflash_jax.models import DFlashConfig
 
 # Programs, libraries' handles, buffers between host and device, and what fragmentation wastes.
 _OVERHEAD_BYTES = 256 << 20
@@ -59,15 +59,6 @@ def free_memory() -> int:
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def weight_bytes(config: DecoderConfig, parameters: tuple[Parameter, ...], dtype: jnp.dtype) -> int:
-    """Bytes of a model's weights on the device; a drafter keeps its key and value rows a second time."""
-    total = sum(parameter.size * jnp.dtype(parameter.dtype or dtype).itemsize for parameter in parameters)
-    if isinstance(config, DFlashConfig):
-        rows = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        total += rows * (config.hidden_size + config.attention_bias) * dtype.itemsize
-    return total
 
 
 def workspace_bytes(

@@ -1,7 +1,9 @@
 """A model ready to generate: `load` finds the checkpoints, checks that target and drafter fit, and places them on the device."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -9,20 +11,20 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tqdm
-from jaxtyping import Array
 
 from dflash_jax.cache import CacheDtype, check_cache_dtype
 from dflash_jax.cache.calibration import calibrate
 from dflash_jax.checkpoint import Checkpoint, open_checkpoint
 from dflash_jax.config import DecoderConfig
-from dflash_jax.engine import Engine
-from dflash_jax.errors import CheckpointError, PairError, ParameterError
-from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, weight_bytes, workspace_bytes
-from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
+from dflash_jax.engine import Engine, Run
+from dflash_jax.errors import PairError, ParameterError
+from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, workspace_bytes
+from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, quantise_weights
+from dflash_jax.programs import drop, start_compiling
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
+from dflash_jax.weights import read_weights, same_shapes, weight_bytes, weight_shapes
 
 DEFAULT_MODEL_LEN = 4096
 
@@ -76,13 +78,18 @@ class Model:
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.
         """
-        before = self.engine.programs.compile_s
+        started = time.perf_counter()
         drafts = [flag for flag in draft if self.draft is not None or not flag]
         setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
         jobs = list(self.engine.warmup_jobs(setups, batch))
-        for job in tqdm.tqdm(jobs, unit="program", desc="compiling", disable=not progress):
-            job()
-        return self.engine.programs.compile_s - before
+        futures = start_compiling(jobs)
+        try:
+            done = as_completed(futures)
+            for future in tqdm.tqdm(done, total=len(jobs), unit="program", desc="compiling", disable=not progress):
+                future.result()
+        finally:
+            drop(futures)
+        return time.perf_counter() - started
 
     def compiled_shapes(self) -> list[str]:
         """One line for each program compiled so far."""
@@ -104,6 +111,7 @@ def load(
     weight_dtype: WeightDtype | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
+    ahead: Callable[[Model], Run] | None = None,
 ) -> Model:
     """Loads a target and its drafter.
 
@@ -126,6 +134,8 @@ def load(
       weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
         a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
       revision, draft_revision: of hub ids.
+      ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
+        they are read. The run itself is not started.
 
     Raises:
       CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
@@ -151,10 +161,12 @@ def load(
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in calibration]
     dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
+    pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
+    stored, expected = (weight_shapes(pair, dtype_used, kind) for kind in (None, weight_dtype))
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
-        weights={},
+        weights=stored,
         dtype=dtype_used,
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
@@ -162,36 +174,41 @@ def load(
         proposals=proposals,
         cache_dtype=cache_dtype,
     )
-    memory = plan_for(engine, [(one.config, one.family) for one in (target, drafter) if one is not None], num_pages)
-    with named_memory_errors("weights were loaded"):
-        weights: dict[str, dict[str, Any]] = {"target": target.load(choose_dtype(dtype))}
-        if drafter is not None:
-            params = drafter.load(str(dtype_used))
-            check_draft_vocabulary(drafter.config, params)
-            weights["draft"] = fuse_context_projection(drafter.config, params)
-    scales = calibrate(target.config, weights["target"], texts) if texts else None
-    if weight_dtype is not None:
-        weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
-    engine = replace(engine, weights=weights, num_pages=memory.num_pages, cache_scales=scales)
+    memory = plan_for(engine, num_pages)
+    engine = replace(engine, weights=expected, num_pages=memory.num_pages)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
-    name = "the shipped pair" if path is None else str(path)
     if memory.num_pages < memory.full_pages and num_pages is None:
         notices.append(
             f"the device has room for {memory.num_pages} pages; {max_batch} requests of full length would fill {memory.full_pages}"
         )
-    return Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
+    name = "the shipped pair" if path is None else str(path)
+    model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
+    compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
+    try:
+        with named_memory_errors("weights were loaded"):
+            weights: dict[str, Any] = read_weights(target, drafter, choose_dtype(dtype), dtype_used)
+            engine.cache_scales = calibrate(target.config, weights["target"], texts) if texts else None
+            if weight_dtype is not None:
+                weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
+            engine.weights = weights
+    except BaseException:
+        drop(compiled)
+        raise
+    if not same_shapes(engine.weights, expected):
+        drop(compiled)
+        engine.programs.forget()
+    return model
 
 
-def plan_for(engine: Engine, models: Sequence[tuple[DecoderConfig, Family]], num_pages: int | None) -> MemoryPlan:
-    """What the weights of `models` and the pages of `engine` take of the device's free memory. Raises CapacityError."""
-    weights = sum(weight_bytes(config, family.parameters(config), engine.dtype) for config, family in models)
+def plan_for(engine: Engine, num_pages: int | None) -> MemoryPlan:
+    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError."""
     workspace = workspace_bytes(
         engine.target, engine.draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
     )  # fmt: skip
     return plan_memory(
-        weights=weights, workspace=workspace, page=engine.page_bytes, longest_pages=engine.buckets.width[-1],
-        max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+        weights=weight_bytes(engine.weights), workspace=workspace, page=engine.page_bytes,
+        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
     )  # fmt: skip
 
 
@@ -292,11 +309,3 @@ def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
         wrong.append(f"its mask_token_id {draft.mask_token_id} is outside the embedding table of {draft.vocab_size}")
     if wrong:
         raise PairError("target and drafter do not fit: " + "; ".join(wrong))
-
-
-def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:
-    """Raises CheckpointError where a draft vocabulary (`d2t`) points outside the target's or twice at one token."""
-    if draft.draft_vocab_size:
-        ids = np.arange(draft.draft_vocab_size) + np.asarray(params["d2t"])
-        if ids.min() < 0 or ids.max() >= draft.vocab_size or len(np.unique(ids)) != len(ids):
-            raise CheckpointError("drafter", f"d2t must map each row to its own token below {draft.vocab_size}")

@@ -6,8 +6,10 @@ nothing, and the time compiling takes is known and kept out of every other figur
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import jax
@@ -47,31 +49,83 @@ class Buckets:
         )
 
 
+THREADS = 4
+
+
+def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
+    """Runs jobs that compile in the background, in their order, some side by side. A call that needs their programs waits."""
+    # Threads do not inherit this setting where it was made for a block.
+    precision = jax.config.jax_default_matmul_precision
+
+    def run(job: Callable[[], Any]) -> None:
+        with jax.default_matmul_precision(precision):
+            job()
+
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+    futures = [pool.submit(run, job) for job in jobs]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def drop(futures: list[Future]) -> None:
+    """Returns when nothing is compiled any more: waits for what has begun, drops the rest."""
+    for future in futures:
+        future.cancel()
+    wait(futures)
+
+
 @dataclass
 class Programs:
-    """Compiles on first use and remembers.
+    """Compiles on first use and remembers. May be asked from several threads.
 
     Attributes:
-      compile_s: seconds spent compiling so far.
+      compile_s: seconds that calls have waited for programs so far.
     """
 
     compile_s: float = 0.0
     _compiled: dict[tuple, Any] = field(default_factory=dict)
+    _pending: dict[tuple, Future] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+    _tracing: Lock = field(default_factory=Lock)
 
     def call(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
         """`function(*static, *args)` as a compiled program; `donate` numbers arguments of `args`."""
-        return self.prepare(function, static, donate, *args)(*args)
-
-    def prepare(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
-        """The compiled program alone; arguments may be shapes (`jax.ShapeDtypeStruct`)."""
-        key = (function, static, _signature(args))
-        program = self._compiled.get(key)
+        program = self._compiled.get((function, static, _signature(args)))
         if program is None:
             started = time.perf_counter()
-            jitted = jax.jit(functools.partial(function, *static), donate_argnums=donate)
-            program = self._compiled[key] = jitted.lower(*args).compile()
+            program = self.prepare(function, static, donate, *args)
             self.compile_s += time.perf_counter() - started
+        return program(*args)
+
+    def prepare(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
+        """The compiled program alone; arguments may be shapes (`jax.ShapeDtypeStruct`).
+
+        A program that another thread is compiling already is waited for.
+        """
+        key = (function, static, _signature(args))
+        with self._lock:
+            if key in self._compiled:
+                return self._compiled[key]
+            others = self._pending.get(key)
+            ours = self._pending.setdefault(key, Future())
+        if others is not None:
+            return others.result()
+        try:
+            # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
+            with self._tracing:
+                lowered = jax.jit(functools.partial(function, *static), donate_argnums=donate).lower(*args)
+            program = self._compiled[key] = lowered.compile()
+            ours.set_result(program)
+        except BaseException as error:
+            ours.set_exception(error)
+            raise
+        finally:
+            del self._pending[key]
         return program
+
+    def forget(self) -> None:
+        """For weights of other shapes than the programs were compiled for."""
+        self._compiled.clear()
 
     def shapes(self) -> list[str]:
         """One line for each compiled program, for people."""

@@ -20,7 +20,7 @@ import numpy as np
 from dflash_convert.hf_folder import HuggingFaceFolder, read_folder
 from dflash_convert.plan import KEEP, Plan, Step, make_plan
 from dflash_convert.safetensors_reader import Tensor, chunks
-from dflash_jax.checkpoint import check_dtype
+from dflash_jax.checkpoint import check_dtype, read_ahead
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
@@ -50,6 +50,7 @@ class HuggingFaceCheckpoint:
         """See `dflash_jax.checkpoint.Checkpoint.load`."""
         check_dtype(dtype)
         params: dict[str, jax.Array] = {}
+        read_ahead(list(dict.fromkeys(tensor.path for step in self.plan.steps for tensor in step.tensors)))
         for step in self.plan.steps:
             target = step.parameter.dtype or dtype or step.dtype
             params[step.parameter.name] = jax.device_put(assemble(step, target))

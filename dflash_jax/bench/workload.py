@@ -15,6 +15,7 @@ from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model, plan_for
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.weights import weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -103,11 +104,12 @@ def random_pair(name: str, *, max_model_len: int, max_batch: int, dtype: str = "
     family, target_name, draft_name = SHAPES[name]
     target, draft = {**TARGETS, **MOE_TARGETS}[target_name], DRAFTERS[draft_name]
     families = family_named(family), family_named("dflash")
+    kind = jax.numpy.dtype(dtype)
     engine = Engine(
-        target=target, draft=draft, weights={}, dtype=jax.numpy.dtype(dtype), max_model_len=max_model_len, max_batch=max_batch,
-        max_chunk=1024,
+        target=target, draft=draft, weights=weight_shapes([(target, families[0]), (draft, families[1])], kind), dtype=kind,
+        max_model_len=max_model_len, max_batch=max_batch, max_chunk=1024,
     )  # fmt: skip
-    memory = plan_for(engine, list(zip((target, draft), families, strict=True)), None)
+    memory = plan_for(engine, None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: jax.jit(lambda key, table=table: init_params(table, key, dtype))(jax.random.key(seed))

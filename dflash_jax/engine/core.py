@@ -14,7 +14,7 @@ from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.errors import CapacityError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.quantised import Weight
-from dflash_jax.programs import Buckets, Programs
+from dflash_jax.programs import Buckets, Programs, round_up
 from dflash_jax.requests import Request
 
 MAX_CYCLES = 32
@@ -29,7 +29,7 @@ class Core:
     """One target, its drafter where there is one, compiled programs, and page pools.
 
     Attributes:
-      weights: flat parameters under "target" and "draft", on the device.
+      weights: flat parameters under "target" and "draft", on the device; their shapes until they are read, to compile ahead.
       dtype: of activations and pages.
       max_model_len: prompt and produced tokens of one request at most.
       max_batch: slots.
@@ -43,7 +43,7 @@ class Core:
 
     target: DecoderConfig
     draft: DFlashConfig | None
-    weights: Mapping[str, Mapping[str, Weight]]
+    weights: Mapping[str, Mapping[str, Weight | jax.ShapeDtypeStruct]]
     dtype: jnp.dtype
     max_model_len: int
     max_batch: int = 8
@@ -91,6 +91,10 @@ class Core:
         """Pages of a sequence with so many tokens before its next cycle, the cycle's own included."""
         return -(-(tokens + self.lookahead) // self.page_size)
 
+    def width_of(self, tokens: int) -> int:
+        """Columns of a page table that holds so many tokens: a bucket."""
+        return round_up(-(-tokens // self.page_size), self.buckets.width)
+
     def check(self, request: Request) -> None:
         """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
@@ -122,17 +126,23 @@ class Core:
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""
         if self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools)):
-            none = Pages((), ())
-            options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
-            self._pools = (
-                make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
-                none if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
-            )
+            self._pools = self._make_pools()
             self.allocator.forget()
         if self._filled_by is not self.weights:
             self._filled_by = self.weights
             self.allocator.forget()
         return self._pools
+
+    def pool_shapes(self) -> tuple[Pages, Pages]:
+        """The page pools' shapes in place of the arrays."""
+        return jax.eval_shape(self._make_pools)
+
+    def _make_pools(self) -> tuple[Pages, Pages]:
+        options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
+        return (
+            make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
+            Pages((), ()) if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
+        )
 
     def keep_pools(self, target: Pages, draft: Pages) -> None:
         """The pools as the newest program returned them: it has consumed the ones before."""

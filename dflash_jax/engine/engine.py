@@ -31,8 +31,10 @@ class Engine(Core):
             self.check(request)
         return Run(self, requests, draft=draft and self.draft is not None, cycles=cycles, slots=slots)
 
-    def warmup_jobs(self, setups: Iterable[Setup], batch: Iterable[int] | None = None) -> Iterator[Callable[[], None]]:
-        """Functions that compile, one program each, everything requests of these setups can need.
+    def warmup_jobs(
+        self, setups: Iterable[Setup], batch: Iterable[int] | None = None
+    ) -> Iterator[Callable[[], object]]:
+        """Functions that make the pools and compile, one program each, everything requests of these setups can need.
 
         Args:
           batch: numbers of slots; None for every bucket.

@@ -3,7 +3,7 @@
 import operator
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -16,7 +16,7 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, SHORT_PROMPTS, STOP_WIDTH, Core
 from dflash_jax.engine.slots import Job, Slots
-from dflash_jax.engine.warmup import admit_program
+from dflash_jax.engine.warmup import admit_program, first_jobs
 from dflash_jax.errors import DFlashError, ParameterError
 from dflash_jax.memory import named_memory_errors
 from dflash_jax.programs import round_up
@@ -73,6 +73,13 @@ class Run:
     def close(self) -> None:
         """Ends the run; every page is free afterwards."""
         self._updates.close()
+
+    def first_jobs(self) -> Iterator[Callable[[], None]]:
+        """Functions that compile, one program each, what this run will call first. Weights may still be shapes."""
+        yield from first_jobs(
+            self.core, self.setup, [job.request for job in self.waiting], slots=len(self.slots.jobs),
+            stop_width=self.stop_width, cycles=(min(self.cycles, CYCLES_PER_CHUNK), self.cycles),
+        )  # fmt: skip
 
     def _queue(self, request: Request) -> None:
         """Puts a request last, and makes the run's programs ones that serve it too."""
@@ -150,7 +157,7 @@ class Run:
         chunk = context[job.filled : job.filled + size]
         ids = np.zeros((1, size), np.int32)
         ids[0, : len(chunk)] = chunk
-        table = self.slots.table(self._width(job.filled + len(chunk)), job.slot)
+        table = self.slots.table(core.width_of(job.filled + len(chunk)), job.slot)
         pages = (self.state.target_pages, self.state.draft_pages)
         step = (core.weights, table, pages, ids, np.int32(job.filled), np.int32(len(chunk)))
         pages, logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
@@ -179,7 +186,7 @@ class Run:
         if not running:
             return
         started, compiled = time.perf_counter(), core.programs.compile_s
-        table = self.slots.table(self._width(max(len(job.pages) for job in running) * core.page_size))
+        table = self.slots.table(core.width_of(max(len(job.pages) for job in running) * core.page_size))
         waits = np.bool_(bool(self.waiting))
         call = (core.weights, table, self.state, np.int32(cycles), waits, self.retired.copy())
         state, rows = core.programs.call(loop, (self.setup, MAX_CYCLES), (2,), *call)
@@ -229,9 +236,6 @@ class Run:
         """Pages of a running request before so many cycles: its tokens are limited by the cycles and by its max_tokens."""
         most = min((cycles - 1) * self.setup.width, job.remaining - 1)
         return self.core.pages_for(job.filled + most)
-
-    def _width(self, tokens: int) -> int:
-        return round_up(-(-tokens // self.core.page_size), self.core.buckets.width)
 
     def _keep(self, state: DecodeState) -> None:
         """The state is the pools' only owner: the engine must know the newest one at every moment."""

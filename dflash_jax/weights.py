@@ -1,0 +1,75 @@
+"""A pair's weights: their shapes before they are read, and the reading itself."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CheckpointError
+from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
+from dflash_jax.models.quantised import WeightDtype, quantise_weights
+
+type Shapes = dict[str, dict[str, Any]]
+
+
+def weight_shapes(
+    models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype, weight_dtype: WeightDtype | None = None
+) -> Shapes:
+    """The weights of a target and perhaps its drafter as the engine gets them, in shapes.
+
+    What `read_weights` gives differs from it where a checkpoint stores arrays in another dtype than its final norm.
+
+    Args:
+      weight_dtype: after `quantise_weights`.
+    """
+    shapes: Shapes = {}
+    for config, family in models:
+        declared = family.parameters(config)
+        table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
+        if isinstance(config, DFlashConfig):
+            table = jax.eval_shape(partial(fuse_context_projection, config), table)
+        if weight_dtype is not None:
+            table = jax.eval_shape(partial(quantise_weights, kind=weight_dtype), table)
+        shapes[family.role] = table
+    return shapes
+
+
+def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
+    """Bytes of weights or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+
+
+def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Shapes) -> bool:
+    """Whether programs compiled for `expected` take `weights`."""
+    kinds = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (weights, expected))
+    return next(kinds) == next(kinds)
+
+
+def read_weights(
+    target: Checkpoint, drafter: Checkpoint | None, dtype: str | None, draft_dtype: jnp.dtype
+) -> dict[str, dict[str, Array]]:
+    """Weights on the device, one array after the other.
+
+    Args:
+      dtype: of the target's weights; None keeps the stored one.
+    """
+    weights: dict[str, dict[str, Array]] = {"target": target.load(dtype)}
+    if drafter is not None:
+        params = drafter.load(str(draft_dtype))
+        check_draft_vocabulary(drafter.config, params)
+        weights["draft"] = fuse_context_projection(drafter.config, params)
+    return weights
+
+
+def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:
+    """Raises CheckpointError where a draft vocabulary (`d2t`) points outside the target's or twice at one token."""
+    if draft.draft_vocab_size:
+        ids = np.arange(draft.draft_vocab_size) + np.asarray(params["d2t"])
+        if ids.min() < 0 or ids.max() >= draft.vocab_size or len(np.unique(ids)) != len(ids):
+            raise CheckpointError("drafter", f"d2t must map each row to its own token below {draft.vocab_size}")

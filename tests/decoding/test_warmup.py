@@ -1,0 +1,100 @@
+"""Programs that are compiled before they are needed: in the background, side by side, and the right ones."""
+
+import threading
+import time
+from concurrent.futures import wait
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.generation import STREAM_CYCLES, make_requests
+from dflash_jax.programs import Programs, start_compiling
+
+
+@pytest.mark.parametrize(("draft", "lengths"), [(True, (300,)), (False, (40, 7, 530))])
+def test_what_a_run_calls_first_is_compiled_while_weights_are_read(draft, lengths):
+    prompts = [[(7 * i) % 4000 for i in range(length)] for length in lengths]
+    params = dj.SamplingParams(max_tokens=20, ignore_eos=True)
+    ahead = []
+
+    def first_run(model):
+        assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(model.engine.weights))
+        run = model.engine.run(make_requests(model, prompts, params), draft=draft, cycles=STREAM_CYCLES)
+        ahead.extend(run.first_jobs())
+        return run
+
+    model = dj.load(dtype="float32", max_batch=4, max_model_len=600, ahead=first_run)
+    wait(start_compiling(ahead))  # the same again: waits for those that load has begun
+    compiled = set(model.engine.programs._compiled)
+    assert len(compiled) == len(ahead)
+    pieces = list(dj.stream(model, prompts, params, draft=draft))
+    assert set(model.engine.programs._compiled) == compiled
+    assert pieces[-1].completion.stats.compile_s == 0
+    plain = dj.load(dtype="float32", max_batch=4, max_model_len=600)
+    expected = dj.generate(plain, prompts, params, draft=draft)
+    assert [row.token_ids for row in expected] == [
+        [token for piece in pieces if piece.index == i for token in piece.token_ids] for i in range(len(prompts))
+    ]
+
+
+def test_weights_in_other_dtypes_than_expected_are_served(monkeypatch):
+    """Half of a checkpoint is stored in another dtype: what was compiled ahead does not fit, and nobody notices."""
+    from dflash_jax import model as loading
+
+    def mixed(*args):
+        weights = read(*args)
+        name = "layers.0.mlp.down_proj.weight"
+        return weights | {"target": weights["target"] | {name: weights["target"][name].astype(jnp.bfloat16)}}
+
+    read = loading.read_weights
+    monkeypatch.setattr(loading, "read_weights", mixed)
+    params = dj.SamplingParams(max_tokens=4, ignore_eos=True)
+    model = dj.load(
+        dtype="float32",
+        max_batch=1,
+        max_model_len=64,
+        ahead=lambda model: model.engine.run(make_requests(model, ["x"], params)),
+    )
+    assert model.engine.programs._compiled == {}
+    assert len(dj.generate(model, "x", params).token_ids) == 4
+
+
+def test_a_program_is_compiled_once_whoever_asks():
+    programs, traced = Programs(), []
+
+    def double(x):
+        traced.append(threading.current_thread().name)
+        time.sleep(0.2)
+        return 2 * x
+
+    jobs = [lambda: programs.prepare(double, (), (), jax.ShapeDtypeStruct((3,), jnp.float32))] * 5
+    futures = start_compiling(jobs)
+    assert programs.call(double, (), (), jnp.ones(3)).tolist() == [2, 2, 2]
+    wait(futures)
+    assert len(traced) == 1
+    assert len(programs.shapes()) == 1
+    assert all(future.exception() is None for future in futures)
+
+
+def test_a_program_that_cannot_be_compiled_says_so_to_everybody():
+    programs = Programs()
+
+    def wrong(x):
+        time.sleep(0.1)
+        raise TypeError("no such program")
+
+    futures = start_compiling([lambda: programs.prepare(wrong, (), (), jnp.ones(3))] * 2)
+    with pytest.raises(TypeError, match="no such program"):
+        programs.call(wrong, (), (), jnp.ones(3))
+    wait(futures)
+    assert [str(future.exception()) for future in futures] == ["no such program"] * 2
+    assert programs._pending == {}
+
+
+def test_warmup_in_threads_keeps_the_callers_precision():
+    seen = []
+    with jax.default_matmul_precision("bfloat16"):
+        wait(start_compiling([lambda: seen.append(jax.config.jax_default_matmul_precision)]))
+    assert seen == ["bfloat16"]
