@@ -52,12 +52,3 @@ def target() -> Target:
     cuda = re.search(r"cuda (\d+)", str(getattr(device.client, "platform_version", "")))
     cores = getattr(device, "core_count", 0) or 0
     return Target(device.device_kind, device.platform, capability, cores, int(cuda[1]) if cuda else 0)
-
-
-def refuse_unless_hopper(causal: bool) -> None:
-    """Raises NotImplementedError where the device in use cannot run a Hopper kernel, or not one with a causal mask."""
-    device = target()
-    if device.capability != HOPPER:
-        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
-    if causal and 12080 <= device.cuda < 12091:
-        raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
-from dflash_kernels.target import refuse_unless_hopper
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
@@ -34,7 +34,7 @@ def paged_attention_mosaic_gpu(
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_unless_hopper(causal)
+    refuse_other_than_hopper(causal=causal)
     if k_scale is not None:
         raise NotImplementedError("takes pages of one byte only where it is called by name of its tuning")
     return tuned(

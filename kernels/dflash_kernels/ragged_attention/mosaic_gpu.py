@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, Tuning, block_counts, block_table, plan
-from dflash_kernels.target import refuse_unless_hopper
 
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
 CHOSEN = Tuning()
@@ -23,7 +23,7 @@ def ragged_attention_mosaic_gpu(
     **options: Any,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """See `ragged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_unless_hopper(options["causal"])
+    refuse_other_than_hopper(causal=options["causal"])
     return tuned_dense(q, k, v, cu_q_lens, cu_kv_lens, **options)
 
 
@@ -37,7 +37,7 @@ def ragged_paged_attention_mosaic_gpu(
     **options: Any,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """See `ragged_paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_unless_hopper(options["causal"])
+    refuse_other_than_hopper(causal=options["causal"])
     return tuned_paged(q, k_pages, v_pages, cu_q_lens, page_table, seq_lens, **options)
 
 
