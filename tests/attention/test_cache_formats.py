@@ -1,6 +1,6 @@
 """Attention over pools kept in eight bits: it sees exactly what the pool stands for, in both forms and with any chunks.
 
-The oracle attends in float64 to the rows as they read back, so nothing here is about how good eight bits are. Bug classes: NaN
+The oracle attends in float64 to the rows as they read back, so nothing here is about how good eight bits are. Known failures: NaN
 codes and NaN scales in unused rows, padding with garbage, an all-zero token, scales from zeros, padding or infinite numbers, chunk
 invariance, order of requests.
 """

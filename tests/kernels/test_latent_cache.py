@@ -1,7 +1,7 @@
 """How latent rows are kept in eight bits, byte by byte against a description in Python's own numbers.
 
 The description searches the e4m3 values for the nearest one with exact fractions and packs bytes with `struct`; it shares nothing
-with the op. Bug classes met here: a row of zeros whose scale would be 0, scales that are powers of two and others, padding rows,
+with the op. Known failures met here: a row of zeros whose scale would be 0, scales that are powers of two and others, padding rows,
 pools past 2^31 bytes.
 """
 

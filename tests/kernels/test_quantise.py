@@ -1,7 +1,7 @@
 """Quantised outputs byte by byte against descriptions in float64 that share nothing with the ops, and their edges.
 
 The descriptions round each step to float32 where the definition does, and find the nearest code by search over the few values there
-are. Padding rows (bug class 7: a poisoned largest value) are looked at with the attention layer in tests/attention.
+are. What padding rows do to a layer's quantised output is looked at in tests/attention.
 """
 
 import inspect
