@@ -87,10 +87,10 @@ class PackedAttend:
         latents = latent_decode(stored, latents.dtype, kv_lora_rank=rank, scale=scale)
         out = jnp.zeros((self._tokens, q_nope.shape[2], layer.w_uv.shape[1]), q_nope.dtype)
         if len(self._short):
-            q = (array[0].at[self._short_rows].get(mode="fill", fill_value=0) for array in (q_nope, q_pe))
+            nope, pe = (array[0].at[self._short_rows].get(mode="fill", fill_value=0) for array in (q_nope, q_pe))
             lens, counts = (jnp.asarray(x[self._short], jnp.int32) for x in (self._lens, self._queries))
             table = self.page_table[self._short]
-            short = absorbed_attention(layer, *q, pool, table, lens, counts, latent_scale=scale)
+            short = absorbed_attention(layer, nope, pe, pool, table, lens, counts, latent_scale=scale)
             out = out.at[self._short_rows].set(short, mode="drop")
         if len(self._long):
             context, with_context = (), 0
