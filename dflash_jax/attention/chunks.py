@@ -4,10 +4,12 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 from dflash_kernels import NoImplementationError, paged_attention, ragged_paged_attention
+from dflash_kernels.target import target
 from jaxtyping import Array, Float, Int
 
-# Query tokens of a sequence from which on the kernel for prompts is faster than the one for decoding.
-LONG = 128
+# The kernel for prompts gives a CTA 128 queries of one head and all their keys; the one for decoding splits the keys until every
+# multiprocessor has work. So the former is for calls that have blocks of queries for nearly all of them.
+BLOCK, FILLED = 128, 0.9
 
 
 def attend_to_pages(
@@ -24,12 +26,18 @@ def attend_to_pages(
 ) -> Float[Array, "B T N H"]:
     """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
     keys = (k_pages, v_pages, page_table, seq_lens)
-    if q.shape[1] >= LONG and k_pages.dtype == q.dtype:  # the kernel for prompts takes no scaled pages
+    if fills(*q.shape[:3]) and k_pages.dtype == q.dtype:  # the kernel for prompts takes no scaled pages
         try:
             return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
         except NoImplementationError:
             pass
     return cast(Array, paged_attention(q, *keys, q_lens=q_lens, k_scale=k_scale, v_scale=v_scale, **options))
+
+
+def fills(sequences: int, tokens: int, heads: int) -> bool:
+    """Whether a call has enough blocks of queries for the kernel for prompts."""
+    blocks = sequences * (tokens // BLOCK) * heads
+    return blocks > 0 and blocks >= FILLED * target().multiprocessors
 
 
 def long_chunks(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention
 
-from dflash_jax.attention.chunks import LONG, attend_to_pages, long_chunks
+from dflash_jax.attention.chunks import attend_to_pages, long_chunks
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -27,12 +27,23 @@ def test_chunks_agree_with_the_op_for_decoding(sequences: int, causal: bool) -> 
     np.testing.assert_allclose(chunks, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(LONG, jnp.bfloat16), (LONG - 1, jnp.bfloat16), (LONG, jnp.float32)])
-def test_the_kernel_for_prompts_takes_long_chunks_on_a_hopper_gpu(tokens: int, dtype: type) -> None:
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "dtype", "taken"),
+    [
+        (1, 512, jnp.bfloat16, True),
+        (8, 128, jnp.bfloat16, True),
+        (1, 128, jnp.bfloat16, False),
+        (64, 16, jnp.bfloat16, False),
+    ]
+    + [(1, 512, jnp.float32, False)],
+)
+def test_chunks_that_fill_a_hopper_gpu_take_the_kernel_for_prompts(
+    sequences: int, tokens: int, dtype: type, taken: bool
+) -> None:
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    q, pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, tokens, 4, 128), (9, 2, 64, 128)))
-    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,)))
+    q, pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((sequences, tokens, 32, 128), (9, 8, 64, 128)))
+    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sequences, 4), (sequences,)))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
         traced = jax.jit(attend_to_pages).trace(q, pool, pool, table, lens, q_lens=lens)
         text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
-    assert ("ragged_paged_attention" in text) == (tokens >= LONG and dtype == jnp.bfloat16)
+    assert ("ragged_paged_attention" in text) == taken

@@ -158,8 +158,8 @@ def test_blocks_cover_every_query_once() -> None:
 
 def test_sections() -> None:
     """As many key heads at once as the L2 holds, and enough blocks for every multiprocessor."""
-    assert planned(16384, 2, kv_heads=8, heads=8).heads_at_once == 2
-    assert planned(16384, 2, kv_heads=8, heads=32).heads_at_once == 8
+    assert planned(16384, 2, kv_heads=8, heads=8).heads_at_once == 1
+    assert planned(16384, 2, kv_heads=8, heads=32).heads_at_once == 4
     assert planned(1024, 1, kv_heads=8, heads=32).heads_at_once == 32
     assert planned(25600, 1, kv_heads=8, heads=8).heads_at_once == 8
     assert planned(512, 1, kv_heads=1, heads=2).ctas == 12
