@@ -34,8 +34,8 @@ def test_chunks_agree_with_the_op_for_decoding(sequences: int, causal: bool) -> 
         (8, 128, jnp.bfloat16, True),
         (1, 128, jnp.bfloat16, False),
         (64, 16, jnp.bfloat16, False),
-    ]
-    + [(1, 512, jnp.float32, False)],
+        (1, 512, jnp.float32, False),
+    ],
 )
 def test_chunks_that_fill_a_hopper_gpu_take_the_kernel_for_prompts(
     sequences: int, tokens: int, dtype: type, taken: bool
