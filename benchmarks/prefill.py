@@ -64,9 +64,9 @@ class Case:
         return rest | {"causal": self.causal, "scale": self.head_dim**-0.5}
 
 
-SHAPES = [(16, 16, 128, 128), (16, 16, 192, 128), (32, 8, 128, 128)]
-CASES = [Case(*shape, causal) for shape in SHAPES for causal in (False, True)]
-CASES += [Case(*shape, True, page_size) for shape in (SHAPES[0], SHAPES[2]) for page_size in (64, 128)]
+MHA, MLA, GQA = (16, 16, 128, 128), (16, 16, 192, 128), (32, 8, 128, 128)
+CASES = [Case(*shape, causal) for shape in (MHA, MLA) for causal in (False, True)] + [Case(*GQA, causal=True)]
+CASES += [Case(*shape, True, page_size) for shape, page_size in ((MHA, 64), (MHA, 128), (GQA, 64))]
 
 
 def inputs(case: Case) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, ...]]:
@@ -113,23 +113,24 @@ def check(case: Case, packed: tuple[jax.Array, ...], out: jax.Array) -> float:
     return error
 
 
-def measure(call: Callable[..., jax.Array], *arrays: jax.Array, calls: int = 8, runs: int = 5) -> list[float]:
-    """Seconds of one call, in each of several runs."""
+def measure(
+    call: Callable[..., jax.Array], *arrays: jax.Array, calls: int = 8, runs: int = 5
+) -> tuple[list[float], jax.Array]:
+    """Seconds of one call, in each of several runs, and the output of the last one."""
 
     @jax.jit
     def many(q, *rest):
         def body(_, q):
             return q.at[(0,) * q.ndim].set(call(q, *rest).ravel()[0].astype(q.dtype))
 
-        return jax.lax.fori_loop(0, calls, body, q)
+        return call(jax.lax.fori_loop(0, calls - 1, body, q), *rest)
 
-    many(*arrays).block_until_ready()
-    times = []
+    out, times = many(*arrays).block_until_ready(), []
     for _ in range(runs):
         started = time.perf_counter()
         many(*arrays).block_until_ready()
         times.append((time.perf_counter() - started) / calls)
-    return times
+    return times, out
 
 
 def cudnn(case: Case) -> Callable[..., jax.Array]:
@@ -154,7 +155,7 @@ def peers(case: Case, packed: tuple[jax.Array, ...]) -> dict[str, float]:
         ("jax attention_mgpu, float16", attention_mgpu, half),
     ):
         try:
-            found[name] = round(case.flops / statistics.median(measure(make(case), *arrays)) / 1e12, 1)
+            found[name] = round(case.flops / statistics.median(measure(make(case), *arrays)[0]) / 1e12, 1)
         except Exception as reason:  # a peer that does not take the shape must not end the run
             print(f"{case.name:44s} {name} failed: {str(reason)[:120]}", flush=True)
     return found
@@ -169,9 +170,8 @@ def sweep(case: Case, packed: tuple[jax.Array, ...], rest: tuple[jax.Array, ...]
         {"kv_heads_at_once": 4},
     ):
         try:
-            call = ours(case, Tuning(**change))
-            error = check(case, packed, jax.jit(call)(packed[0], *rest))
-            speed = case.flops / statistics.median(measure(call, packed[0], *rest)) / 1e12
+            times, out = measure(ours(case, Tuning(**change)), packed[0], *rest)
+            error, speed = check(case, packed, out), case.flops / statistics.median(times) / 1e12
         except Exception as reason:  # a variant that does not compile or fit must not end the sweep
             print(f"{case.name:44s} {change} failed: {str(reason)[:200]}", flush=True)
             continue
@@ -190,13 +190,15 @@ def threshold() -> None:
             long = many(ours(case), chunk, k_pages, v_pages, cu, table, lens)
             batch = chunk.reshape(b, t, *chunk.shape[1:])
             short = many(lambda q, *rest: paged_attention(q, *rest), batch, k_pages, v_pages, table, lens)
-            times = " ".join(f"{statistics.median(x) * 1e6:8.1f}" for x in (long, short))
+            times = " ".join(f"{statistics.median(x) * 1e6:8.1f}" for x, _ in (long, short))
             print(f"B{b} T{t:4d}  prompts, decoding: {times} us", flush=True)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
+    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
+    parser.add_argument("--without-peers", action="store_true", help="measure no other libraries")
     parser.add_argument("--threshold", action="store_true", help="time chunks with both kernels instead")
     options = parser.parse_args()
     if options.threshold:
@@ -204,20 +206,26 @@ def main() -> None:
         return
     record = Record("prefill", options)
     for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
         packed, rest = inputs(case)
         if options.sweep:
             sweep(case, packed, rest)
             continue
-        error = check(case, packed, jax.jit(ours(case))(packed[0], *rest))
-        times = measure(ours(case), packed[0], *rest)
+        times, out = measure(ours(case), packed[0], *rest)
+        error = check(case, packed, out)
         speeds = [case.flops / seconds / 1e12 for seconds in times]
-        quoted = None if case.page_size else FA3.get((case.head_dim, case.value_dim, case.causal))
-        quoted = quoted if case.heads == case.kv_heads else None
+        same_run = {} if case.page_size or options.without_peers else peers(case, packed)
+        peer = peer_value = None
+        if not case.page_size and case.heads == case.kv_heads:
+            peer, peer_value = QUOTED, FA3[case.head_dim, case.value_dim, case.causal]
+        elif same_run:
+            peer, peer_value = max(same_run.items(), key=lambda item: item[1])
         record.add(
             case.name, "matrix throughput", round(statistics.median(speeds), 1), "TFLOP/s", floor=MATRIX / 1e12,
-            peer=QUOTED if quoted else None, peer_value=quoted, time_us=round(statistics.median(times) * 1e6, 1),
+            peer=peer, peer_value=peer_value, time_us=round(statistics.median(times) * 1e6, 1),
             floor_us=round(case.flops / MATRIX * 1e6, 1), spread=[round(min(speeds), 1), round(max(speeds), 1)],
-            error_float64=error, same_run={} if case.page_size else peers(case, packed),
+            error_float64=error, same_run=same_run,
         )  # fmt: skip
     if record.rows:
         print(record.write())
