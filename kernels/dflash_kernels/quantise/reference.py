@@ -12,8 +12,12 @@ NVFP4_BLOCK = 16
 
 
 def divide(x: Float[Array, "*s"], by: Float[Array, "..."]) -> Float[Array, "*s"]:
-    """`x / by`, each quotient rounded once: XLA would multiply by the reciprocal of a divisor it can see to be shared."""
-    return x / jax.lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
+    """`x / by` as IEEE rounds it, through float64: compiled float32 divisions are off in the last place, by reciprocals that are
+    multiplied with or by fast instructions.
+    """
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64) / by.astype(jnp.float64)
+        return wide.astype(jnp.float32)
 
 
 def to_e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
