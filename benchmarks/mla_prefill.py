@@ -196,8 +196,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="all sizes of chunks")
     parser.add_argument("--parts", nargs="+", default=["prompt", "memory", "crossover"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 128, 256])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 512, 1024])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
     options = parser.parse_args()
     record = Record("mla_prefill", options)
     chosen = LatentForm().context_chunk

@@ -66,7 +66,8 @@ class PagedAttend:
         scale = self._pages.k_scale[i] if self._pages.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
         pool = self._k[i] = latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots)
-        if not self.form.expands(q_nope.shape[1], rank=rank, nope=q_nope.shape[-1], value=layer.w_uv.shape[1]):
+        tokens, heads, nope = q_nope.shape[1:]
+        if not self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1]):
             return absorbed_attention(
                 layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
             )

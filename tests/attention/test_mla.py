@@ -158,11 +158,13 @@ def test_dense_attention_agrees_with_float64() -> None:
 
 
 def test_the_form_follows_the_number_of_queries() -> None:
-    sizes = {"rank": 512, "nope": 128, "value": 128}
+    sizes = {"heads": 64, "rank": 512, "nope": 128, "value": 128}
     assert math.ceil(break_even_queries(512, 128, 128)) == 171
     assert break_even_queries(8, 8, 8) == math.inf
     assert not LatentForm().expands(170, **sizes)
     assert LatentForm().expands(171, **sizes)
+    assert not LatentForm().expands(512, **(sizes | {"heads": 16}))
+    assert LatentForm().expands(513, **(sizes | {"heads": 16}))
     assert LatentForm(expand_above=16).expands(17, **sizes)
     assert not LatentForm(expand_above=16).expands(16, **sizes)
 
