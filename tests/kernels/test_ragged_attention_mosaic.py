@@ -96,14 +96,13 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["dense", "paged"])
-def test_nothing_unused_is_read(form: str) -> None:
+def test_nothing_unused_is_read() -> None:
     build = functools.partial(make_case, [13, 0, 7], [33, 4, 170], dtype=jnp.bfloat16, causal=False)
     clean = build(garbage=0.0)
     clean.page_table = np.where(clean.page_table % len(clean.k_pages) == clean.page_table, clean.page_table, 0)
-    expected = run(clean, form, Tuning(), None)
-    for garbage in (np.nan, np.inf, -np.inf):
-        found = run(build(garbage=garbage), form, Tuning(), None)
+    expected = run(clean, "paged", Tuning(), None)
+    for garbage in (np.nan, np.inf):
+        found = run(build(garbage=garbage), "paged", Tuning(), None)
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
@@ -237,10 +236,11 @@ def test_no_hopper_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["dense", "paged"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(128, 128), (192, 128), (64, 64), (256, 256)])
-def test_real_sizes(head_dim: int, value_dim: int, causal: bool, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "head_dim", "value_dim", "causal"),
+    [("paged", 128, 128, True), ("dense", 192, 128, True), ("dense", 256, 256, False), ("paged", 64, 64, False)],
+)
+def test_real_sizes(form: str, head_dim: int, value_dim: int, causal: bool) -> None:
     """Error against the definition in float32 at most twice that of the definition in the same dtype, plus two ulp."""
     case = make_case(
         [1000, 17, 515, 0, 900], [1000, 1300, 515, 6, 2100], kv_heads=2, group=3, head_dim=head_dim, value_dim=value_dim,
