@@ -134,7 +134,8 @@ def test_lowers_for_an_h200(b: int, t: int) -> None:
     launch = call.trace(q, pages, pages, table, lens, lens, **MASK, tuning=Tuning(), interpret=None)
     with h200():
         text = launch.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@mosaic_gpu_v2") == (1 if b == 64 else 2)
+    # Many parts are put together by a second kernel, few by XLA.
+    assert text.count("@mosaic_gpu_v2") == (2 if b == 1 else 1)
 
 
 @pytest.mark.parametrize(("head_dim", "page_size"), [(64, 8), (80, 16), (96, 32), (128, 64), (192, 128), (256, 64)])
@@ -155,15 +156,15 @@ def planned(b: int, t: int, tuning: Tuning | None = None, **changes: Any) -> Any
 
 
 def test_schedule() -> None:
-    """Enough CTAs for two on each of 132 multiprocessors, and no more parts than that takes."""
+    """As many CTAs on each of 132 multiprocessors, and no more parts than that takes."""
     for t in (1, 16):
-        assert [planned(b, t).splits for b in (64, 8)] == [1, 4]
+        assert [planned(b, t).splits for b in (64, 8, 1)] == [1, 2, 16]
         assert planned(64, t).direct
         launch = planned(8, t)
         shared = 64 * 128 * (2 + 4) + launch.stages * launch.keys * 128 * 4
         assert shared + 512 <= HALF_SHARED_MEMORY
         assert launch.stages >= 2
-    assert planned(1, 1, table_width=512).splits == 32
+    assert planned(1, 1, table_width=512).splits == 16
     assert not planned(64, 16, has_sinks=True).direct
     # Tokens of 960 bytes do not start where a copy may.
     assert not planned(64, 2, group=6, head_dim=80).direct

@@ -12,6 +12,8 @@ from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, pla
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
+# Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
+KERNEL_MERGES = 8
 CHOSEN = Tuning()
 
 
@@ -35,8 +37,6 @@ def paged_attention_mosaic_gpu(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper(causal=causal)
-    if k_scale is not None:
-        raise NotImplementedError("takes pages of one byte only where it is called by name of its tuning")
     return tuned(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
         scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
@@ -109,7 +109,8 @@ def _attend(
     lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
     if launch.direct:
         return out.reshape(q.shape), lse
-    if tuning.merge == "xla" or not merging.kernel_merges(group, head_dim):
+    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
+    if merge == "xla" or not merging.kernel_merges(group, head_dim):
         return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
     return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
 

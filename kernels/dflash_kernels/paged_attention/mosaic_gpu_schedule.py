@@ -22,14 +22,14 @@ class Tuning:
       stages: tiles of keys and values in flight in a CTA.
       keys: keys of a tile, 64 or 128.
       min_tiles: fewest tiles worth a part of their own.
-      merge: "kernel" or "xla".
+      merge: who puts the parts together, "kernel" or "xla".
     """
 
     splits: int | None = None
     stages: int | None = None
     keys: int = 64
     min_tiles: int = 1
-    merge: str = "kernel"
+    merge: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +91,9 @@ def plan(
     per_multiprocessor = 2 if warpgroups == 1 and keys == 64 and head_dim <= 128 else 1
     splits = tuning.splits
     if splits is None:
-        slots = MULTIPROCESSORS * per_multiprocessor
-        splits = best_splits(ctas, slots, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS))
+        splits = best_splits(
+            ctas, MULTIPROCESSORS, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS)
+        )
     # A part that starts or ends inside a token's group of rows has no place in the output until it is merged, and a token's rows
     # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
@@ -135,16 +136,16 @@ def plan_narrow(
 
 
 def best_splits(ctas: int, slots: int, longest: int, keys: int, rows: int) -> int:
-    """Parts of a sequence that cost least, for `ctas` CTAs of whole sequences and `slots` CTAs at a time on the GPU.
+    """Parts of a sequence that cost least, for `ctas` CTAs of whole sequences and as many evenly loaded `slots`.
 
     A wave of CTAs that leaves slots empty wastes them; a part costs the bytes of its float32 result, written and read, against
-    those of the keys and values of `longest` tokens.
+    those of the keys and values of `longest` tokens; parts at all cost a second launch.
     """
     most = max(min(MOST_SPLITS, longest // keys), 1)
 
     def cost(splits: int) -> float:
         waves = ctas * splits / slots
-        merging = 0.0 if splits == 1 else 2.0 * splits * rows / longest
+        merging = 0.0 if splits == 1 else 0.05 + 2.0 * splits * rows / longest
         return math.ceil(waves) / waves + merging
 
     return min(range(1, most + 1), key=cost)
