@@ -82,6 +82,18 @@ def test_keys_and_values_land_where_the_product_expects_them(head_dim: int) -> N
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("columns", "width"), [(128, 128), (96, 64), (80, 32), (64, 128)])
+def test_places_in_a_swizzled_tile(columns: int, width: int) -> None:
+    """Of 16-byte chunks of two-byte elements: tiles of 8 rows, and within them chunks exchanged by address bits 7 to 9."""
+    row, chunk = (part.reshape(-1) for part in np.indices((64, columns // 8)))
+    across, inside = np.divmod(16 * chunk, width)
+    plain = row // 8 * 16 * columns + across * 8 * width + row % 8 * width + inside
+    expected = plain ^ (plain >> 3 & (width // 16 - 1) << 4)
+    np.testing.assert_array_equal(lanes._within(row, 16 * chunk, columns, width), expected)
+    assert sorted(expected) == list(range(0, 64 * columns * 2, 16))
+
+
+@pytest.mark.usefixtures("threads")
 def test_float8_bits_are_the_value_times_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     class Float8:
         pass

@@ -74,6 +74,8 @@ CASES = {
     "window-right": (8, 2, 64, 64, [90, 3], None, {"causal": False, "window": (None, 2)}, Tuning(splits=2)),
     "cap-sinks": (4, 4, 64, 128, [150, 2, 0], [4, 4, 2], {"soft_cap": 1.5, "sinks": SINKS[:8]}, Tuning(splits=2)),
     "sinks-one-part": (2, 4, 64, 64, [90, 1], [2, 2], {"sinks": SINKS[:8], "scale": 0.25}, Tuning(splits=1)),
+    "head72": (5, 2, 16, 72, [150, 20], [5, 3], {}, Tuning(splits=2)),
+    "head72-direct": (2, 8, 64, 72, [90], None, {"causal": False}, Tuning(splits=1)),
     "head96": (3, 3, 64, 96, [150, 2], None, {}, Tuning(splits=2)),
     "chosen": (4, 4, 64, 128, [150, 70], None, {}, Tuning()),
     "alibi": (4, 2, 64, 64, [150, 2, 0], [4, 4, 2], {"alibi_slopes": SLOPES}, Tuning(splits=2)),
@@ -138,7 +140,9 @@ def test_lowers_for_an_h200(b: int, t: int) -> None:
     assert text.count("@mosaic_gpu_v2") == (2 if b == 1 else 1)
 
 
-@pytest.mark.parametrize(("head_dim", "page_size"), [(64, 8), (80, 16), (96, 32), (128, 64), (192, 128), (256, 64)])
+@pytest.mark.parametrize(
+    ("head_dim", "page_size"), [(64, 8), (72, 16), (80, 16), (96, 32), (128, 64), (192, 128), (256, 64)]
+)
 def test_every_head_dim_lowers_with_every_option(head_dim: int, page_size: int) -> None:
     q = jax.ShapeDtypeStruct((2, 33, 4, head_dim), jnp.float16)
     pages = jax.ShapeDtypeStruct((9, 2, page_size, head_dim), jnp.float16)
@@ -177,7 +181,7 @@ def test_schedule() -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype", "changes", "reason"),
     [
-        ({"head_dim": 72}, jnp.bfloat16, {}, "takes head dims .*, not 72"),
+        ({"head_dim": 88}, jnp.bfloat16, {}, "takes head dims .*, not 88"),
         ({"stored": jnp.int8}, np.float32, {}, "pages of one byte with bfloat16 queries, not q float32"),
         ({"stored": jnp.float8_e4m3fn, "head_dim": 80}, jnp.bfloat16, {}, "pages of one byte, not 80"),
         ({"stored": jnp.int8}, jnp.bfloat16, {}, "int8 pages of 32 tokens and more, not 16"),

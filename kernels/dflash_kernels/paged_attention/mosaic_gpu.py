@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int8
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
 
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
 # Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
 KERNEL_MERGES = 8

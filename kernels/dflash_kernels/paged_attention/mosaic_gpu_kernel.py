@@ -18,6 +18,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     add_values,
     alibi_share,
     load_queries,
+    pad_columns,
     precise_tanh,
     scores_of,
     spread,
@@ -32,19 +33,22 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
-    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.head_dim)}
+    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.width)}
     rows = (launch.warpgroups, ROWS, launch.head_dim)
-    pool = (launch.stages, launch.keys, launch.head_dim)
+    # Rows that have to be padded come as they are and are moved to a tile of their own.
+    padded = launch.width > launch.head_dim
+    ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
     # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
     out: dict[str, Any] = {} if launch.direct else {"transforms": swizzled(jnp.float32, launch.head_dim)}
     filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
     freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
     buffers = {
-        "q_sm": plgpu.SMEM(rows, dtype, **tiles), "k_sm": plgpu.SMEM(pool, dtype, **tiles),
-        "v_sm": plgpu.SMEM(pool, dtype, **tiles),
+        "q_sm": plgpu.SMEM((launch.warpgroups, ROWS, launch.width), dtype, **tiles), "k_sm": ring, "v_sm": ring,
         "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
     }  # fmt: skip
+    if padded:
+        buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
     if interpret is not None:
         buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
     return buffers
@@ -108,7 +112,7 @@ class _Block(Part):
             self._start()
             rows = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.head_dim), jnp.float32), _WGMMA)
+            acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.width), jnp.float32), _WGMMA)
             self._finish(*self.walk(self._step, (acc, rows, total)))
 
         @pl.when(self.begin >= self.end)
@@ -138,13 +142,21 @@ class _Block(Part):
             coming = tile + self.launch.stages
             pl.when(coming < self.end)(functools.partial(self.fill, which, coming, pages))
 
+    def _tile(self, which, tile):
+        """A tile of keys or values as matrix instructions take it, once it is there."""
+        stage = self.stage(tile)
+        plgpu.barrier_wait(self.buffers[f"{which}_in"].at[stage])
+        held = self.buffers[f"{which}_sm"].at[stage]
+        if self.launch.width == self.launch.head_dim:
+            return held
+        pad_columns(held, self.buffers[f"{which}_wide"], self.interpret)
+        return self.buffers[f"{which}_wide"]
+
     def _step(self, tile, carry, *, masked):
         """One tile of keys: scores, online softmax, values."""
-        launch, stage = self.launch, self.stage(tile)
-        acc, top, total = carry
+        launch, (acc, top, total) = self.launch, carry
         coming = self.pages(tile + launch.stages)
-        plgpu.barrier_wait(self.buffers["k_in"].at[stage])
-        scores = scores_of(self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage], launch.keys)
+        scores = scores_of(self.buffers["q_sm"].at[self.wg], self._tile("k", tile), launch.keys)
         self._refill("k", tile, coming)
         if launch.soft_cap is None:
             unit = launch.scale * LOG2E
@@ -162,11 +174,11 @@ class _Block(Part):
         total = total * kept + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
         weights = weights.astype(self.buffers["v_sm"].dtype)
-        plgpu.barrier_wait(self.buffers["v_in"].at[stage])
+        values = self._tile("v", tile)
         if masked:
-            self._clear_unused_values(tile)
+            self._clear_unused(values, tile)
         staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
-        acc = add_values(acc, weights, self.buffers["v_sm"].at[stage], staged)
+        acc = add_values(acc, weights, values, staged)
         self._refill("v", tile, coming)
         return acc, new_top, total
 
@@ -195,7 +207,7 @@ class _Block(Part):
             mask &= keys >= spread(low - tile * self.launch.keys, shape)
         return mask
 
-    def _clear_unused_values(self, tile):
+    def _clear_unused(self, values, tile):
         """Zeroes the value rows past the sequence: their weight is 0, and 0 * NaN is NaN.
 
         With two warpgroups both do it, without waiting for each other: they write the same bits.
@@ -204,9 +216,7 @@ class _Block(Part):
 
         @pl.when(live < self.launch.keys)
         def _():
-            values = self.buffers["v_sm"].at[self.stage(tile)]
-            shape = (self.launch.keys, self.launch.head_dim)
-            rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), _WGMMA)
+            rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values.shape, 0), _WGMMA)
             held = plgpu.layout_cast(values[...], _WGMMA)
             values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
             plgpu.commit_smem()
@@ -218,7 +228,7 @@ class _Block(Part):
         lse = jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf)
         factor = lax.broadcast_in_dim(inverse, acc.shape, [0])
         # Not a product alone: rows past the live ones may hold NaN.
-        self._write(jnp.where(factor != 0, acc * factor, 0.0), lse)
+        self._write(jnp.where(factor != 0, acc * factor, 0.0)[:, : self.launch.head_dim], lse)
 
     def _nothing(self):
         lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)

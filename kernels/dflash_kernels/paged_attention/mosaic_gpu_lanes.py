@@ -13,6 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 _CHUNK = 16  # bytes of a row that one 8 by 8 matrix of 16-bit elements spans
+_STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 
 
 def scores_and_values(_ctx, keys, values, queries):
@@ -59,19 +60,19 @@ def load_queries(source, target, first_row, rows: int, interleaved: bool, expone
 
     Where `interleaved`, every 16 columns are stored as the even ones and then the odd ones, times two to the `exponent`.
     """
-    i32 = _i32()
     (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(source)
-    width, count = _swizzle(target), 8 * ir.MemRefType(target.type).shape[0]
+    width, (count, columns) = _swizzle(target), _rows_and_columns(target)
     at_once = 2 * _CHUNK if interleaved else _CHUNK  # bytes
-    units = 2 * head_dim // at_once
+    units = 2 * columns // at_once
     lane, warp = _lane_and_warp()
     base, place, first = _address(source), _address(target, space=3), first_row.registers.item()
     for start in range(0, count * units, 128):
         unit = _add(_add(_mul(warp, 32), lane), start)
         row, column = _div(unit, units), _mul(_rem(unit, units), at_once)
-        inside = arith.cmpi(arith.CmpIPredicate.slt, row, utils.c(count, i32))
-        exists = arith.cmpi(arith.CmpIPredicate.slt, _add(first, row), utils.c(rows, i32))
-        exists = arith.andi(inside, exists)
+        inside = _below(row, count)
+        exists = arith.andi(inside, _below(_add(first, row), rows))
+        if columns > head_dim:
+            exists = arith.andi(exists, _below(column, 2 * head_dim))
         token = _div(_add(first, row), group)
         offset = _mul(token, token_stride)
         offset = _add(offset, _mul(_sub(_add(first, row), _mul(token, group)), group_stride))
@@ -80,14 +81,39 @@ def load_queries(source, target, first_row, rows: int, interleaved: bool, expone
         if interleaved:
             pairs = list(zip(words[::2], words[1::2], strict=True))
             words = [_scaled(_permuted(*pair, selector), exponent) for selector in (0x5410, 0x7632) for pair in pairs]
-        of_8, in_8 = _mul(_div(row, 8), 16 * head_dim), _mul(_rem(row, 8), width)
-        across = _mul(_div(column, width), 8 * width)
-        start_of_row = _add(_add(place, of_8), _add(in_8, across))
         for i in range(at_once // _CHUNK):
-            inner = _xor(_add(_rem(column, width), i * _CHUNK), _swizzle_of(_rem(row, 8), width))
-            four = words[4 * i : 4 * i + 4]
-            _when(inside, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", _add(start_of_row, inner), *four)
+            inner = _within(row, _add(column, i * _CHUNK), columns, width)
+            _when(inside, _STORE, _add(place, inner), *words[4 * i : 4 * i + 4])
     mgpu.commit_shared()
+
+
+def pad_columns(source, target) -> None:
+    """Rows of shared memory, packed, to a swizzled tile with more columns, zeros there; then all threads may read them."""
+    i32 = _i32()
+    (count, columns), packed, width = _rows_and_columns(target), 2 * _shape_and_strides(source)[0][1], _swizzle(target)
+    units = 2 * columns // _CHUNK
+    lane, warp = _lane_and_warp()
+    base, place = _address(source, space=3), _address(target, space=3)
+    for start in range(0, count * units, 128):
+        unit = _add(_add(_mul(warp, 32), lane), start)
+        row, column = _div(unit, units), _mul(_rem(unit, units), _CHUNK)
+        inside = _below(row, count)
+        words = utils.inline_ptx(
+            "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+            " @there ld.shared.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+            _add(base, _add(_mul(row, packed), column)),
+            arith.extui(i32, arith.andi(inside, _below(column, packed))),
+            result_types=[i32] * 4, has_side_effects=True,
+        )  # fmt: skip
+        _when(inside, _STORE, _add(place, _within(row, column, columns, width)), *words)
+    mgpu.commit_shared()
+
+
+def _within(row, column, columns: int, width: int):
+    """Byte offset in a tile of two-byte elements, swizzled over `width` bytes; `column` in bytes."""
+    of_8, in_8 = _mul(_div(row, 8), 16 * columns), _mul(_rem(row, 8), width)
+    across = _mul(_div(column, width), 8 * width)
+    return _add(_add(_add(of_8, in_8), across), _xor(_rem(column, width), _swizzle_of(_rem(row, 8), width)))
 
 
 def _load_if(predicate, address) -> tuple[Any, ...]:
@@ -131,7 +157,7 @@ def store(out, target, first_row, rows: int, factors) -> None:
     for columns in range(out.shape[1] // 8):
         for of_pair in range(2):
             row = _add(first, _add(first_column, 8 * columns + of_pair))
-            exists = arith.cmpi(arith.CmpIPredicate.slt, row, utils.c(rows, i32))
+            exists = _below(row, rows)
             token = _div(row, group)
             place = _add(_mul(token, token_stride), _mul(_sub(row, _mul(token, group)), group_stride))
             place = _add(base, _mul(_widen_index(_add(place, channel)), size))
@@ -233,6 +259,11 @@ def _shape_and_strides(ref) -> tuple[list[int], list[int]]:
     return ty.shape, ty.get_strides_and_offset()[0]
 
 
+def _rows_and_columns(tile) -> tuple[int, int]:
+    down, across, rows, columns = ir.MemRefType(tile.type).shape
+    return down * rows, across * columns
+
+
 def _swizzle(tile) -> int:
     ty = ir.MemRefType(tile.type)
     return ty.shape[-1] * utils.bytewidth(ty.element_type)
@@ -250,6 +281,10 @@ def _lane_and_warp():
 
 def _constant(value, like):
     return utils.c(value, like.type) if isinstance(value, int) else value
+
+
+def _below(a, bound: int):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, utils.c(bound, _i32()))
 
 
 def _add(a, b):

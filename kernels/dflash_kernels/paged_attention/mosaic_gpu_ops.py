@@ -42,13 +42,14 @@ def load_queries(source, target, first_row, rows: int, interpret: Any, *, interl
 
     Args:
       source: `[T, G, H]`, of whose rows `t * G + g` the first `rows` exist.
-      target: `[N, H]` in shared memory, given rows `first_row` and on.
+      target: `[N, H or more]` in shared memory, given rows `first_row` and on, zeros in further columns.
       interleaved: store every 16 columns as the even ones and then the odd ones.
       exponent: times two to this.
     """
     if interpret is not None:
-        plain = source[...].reshape(-1, target.shape[1])
-        plain = jnp.pad(plain, ((0, -plain.shape[0] % target.shape[0] + target.shape[0]), (0, 0)))
+        plain = source[...].reshape(-1, source.shape[2])
+        more = target.shape[1] - plain.shape[1]
+        plain = jnp.pad(plain, ((0, -plain.shape[0] % target.shape[0] + target.shape[0]), (0, more)))
         plain = lax.dynamic_slice_in_dim(plain, first_row, target.shape[0])
         if interleaved:
             plain = plain.reshape(plain.shape[0], -1, 8, 2).swapaxes(-1, -2).reshape(plain.shape)
@@ -64,6 +65,21 @@ def load_queries(source, target, first_row, rows: int, interpret: Any, *, interl
         lanes.load_queries(source, target, first_row, rows, interleaved, exponent)
 
     load(source, target, first_row)
+
+
+def pad_columns(source, target, interpret: Any):
+    """A tile of rows in shared memory, packed, to one with more columns, zeros there, that matrix instructions can read."""
+    if interpret is not None:
+        target[...] = jnp.pad(source[...], ((0, 0), (0, target.shape[1] - source.shape[1])))
+        return
+
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(swizzled(target.dtype, target.shape[1]))))
+    def pad(_ctx, source, target):
+        lanes.pad_columns(source, target)
+
+    pad(source, target)
 
 
 def alibi_share(ahead, sqrt: bool):

@@ -70,6 +70,11 @@ class Launch:
         return self.warpgroups * self.rows
 
     @property
+    def width(self) -> int:
+        """Columns that a row has in shared memory: matrix instructions take sixteen at a time."""
+        return -(-self.head_dim // 16) * 16
+
+    @property
     def copies(self) -> int:
         """Copies that fill one tile: one for each page in it."""
         return max(self.keys // self.page_size, 1)
@@ -81,8 +86,9 @@ def plan(
 ) -> Launch:  # fmt: skip
     """Cuts a call into CTAs."""
     tiles = -(-tokens * group // ROWS)
-    # Two warpgroups of wider heads would not fit into shared memory.
-    warpgroups = min(tiles, 2 if head_dim <= 128 else 1)
+    width = -(-head_dim // 16) * 16
+    # Two warpgroups of wider heads would not fit into shared memory, and do not share rows that are padded.
+    warpgroups = min(tiles, 2 if head_dim <= 128 and width == head_dim else 1)
     row_blocks = -(-tiles // warpgroups)
     keys = tuning.keys
     if page_size > keys and page_size % keys:
@@ -100,7 +106,7 @@ def plan(
     direct = splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
     stages = tuning.stages
     if stages is None:
-        queries = warpgroups * ROWS * head_dim * (4 if direct else 6)
+        queries = warpgroups * ROWS * width * (4 if direct else 6) + (keys * width * 4 if width > head_dim else 0)
         budget = HALF_SHARED_MEMORY if per_multiprocessor == 2 else SHARED_MEMORY
         stages = max(min((budget - queries - BARRIERS) // (keys * head_dim * 4), 4), 2)
     return Launch(
