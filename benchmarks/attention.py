@@ -47,16 +47,22 @@ class Case:
     page_size: int = 64
     causal: bool = True
     stored: str = "bf16"
+    others: int | None = None  # length of all sequences but the last
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.length if self.others is None else self.others] * (self.b - 1) + [self.length]
 
     @property
     def name(self) -> str:
-        plain = f"paged B{self.b} L{self.length} q{self.t} {self.stored}"
+        lengths = f"L{self.length}" if self.others is None else f"L{self.others}..{self.length}"
+        plain = f"paged B{self.b} {lengths} q{self.t} {self.stored}"
         return plain + ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
 
     @property
     def bytes(self) -> int:
         of_token = {"bf16": 2 * HEAD_DIM, "fp8": HEAD_DIM, "int8": HEAD_DIM + 2}[self.stored]
-        return 2 * (self.b * self.length * KV_HEADS * of_token + 2 * self.b * self.t * HEADS * HEAD_DIM)
+        return 2 * (sum(self.lengths) * KV_HEADS * of_token + 2 * self.b * self.t * HEADS * HEAD_DIM)
 
     @property
     def floor_us(self) -> float:
@@ -70,8 +76,9 @@ class Case:
 PEER_CASES = [Case(b, length, t) for (b, length), times in PEER_US.items() for t in times]
 FULL_CASES = [Case(b, 4096, 16, causal=False) for b in (64, 8)]
 STORED_CASES = [
-    Case(b, length, t, stored=stored) for stored in ("fp8", "int8") for (b, length) in PEER_US for t in (1, 16)
+    Case(b, 4096, t, stored=stored) for stored in ("fp8", "int8") for b in (64, 8) for t in (1, 16)
 ]  # fmt: skip
+RAGGED_CASES = [Case(32, 32768, t, others=500) for t in (1, 16)]
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
 
 
@@ -96,20 +103,21 @@ def stored_pool(key: jax.Array, shape: tuple[int, ...], stored: str) -> jax.Arra
 
 
 def inputs(case: Case) -> Inputs:
-    width = case.length // case.page_size
+    held = -(-np.array(case.lengths) // case.page_size)[:, None] > np.arange(case.length // case.page_size)
     copies = math.ceil(COLD / case.bytes)
     keys = jax.random.split(jax.random.key(0), 6)
-    pool = (copies * case.b * width, KV_HEADS, case.page_size, HEAD_DIM)
+    pool = (copies * int(held.sum()), KV_HEADS, case.page_size, HEAD_DIM)
     q = jax.random.normal(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
     k, v = stored_pool(keys[1], pool, case.stored), stored_pool(keys[2], pool, case.stored)
-    tables = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32).reshape(copies, case.b, width)
+    order = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32).reshape(copies, -1)
+    tables = jnp.zeros((copies, *held.shape), jnp.int32).at[:, held].set(order)
     scales = {}
     if case.stored == "fp8":
         scales = {name: jnp.linspace(0.8, 1.3, KV_HEADS) for name in ("k_scale", "v_scale")}
     if case.stored == "int8":
         uniform = functools.partial(jax.random.uniform, minval=0.01, maxval=0.02)
         scales = {"k_scale": uniform(keys[4], pool[:3]), "v_scale": uniform(keys[5], (KV_HEADS, HEAD_DIM))}
-    return Inputs(q, k, v, tables, jnp.full((case.b,), case.length, jnp.int32), scales)
+    return Inputs(q, k, v, tables, jnp.array(case.lengths, jnp.int32), scales)
 
 
 def implementation(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -231,10 +239,12 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
     parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
-    parser.add_argument("--without-xla", action="store_true", help="leave the slow baseline out")
+    parser.add_argument(
+        "--without-xla", action="store_true", help="leave the slow baseline out of those that have a peer"
+    )
     options = parser.parse_args()
     record = Record("attention", options)
-    cases = PEER_CASES + STORED_CASES + ([] if options.sweep else FULL_CASES + PAGE_CASES)
+    cases = PEER_CASES + STORED_CASES + ([] if options.sweep else FULL_CASES + PAGE_CASES + RAGGED_CASES)
     for case in cases:
         if options.only and case.name not in options.only:
             continue
@@ -243,8 +253,9 @@ def main() -> None:
             sweep(case, given)
             continue
         error = check(case, given)
-        names = ["mosaic_gpu"] if options.without_xla else ["mosaic_gpu", "xla"]
-        peer = PEER_US[case.b, case.length].get(case.t) if case.causal else None
+        compared = case in PEER_CASES
+        names = ["mosaic_gpu", "xla"] if compared and not options.without_xla else ["mosaic_gpu"]
+        peer = PEER_US[case.b, case.length].get(case.t) if compared else None
         for name in names:
             times = measure(case, given, implementation(case, name), slow=name == "xla")
             middle = statistics.median(times)
