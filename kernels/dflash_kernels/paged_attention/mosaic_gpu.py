@@ -107,7 +107,7 @@ def _attend(
         )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
-    if launch.direct:
+    if launch.direct or launch.together:
         return out.reshape(q.shape), lse
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
     if merge == "xla" or not merging.kernel_merges(group, head_dim):

@@ -18,6 +18,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     add_values,
     alibi_share,
     load_queries,
+    merge_cluster,
     pad_columns,
     precise_tanh,
     scores_of,
@@ -39,7 +40,9 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     padded = launch.width > launch.head_dim
     ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
     # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
-    out: dict[str, Any] = {} if launch.direct else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    out: dict[str, Any] = (
+        {} if launch.direct or launch.together else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    )
     filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
     freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
     buffers = {
@@ -47,6 +50,8 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
     }  # fmt: skip
+    if launch.together:
+        buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
     if padded:
         buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
     if interpret is not None:
@@ -75,7 +80,7 @@ def attention(
     b, rows = q.shape[0], launch.row_blocks * launch.block_rows
     # Rows of a part, which leaves in tiles of 8.
     written = rows if launch.row_blocks > 1 else -(-launch.tokens * launch.group // 8) * 8
-    if launch.direct:
+    if launch.direct or launch.together:
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
@@ -91,12 +96,24 @@ def attention(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
         scratch_types=scratch(launch, q.dtype, interpret),
-        grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
+        **_grid(launch, b),
         num_threads=launch.warpgroups, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(*given.values())  # fmt: skip
+
+
+def _grid(launch: Launch, b: int) -> dict[str, Any]:
+    heads = launch.row_blocks * launch.kv_heads
+    if launch.together:
+        return {
+            "grid": (heads, b),
+            "grid_names": ("heads", "b"),
+            "cluster": (launch.splits,),
+            "cluster_names": ("split",),
+        }
+    return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
 
 
 class _Block(Part):
@@ -118,6 +135,11 @@ class _Block(Part):
         @pl.when(self.begin >= self.end)
         def _():
             self._nothing()
+
+        if self.launch.together:
+            buffers, rows = self.buffers, self.launch.tokens * self.launch.group
+            target = self.refs["o"].at[self.b].at[:, self.head]
+            merge_cluster(buffers["o_sm"].at[0], buffers["lse_sm"], target, rows, self.launch.splits)
 
     def _start(self):
         """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
@@ -238,6 +260,11 @@ class _Block(Part):
     def _write(self, out, lse):
         launch, o_sm = self.launch, self.buffers["o_sm"]
         self.refs["lse"].at[self.b, self.head, self.split, pl.ds(self.first_row, ROWS)][...] = lse
+        if launch.together:
+            self.buffers["lse_sm"][...] = lse
+            if out is not None:
+                o_sm.at[self.wg][...] = out
+            return
         if out is None:
             return
         o_sm.at[self.wg][...] = out.astype(o_sm.dtype)

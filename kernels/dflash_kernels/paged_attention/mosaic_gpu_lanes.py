@@ -4,6 +4,8 @@ Every function stands for code that all 128 threads of a warpgroup run together.
 the thread of warp w, row r of 8 and column pair c of 4 the elements at rows `16 w + r` and `+ 8`, columns `2 c` and `2 c + 1`.
 """
 
+import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,63 @@ def any_above(values: Any, limit: int) -> Any:
         has_side_effects=True, convergent=True,
     )  # fmt: skip
     return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
+
+
+def merge_cluster(part, lse, target, rows: int, parts: int) -> None:
+    """Every CTA of the cluster merges `64 / parts` rows of all, four columns in each thread; none leaves before all are read."""
+    i32, f32 = _i32(), ir.F32Type.get()
+    (_, group, head_dim), (token_stride, group_stride, _) = _shape_and_strides(target)
+    dtype = ir.MemRefType(target.type).element_type
+    lane, warp = _lane_and_warp()
+    thread, threads = _add(_mul(warp, 32), lane), head_dim // 4
+    at_once, of_cta = 128 // threads, 64 // parts
+    rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
+    column, held, held_lse, base = _rem(thread, threads), _address(part, 3), _address(lse, 3), _address(target)
+    _cluster_barrier()
+    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
+    for step in range(0, of_cta, at_once):
+        row = _add(_add(_mul(rank, of_cta), _div(thread, threads)), step)
+        logits = [_load_peer(_add(held_lse, _mul(row, 4)), other, 1)[0] for other in range(parts)]
+        top = functools.reduce(arith.maximumf, logits)
+        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+        place = _add(held, _add(_mul(row, 4 * head_dim), _mul(column, 16)))
+        total, sums = zero, [zero] * 4
+        for other, logit in enumerate(logits):
+            weight = _exp2(arith.mulf(arith.subf(logit, top), utils.c(math.log2(math.e), f32)))
+            some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
+            # Empty parts were never written: what lies there is skipped, not weighted.
+            values = [arith.select(some, value, zero) for value in _load_peer(place, other, 4)]
+            sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, values, strict=True)]
+            total = arith.addf(total, weight)
+        share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+        quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])
+        rounded = utils.bitcast(arith.truncf(ir.VectorType.get((4,), dtype), quad), ir.VectorType.get((2,), i32))
+        token = _div(row, group)
+        offset = _add(_mul(token, token_stride), _mul(_sub(row, _mul(token, group)), group_stride))
+        address = _add(base, _mul(_widen_index(_add(offset, _mul(column, 4))), 2))
+        low, high = (vector.extract(rounded, [], [i]) for i in range(2))
+        _when(_below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
+    _cluster_barrier()
+
+
+def _cluster_barrier() -> None:
+    for ptx in ("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"):
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+
+def _load_peer(address, rank: int, count: int):
+    """Float32 from the shared memory of the cluster's CTA `rank`, at an address of the own."""
+    f32, vectors = ir.F32Type.get(), "" if count == 1 else ".v4"
+    names = ", ".join(f"${i}" for i in range(count))
+    return utils.inline_ptx(
+        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, ${count}, {rank};"
+        f" ld.shared::cluster{vectors}.f32 {names if count == 1 else '{' + names + '}'}, [there]; }}",
+        address, result_types=[f32] * count, has_side_effects=True,
+    )  # fmt: skip
+
+
+def _exp2(value):
+    return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
 
 
 def add_weights(total, weights):

@@ -82,6 +82,22 @@ def pad_columns(source, target, interpret: Any):
     pad(source, target)
 
 
+def merge_cluster(part, lse, target, rows: int, parts: int):
+    """Puts together the parts that the CTAs of a cluster hold in their shared memories, each CTA some of the rows.
+
+    Args:
+      part: `[64, H]` float32, normalised; lse: `[64]`, natural, -inf where the part holds nothing.
+      target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
+    """
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
+    def merge(_ctx, part, lse, target):
+        lanes.merge_cluster(part, lse, target, rows, parts)
+
+    merge(part, lse, target)
+
+
 def alibi_share(ahead, sqrt: bool):
     """What ALiBi adds to the score of a key so many positions ahead of its query, before the slope."""
     ahead = ahead.astype(jnp.float32)

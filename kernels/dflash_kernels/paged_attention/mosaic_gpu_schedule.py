@@ -30,6 +30,7 @@ class Tuning:
     keys: int = 64
     min_tiles: int = 1
     merge: str | None = None
+    together: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Launch:
     soft_cap: float | None
     scale: float
     alibi_sqrt: bool = False
+    together: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -104,6 +106,7 @@ def plan(
     # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
     direct = splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
+    together = tuning.together and splits in (2, 4, 8, 16) and not has_sinks and tiles == 1 and head_dim in (64, 128)
     stages = tuning.stages
     if stages is None:
         queries = warpgroups * ROWS * width * (4 if direct else 6) + (keys * width * 4 if width > head_dim else 0)
@@ -112,7 +115,7 @@ def plan(
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits,
-        min_tiles=tuning.min_tiles, direct=direct, **mask,
+        min_tiles=tuning.min_tiles, direct=direct, together=together, **mask,
     )  # fmt: skip
 
 
