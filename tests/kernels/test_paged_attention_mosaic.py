@@ -60,6 +60,7 @@ CASES = {
     "q1-split": (1, 4, 64, 128, [330, 64, 0, 1], None, {}, Tuning(splits=5)),
     "q16-direct": (16, 4, 64, 128, [190, 70, 5, 0], [16, 3, 16, 16], {}, Tuning(splits=1)),
     "q16-split": (16, 4, 64, 128, [330, 70, 5, 0], [16, 0, 16, 16], {}, Tuning(splits=2)),
+    "q16-apart": (16, 4, 64, 64, [230, 70, 0], [16, 3, 16], {}, Tuning(splits=2, together=False)),
     "q16-full": (16, 4, 64, 128, [330, 64, 5, 0], [16, 3, 16, 16], {"causal": False}, Tuning(splits=2)),
     "page16": (4, 1, 16, 64, [150, 17], [4, 2], {}, Tuning(splits=2, merge="xla")),
     "page32": (3, 8, 32, 64, [150, 96], [3, 2], {"causal": False}, Tuning(splits=2)),
@@ -169,6 +170,9 @@ def test_schedule() -> None:
         assert shared + 512 <= HALF_SHARED_MEMORY
         assert launch.stages >= 2
     assert planned(1, 1, table_width=512).splits == 16
+    # Two large parts are put together by their own CTAs.
+    assert [planned(8, t).together for t in (1, 16)] == [False, True]
+    assert not planned(8, 16, Tuning(together=False)).together
     assert not planned(64, 16, has_sinks=True).direct
     # Tokens of 960 bytes do not start where a copy may.
     assert not planned(64, 2, group=6, head_dim=80).direct

@@ -1,5 +1,6 @@
 """Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -92,6 +93,9 @@ def _attend(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **mask,
     )  # fmt: skip
+    if interpret is not None:
+        # The interpreter has no shared memory of other CTAs.
+        launch = dataclasses.replace(launch, together=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(

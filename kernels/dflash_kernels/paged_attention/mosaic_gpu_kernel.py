@@ -74,8 +74,9 @@ def attention(
       seq_lens, q_lens: `[B]` int32.
 
     Returns:
-      Output `[B, T, K, G, H]` where `launch.direct`, else float32 partial outputs `[B, K, splits, rows, H]`, each normalised, whose
-      rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
+      Output `[B, T, K, G, H]` where `launch.direct` or `launch.together`, else float32 partial outputs `[B, K, splits, rows, H]`,
+      each normalised, whose rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]`
+      float32, -inf where empty.
     """
     b, rows = q.shape[0], launch.row_blocks * launch.block_rows
     # Rows of a part, which leaves in tiles of 8.

@@ -22,7 +22,8 @@ class Tuning:
       stages: tiles of keys and values in flight in a CTA.
       keys: keys of a tile, 64 or 128.
       min_tiles: fewest tiles worth a part of their own.
-      merge: who puts the parts together, "kernel" or "xla".
+      merge: who puts the parts together afterwards, "kernel" or "xla".
+      together: let the CTAs of a sequence's two parts, a cluster, put them together themselves.
     """
 
     splits: int | None = None
@@ -30,7 +31,7 @@ class Tuning:
     keys: int = 64
     min_tiles: int = 1
     merge: str | None = None
-    together: bool = False
+    together: bool | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Launch:
       keys: keys of a tile; stages: tiles in flight.
       splits: parts that a sequence's visible pages are dealt to; min_tiles: fewest tiles worth a part of their own.
       direct: write the output itself (one split, no sinks) rather than float32 partial results.
+      together: CTAs of a cluster write the output, put together from the parts in their shared memories.
     """
 
     tokens: int
@@ -106,7 +108,9 @@ def plan(
     # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
     direct = splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
-    together = tuning.together and splits in (2, 4, 8, 16) and not has_sinks and tiles == 1 and head_dim in (64, 128)
+    # Measured: pairs gain where the parts are large, clusters of four lose.
+    possible = splits == 2 and not has_sinks and tiles == 1 and head_dim in (64, 128)
+    together = possible and (tokens * group > ROWS // 2 if tuning.together is None else tuning.together)
     stages = tuning.stages
     if stages is None:
         queries = warpgroups * ROWS * width * (4 if direct else 6) + (keys * width * 4 if width > head_dim else 0)
