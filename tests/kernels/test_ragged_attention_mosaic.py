@@ -61,7 +61,7 @@ def check(case: Case, form: str, tuning: Tuning, interpret: Any) -> None:
 # Form, queries and keys of each sequence, shapes and mask, tuning. Starts off multiples of 8, empty ones, queries without keys.
 CASES: dict[str, tuple[str, list[int], list[int] | None, dict[str, Any], Tuning]] = {
     "prompts": ("dense", [70, 1, 130], None, {}, Tuning()),
-    "rounds": ("dense", [300, 150], None, {"kv_heads": 2}, Tuning(kv_heads_at_once=1, ctas=2)),
+    "rounds": ("dense", [200, 70], None, {"kv_heads": 2}, Tuning(kv_heads_at_once=1, ctas=2)),
     "chunks": ("paged", [70, 1, 0, 61], [200, 3, 9, 61], {"group": 2, "head_dim": 128, "page_size": 64}, Tuning()),
     "cross": ("dense", [70, 5, 3], [5, 140, 0], {"causal": False, "head_dim": 72}, Tuning(keys=64, kv_heads_at_once=1)),
     "latent": ("dense", [20], [140], {"head_dim": 192, "value_dim": 128}, Tuning()),
