@@ -57,20 +57,18 @@ def chunked_prefill(
     # Whole chunks, or the last slice would be shifted back over rows that were seen already.
     table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
 
-    def add(index: Array, context: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(index: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
         own = jax.lax.dynamic_slice_in_dim(table, index * columns, columns, axis=1)
         held = jnp.clip(context_lens - index * chunk, 0, chunk)
         rows = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, stored)
         gathered = latent_decode(rows, latents.dtype, kv_lora_rank=rank, scale=latent_scale)
         gathered = jnp.where((jnp.arange(chunk) < held[:, None])[:, :, None], gathered, jnp.zeros((), gathered.dtype))
-        return merge_states(*context, *attend(gathered, held, causal=False))
+        return merge_states(*seen, *attend(gathered, held, causal=False))
 
     wide = jnp.promote_types(q_nope.dtype, jnp.float32)
-    nothing = jnp.zeros(new[0].shape, wide), jnp.full(new[1].shape, -jnp.inf, wide)
     chunks = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
     with jax.named_scope("latent_context"):
-        out, lse = jax.lax.fori_loop(0, chunks, add, nothing)
-    out, _ = merge_states(out, lse, *new)
+        out, _ = jax.lax.fori_loop(0, chunks, add, (new[0].astype(wide), new[1].astype(wide)))
     return jnp.where(live[:, :, None, None], out, 0).astype(q_nope.dtype)
 
 
