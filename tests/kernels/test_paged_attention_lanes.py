@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
 from jaxlib.mlir import ir
 
@@ -22,11 +23,12 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         "addi": np.add, "subi": np.subtract, "muli": np.multiply, "xori": np.bitwise_xor, "divui": np.floor_divide,
         "remui": np.remainder, "andi": np.bitwise_and, "ori": np.bitwise_or, "shrui": np.right_shift,
     }  # fmt: skip
-    monkeypatch.setattr(lanes, "arith", types.SimpleNamespace(**arith))
-    monkeypatch.setattr(lanes, "_constant", lambda value, like: value)
-    monkeypatch.setattr(lanes, "_lane_and_warp", lambda: (LANE, WARP))
-    monkeypatch.setattr(lanes, "_shift_left", lambda a, bits: a << bits & MASK)
-    monkeypatch.setattr(lanes, "utils", types.SimpleNamespace(c=lambda value, ty: value & MASK))
+    for module in (lanes, th):
+        monkeypatch.setattr(module, "arith", types.SimpleNamespace(**arith))
+        monkeypatch.setattr(module, "utils", types.SimpleNamespace(c=lambda value, ty: value & MASK))
+    monkeypatch.setattr(th, "constant", lambda value, like: value)
+    monkeypatch.setattr(th, "lane_and_warp", lambda: (LANE, WARP))
+    monkeypatch.setattr(th, "shift_left", lambda a, bits: a << bits & MASK)
 
 
 def swizzled_bytes(tile: np.ndarray) -> np.ndarray:
@@ -89,7 +91,7 @@ def test_places_in_a_swizzled_tile(columns: int, width: int) -> None:
     across, inside = np.divmod(16 * chunk, width)
     plain = row // 8 * 16 * columns + across * 8 * width + row % 8 * width + inside
     expected = plain ^ (plain >> 3 & (width // 16 - 1) << 4)
-    np.testing.assert_array_equal(lanes._within(row, 16 * chunk, columns, width), expected)
+    np.testing.assert_array_equal(th.within(row, 16 * chunk, columns, width), expected)
     assert sorted(expected) == list(range(0, 64 * columns * 2, 16))
 
 
@@ -99,7 +101,7 @@ def test_float8_bits_are_the_value_times_a_power_of_two(monkeypatch: pytest.Monk
         pass
 
     monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(IntegerType=ir.IntegerType, Float8E4M3FNType=Float8))
-    monkeypatch.setattr(lanes, "_i32", lambda: None)
+    monkeypatch.setattr(th, "i32", lambda: None)
     stored = np.arange(256, dtype=np.uint8)
     words = stored.view(np.uint32).astype(np.int64)
     found = np.empty(256)

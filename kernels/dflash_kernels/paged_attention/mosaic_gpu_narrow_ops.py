@@ -68,7 +68,7 @@ def scores_and_values(keys, values, queries, dtype: Any, interpret: Any):
         scores = jnp.dot(in_key_order(_plain(keys[...])), wide.T, precision=lax.Precision.HIGHEST)
         return scores, _in_value_order(_plain(values[...]).T)
 
-    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     tile = plgpu.RefType(swizzled(dtype, head_dim))
     multiply = plgpu.inline_mgpu(
@@ -94,7 +94,7 @@ def any_above(values, limit: int, interpret: Any):
     if interpret is not None:
         return jnp.max(jnp.where(jnp.isnan(values), -jnp.inf, values)) > limit
 
-    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(
         arg_types=(_MATRIX,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
@@ -110,7 +110,7 @@ def add_weights(total, weights, interpret: Any):
     if interpret is not None:
         return total + weights
 
-    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     shape = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=_MATRIX)
 
@@ -145,7 +145,7 @@ def store(out, target, first_row, rows: int, factors, interpret: Any):
 
         return
 
-    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     given = () if factors is None else (factors,)
 

@@ -1,0 +1,96 @@
+"""Integers of single threads in the Hopper kernels below Pallas: places in swizzled tiles, addresses, predicated instructions.
+
+A fragment of the matrix layout gives the thread of warp w, row r of 8 and column pair c of 4 the elements at rows `16 w + r` and
+`+ 8`, columns `2 c` and `2 c + 1`.
+"""
+
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+CHUNK = 16  # bytes: what an 8 by 8 matrix of 16-bit elements spans of a row, and what swizzling moves
+
+
+def when(predicate, ptx: str, *operands) -> None:
+    utils.inline_ptx(ptx, *operands, predicate=predicate, has_side_effects=True)
+
+
+def within(row, column, columns: int, width: int):
+    """Byte offset in a tile of two-byte elements, swizzled over `width` bytes; `column` in bytes."""
+    of_8, in_8 = mul(div(row, 8), 16 * columns), mul(rem(row, 8), width)
+    across = mul(div(column, width), 8 * width)
+    return add(add(add(of_8, in_8), across), xor(rem(column, width), swizzle_of(rem(row, 8), width)))
+
+
+def swizzle_of(row, width: int):
+    """What is exclusively-ored to the byte offset within a row of `width` bytes, the swizzle's size."""
+    return mul(rem(div(row, 128 // width), width // CHUNK), CHUNK)
+
+
+def shape_and_strides(ref) -> tuple[list[int], list[int]]:
+    ty = ir.MemRefType(ref.type)
+    return ty.shape, ty.get_strides_and_offset()[0]
+
+
+def rows_and_columns(tile) -> tuple[int, int]:
+    down, across, rows, columns = ir.MemRefType(tile.type).shape
+    return down * rows, across * columns
+
+
+def swizzle(tile) -> int:
+    ty = ir.MemRefType(tile.type)
+    return ty.shape[-1] * utils.bytewidth(ty.element_type)
+
+
+def address(ref, space: int = 0):
+    """Address of a memory's first element: 32 bits in shared memory, 64 in global memory."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32 if space == 3 else 64), utils.memref_ptr(ref))
+
+
+def lane_and_warp():
+    thread = rem(utils.thread_idx(), 128)
+    return rem(thread, 32), div(thread, 32)
+
+
+def constant(value, like):
+    return utils.c(value, like.type) if isinstance(value, int) else value
+
+
+def below(a, bound: int):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, utils.c(bound, i32()))
+
+
+def add(a, b):
+    return arith.addi(a, constant(b, a))
+
+
+def sub(a, b):
+    return arith.subi(a, constant(b, a))
+
+
+def mul(a, b):
+    return arith.muli(a, constant(b, a))
+
+
+def xor(a, b):
+    return arith.xori(a, constant(b, a))
+
+
+def div(a, b: int):
+    return arith.divui(a, constant(b, a))
+
+
+def rem(a, b: int):
+    return arith.remui(a, constant(b, a))
+
+
+def shift_left(a, bits: int):
+    return arith.shli(a, utils.c(bits, a.type))
+
+
+def widen_index(a):
+    return arith.extui(ir.IntegerType.get_signless(64), a)
+
+
+def i32():
+    return ir.IntegerType.get_signless(32)
