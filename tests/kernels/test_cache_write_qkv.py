@@ -54,7 +54,7 @@ class Case:
 
 CASES = {
     "plain": Case(),
-    "one-token": Case(slots=(33,)),
+    "one-token": Case(slots=(33,), half=0, norm=False),
     "nothing-written": Case(slots=(-1, -5)),
     "float32": Case(dtype=F32),
     "float16": Case(dtype=F16),
@@ -63,12 +63,10 @@ CASES = {
     "one-head": Case(n=1, k=1, head_dim=80, half=40),
     "head96-partial": Case(head_dim=96, half=12),
     "partial": Case(half=16, dtype=F32),
-    "head256": Case(n=8, k=4, head_dim=256, half=128, page_size=8, page_count=10),
-    "no-norm": Case(norm=False),
+    "head256": Case(n=8, k=4, head_dim=256, half=128, page_size=8, slots=(1, 39)),
     "no-rotation": Case(half=0),
-    "neither": Case(half=0, norm=False, dtype=F16),
     "wide-to-narrow": Case(dtype=F32, pages=BF16),
-    "two-at-once": Case(n=2, k=1, head_dim=64, half=32, slots=tuple(range(33)) + (-1,) * 33, page_count=9),
+    "two-at-once": Case(n=2, k=1, head_dim=64, half=32, slots=(*range(33), *[-1] * 33)),
     "fp8": Case(pages=FP8, scalar=True),
     "fp8-by-head": Case(pages=FP8, dtype=F32, k=4),
     "int8": Case(pages=INT8),
@@ -211,12 +209,12 @@ def test_agrees_with_float64(name: str, candidate: str) -> None:
     check_pools(case, given, k_pages, v_pages, k_scale, true)
 
 
-@pytest.mark.parametrize("pages", [None, FP8, INT8], ids=["bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("pages", [None, INT8], ids=["bfloat16", "int8"])
 def test_several_layers_are_each_one_call(pages: Any, candidate: str) -> None:
-    case = Case(k=4, head_dim=64, half=32, layers=3, pages=pages)
+    case = Case(k=4, head_dim=64, half=32, layers=2, slots=SLOTS[:3], pages=pages)
     given = inputs(case)
     k_pages, v_pages, k_scale = run(given, candidate=candidate, several=True)
-    columns = np.split(given["kv"], 3, axis=1)
+    columns = np.split(given["kv"], case.layers, axis=1)
     for i, column in enumerate(columns):
         alone = {name: value[i] if isinstance(value, tuple) else value for name, value in given.items() if name != "kv"}
         # The query heads are whatever: they have no say in the pools.
@@ -247,7 +245,7 @@ def test_nothing_lies_between_the_write_and_attention() -> None:
     assert not re.findall(r"= bf16\[\S* (?:fusion|copy|transpose|pad)\(.*", text)
 
 
-@pytest.mark.parametrize("name", ["plain", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["plain", "int8"])
 def test_the_same_call_twice_gives_the_same_bits(name: str, candidate: str) -> None:
     given = inputs(CASES[name])
     first, second = (jax.tree.leaves(run(given, candidate=candidate)) for _ in range(2))

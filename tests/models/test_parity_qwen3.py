@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,6 +76,14 @@ def test_every_module_agrees(case: str) -> None:
     assert set(ours) == set(expected)
     errors = {name: difference(ours[name], value) for name, value in expected.items()}
     assert all(error <= TOLERANCE for error in errors.values()), errors
+
+
+def test_angles_are_computed_once_for_all_layers() -> None:
+    config, model, inputs, _ = golden("qwen3_untied")
+    arrays = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
+    text = str(jax.make_jaxpr(lambda ids, positions: model(ids, positions, dense_attend())[0])(*arrays))
+    assert config.num_layers > 1
+    assert [text.count(f"= {name} ") for name in ("cos", "sin")] == [1, 1]
 
 
 @pytest.mark.parametrize("case", ["qwen3_untied", "qwen3_window"])
