@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, cache_write
 from dflash_kernels.cache_write.api import IMPLEMENTATIONS
+from dflash_kernels.cache_write.mosaic_gpu_plain import launch
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-CANDIDATES = ("xla", pytest.param("xla", id="xla-on-gpu", marks=pytest.mark.gpu))
+GPU = pytest.mark.gpu
+CANDIDATES = ("xla", pytest.param("xla", id="xla-on-gpu", marks=GPU), pytest.param("mosaic_gpu", marks=GPU))
 PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 7, 2, 16, 24
 DTYPES = pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["float32", "bfloat16", "float16"]
@@ -97,6 +100,45 @@ def test_a_donated_pool_is_written_in_place(program: Any, dtype: Any, implementa
     written = program(*pools, new, new, slots, implementation=implementation)
     assert [pool.unsafe_buffer_pointer() for pool in written] == addresses
     assert all(pool.is_deleted() for pool in pools)
+
+
+@pytest.mark.parametrize("where", ["interpreted", pytest.param("gpu", marks=GPU)])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(576, jnp.bfloat16), (656, jnp.uint8), (576, jnp.float8_e4m3fn), (24, jnp.float32)]
+)
+def test_rows_arrive_as_they_are(width: int, dtype: Any, where: str) -> None:
+    """Latent rows of every kind, NaNs among them; rows past the last slot are padding."""
+    rng = np.random.default_rng(width)
+    pool, rows = random_bits(rng, (5, 1, 8, width), dtype), random_bits(rng, (7, width), dtype)
+    slots = np.array([3, -1, 39, -2_147_483_648, 0], np.int32)
+    interpret = plgpu.InterpretGPUParams() if where == "interpreted" else None
+    (written,) = jax.jit(functools.partial(launch, interpret=interpret))((pool,), (rows[:, None],), slots)
+    expected = pool.copy()
+    for row, slot in zip(rows, slots, strict=False):
+        if slot >= 0:
+            expected[slot // 8, 0, slot % 8] = row
+    np.testing.assert_array_equal(bits(written), bits(expected))
+
+
+def test_keys_and_values_are_one_launch() -> None:
+    rng = np.random.default_rng(0)
+    pools = [random_bits(rng, (PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM), jnp.bfloat16) for _ in range(2)]
+    new = [rng.standard_normal((66, KV_HEADS, HEAD_DIM)).astype(np.float32) for _ in range(2)]
+    slots = [*range(40, 104), -1, -1]
+    write = jax.jit(functools.partial(launch, interpret=plgpu.InterpretGPUParams()))
+    written = write(tuple(pools), tuple(new), np.array(slots, np.int32))
+    for pool, tokens, result in zip(pools, new, written, strict=True):
+        np.testing.assert_array_equal(bits(result), bits(expected(pool, tokens, slots)))
+
+
+@pytest.mark.parametrize(
+    ("pool", "rows", "reason"),
+    [(np.zeros((2, 1, 4, 8), np.uint8), np.zeros((1, 1, 8), np.float32), "no rows of float32 for a pool of uint8"),
+     (np.zeros((2, 1, 4, 12), np.float32), np.zeros((1, 1, 12), np.float32), "a multiple of 8 numbers, not 12")],
+)  # fmt: skip
+def test_refusals_name_their_reason(pool: np.ndarray, rows: np.ndarray, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        launch((jnp.asarray(pool),), (jnp.asarray(rows),), jnp.zeros(1, jnp.int32))
 
 
 def test_an_unknown_implementation_is_named() -> None:

@@ -52,6 +52,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
     ),
     "latent_gather": ((LATENTS, integers(BATCH, TABLE), integers(BATCH), integers(BATCH)), {"rows": 512}),
+    "latent_write bytes": (
+        (array(99, 1, 64, 656, dtype=jnp.uint8), array(64, 656, dtype=jnp.uint8), integers(64)), {},
+    ),
     "latent_write": ((LATENTS, array(64, 576), integers(64)), {}),
     "merge_states": (
         (array(64, 32, 128), array(64, 32, dtype=jnp.float32), array(64, 32, 128), array(64, 32, dtype=jnp.float32)), {},
@@ -63,7 +66,7 @@ def lowered(op: str, kind: str) -> list[str]:
     """Names of the custom calls, in order."""
     arrays, options = OPS[op]
     with on(kind):
-        function = jax.jit(lambda *arrays: getattr(dflash_kernels, op)(*arrays, **options))
+        function = jax.jit(lambda *arrays: getattr(dflash_kernels, op.split()[0])(*arrays, **options))
         return re.findall(r"custom_call @(\w+)", function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
 
 
@@ -80,7 +83,7 @@ def test_attention_is_a_kernel_where_there_is_one() -> None:
     assert lowered("paged_attention", "Tesla T4") == []
 
 
-@pytest.mark.parametrize("op", ["qkv_write", "kv_write"])
+@pytest.mark.parametrize("op", ["qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes"])
 def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"]
     assert lowered(op, "NVIDIA A100-SXM4-80GB") == []

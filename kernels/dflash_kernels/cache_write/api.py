@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float, Int, Shaped
 
+from dflash_kernels.cache_write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.cache_write.reference import cache_write_reference, latent_write_reference
 from dflash_kernels.dispatch import first_fitting
 
-IMPLEMENTATIONS = {"xla": cache_write_reference}
-LATENT_IMPLEMENTATIONS = {"xla": latent_write_reference}
+IMPLEMENTATIONS = {"mosaic_gpu": cache_write_mosaic_gpu, "xla": cache_write_reference}
+LATENT_IMPLEMENTATIONS = {"mosaic_gpu": latent_write_mosaic_gpu, "xla": latent_write_reference}
 
 
 def cache_write(

@@ -105,17 +105,17 @@ def _write(
         return name
 
     if queries:
-        segments.append(kernel.Segment("q", 0, queries, named("q_norm", q_norm, inputs), turned, paged=False))
+        segments.append(kernel.Segment("x", "q", 0, queries, named("q_norm", q_norm, inputs), turned, paged=False))
     for i, (k_pages, v_pages, k_norm, k_scale, v_scale) in enumerate(layers):
         pools |= {f"k{i}": k_pages, f"v{i}": v_pages}
         norm = named(f"k_norm{i}", k_norm, inputs)
         written = k_scale is not None and k_scale.ndim == 3
         k_by = named(f"k_scale{i}", k_scale, pools if written else inputs)
         v_by = named(f"v_scale{i}", v_scale, inputs)
-        segments.append(kernel.Segment(f"k{i}", first, kv_heads, norm, turned, paged=True, scale=k_by))
-        segments.append(kernel.Segment(f"v{i}", first + kv_heads, kv_heads, None, False, paged=True, scale=v_by))
+        segments.append(kernel.Segment("x", f"k{i}", first, kv_heads, norm, turned, paged=True, scale=k_by))
+        segments.append(kernel.Segment("x", f"v{i}", first + kv_heads, kv_heads, None, False, paged=True, scale=v_by))
         first += 2 * kv_heads
-    shape = (tokens, queries, head_dim) if queries else None
+    shape = jax.ShapeDtypeStruct((tokens, queries, head_dim), x.dtype) if queries else None
     q, pools = kernel.write(
         tuple(segments),
         kernel.Columns(half, head_dim),

@@ -27,8 +27,9 @@ class Segment:
     """Heads that are treated alike.
 
     Attributes:
+      source: name of the array `[T, heads, H]` they come from.
       target: name of the array they go to: a pool or `[T, heads, H]`.
-      first: index of the first among all heads of a token's row.
+      first: index of the first among the source's heads.
       heads: how many.
       norm: name of the norm's weight, or None.
       rotated: whether they turn with the position.
@@ -36,6 +37,7 @@ class Segment:
       scale: name of the scale for a quantised pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
     """
 
+    source: str
     target: str
     first: int
     heads: int
@@ -92,7 +94,7 @@ class Columns:
 
 def write(
     segments: tuple[Segment, ...], columns: Columns, eps: float, page_size: int, inputs: dict[str, jax.Array],
-    pools: dict[str, jax.Array], q: tuple[int, ...] | None, at_once: int, interpret: Any,
+    pools: dict[str, jax.Array], q: jax.ShapeDtypeStruct | None, at_once: int, interpret: Any,
 ) -> tuple[jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
     """Runs the kernel.
 
@@ -101,9 +103,9 @@ def write(
       columns: how a head is cut.
       eps: of the norms.
       page_size: rows of a page.
-      inputs: `x [T, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where something rotates, norm weights and scales.
+      inputs: sources `[T or more, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where something rotates, norm weights, scales.
       pools: what is written in place.
-      q: shape of the queries that come out, or None.
+      q: the queries `[T, N, H]` that come out, or None.
       at_once: tokens of one CTA, a divisor of T.
       interpret: for tests on the CPU.
 
@@ -111,14 +113,14 @@ def write(
       The queries, and the pools.
     """
     names = [*inputs, *pools, *(["q"] if q else [])]
-    tokens, groups = inputs["x"].shape[0], sum(segment.heads // segment.rows for segment in segments)
+    tokens, groups = inputs["slots"].shape[0], sum(segment.heads // segment.rows for segment in segments)
 
     def body(*refs):
         _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size, at_once).run(segments)
 
     held = {name: jax.new_ref(pool) for name, pool in pools.items()}
     out = plgpu.kernel(
-        body, out_type=(jax.ShapeDtypeStruct(q, inputs["x"].dtype),) if q else (),
+        body, out_type=(q,) if q else (),
         grid=(tokens // at_once, groups), grid_names=("tokens", "group"),
         # Sums of a row stay within a warp: no scratch.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
@@ -141,7 +143,7 @@ class _Block:
 
     def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int, at_once: int):
         self.refs, self.columns, self.eps = refs, columns, eps
-        self.group, self.dtype = lax.axis_index("group"), refs["x"].dtype
+        self.group = lax.axis_index("group")
         self.tokens = []
         for step in range(at_once):
             index = lax.axis_index("tokens") * at_once + step
@@ -166,9 +168,9 @@ class _Heads:
 
     def __init__(self, block: _Block, segment: Segment, first_head: Any):
         self.block, self.segment, self.first_head = block, segment, first_head
-        self.refs, self.dtype, self.pieces = block.refs, block.dtype, block.columns.pieces
-        self.heads = pl.ds(first_head, segment.rows)
-        self.target = self.refs[segment.target]
+        self.refs, self.pieces, self.heads = block.refs, block.columns.pieces, pl.ds(first_head, segment.rows)
+        self.source, self.target = self.refs[segment.source], self.refs[segment.target]
+        self.dtype = self.source.dtype
         self.layouts = [block.columns.layout(segment.rows, width) for _, width in self.pieces]
         self.places = [pl.ds(start, width) for start, width in self.pieces]
 
@@ -191,7 +193,7 @@ class _Heads:
     def _projected(self, token: _Token) -> list[jax.Array]:
         heads = pl.ds(self.segment.first + self.first_head, self.segment.rows)
         return [
-            _load(self.refs["x"].at[token.index, heads, place], layout)
+            _load(self.source.at[token.index, heads, place], layout)
             for place, layout in zip(self.places, self.layouts, strict=True)
         ]
 
