@@ -4,9 +4,9 @@
 
 A figure is the time of one layer inside one compiled loop on the device over 8 layers with pools and projections of their own,
 as a decode step has them: the host's clock around many rounds, divided by rounds and layers. "apart" is norm, rotation and two
-scatters as jnp operations, the form the models had before the operation. The floor is the bytes that must move over the
-memory's bandwidth; a launch inside the loop takes 1.3 us or more whatever it does. `draft` rows are the drafter's context: five
-layers' keys and values in one call, and the time is that of the call.
+scatters as jnp operations, the form the models had before the operation; what the kernel gives is compared with it first. The
+floor is the bytes that must move over the memory's bandwidth; a launch inside the loop takes 1.3 us or more whatever it does.
+`draft` rows are the drafter's context: five layers' keys and values in one call, and the time is that of the call.
 """
 
 import functools
@@ -67,11 +67,13 @@ def pool(dtype: Any) -> jax.Array:
     return jnp.zeros((PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM), dtype)
 
 
-def target_program(tokens: int, write: Callable[..., Any], dtype: Any) -> tuple[Callable[..., Any], Any, int]:
+def target_program(
+    tokens: int, write: Callable[..., Any], dtype: Any, layers: int = LAYERS
+) -> tuple[Callable[..., Any], Any, int]:
     """One round over the layers of a target as `program(state, rounds) -> state`."""
     rng = np.random.default_rng(0)
     shape = (tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    qkv = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(LAYERS)]
+    qkv = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(layers)]
     norms = {name: jnp.asarray(rng.uniform(0.5, 1.5, HEAD_DIM), jnp.bfloat16) for name in ("q_norm", "k_norm")}
     fixed: dict[str, Any] = {}
     if dtype == jnp.float8_e4m3fn:
@@ -99,7 +101,7 @@ def target_program(tokens: int, write: Callable[..., Any], dtype: Any) -> tuple[
 
         return jax.lax.fori_loop(0, rounds, body, state)
 
-    return program, state, LAYERS
+    return program, state, layers
 
 
 def draft_program(tokens: int, write: Callable[..., Any]) -> tuple[Callable[..., Any], Any, int]:
@@ -126,6 +128,16 @@ def draft_program(tokens: int, write: Callable[..., Any]) -> tuple[Callable[...,
         return jax.lax.fori_loop(0, rounds, body, state)
 
     return program, state, calls
+
+
+def check(tokens: int) -> None:
+    """Stops the run where the kernel is wrong: against the jnp operations, within two roundings of bfloat16."""
+    program = [target_program(tokens, form, jnp.bfloat16, layers=1) for form in (qkv_write, apart)]
+    ours, theirs = (jax.jit(run)(state, 2) for run, state, _ in program)
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        wide = [np.asarray(x, np.float32) for x in (one, other)]
+        if not (np.abs(wide[0] - wide[1]) <= 0.02 * np.abs(wide[1]).max()).all():
+            raise SystemExit(f"T{tokens}: the kernel and the jnp operations disagree")
 
 
 def measure(program: Callable[..., Any], state: Any, calls: int) -> list[float]:
@@ -160,6 +172,7 @@ def main() -> None:
         )
 
     for tokens in (1, 16, 128, 512):
+        check(tokens)
         moved = 2 * tokens * (HEADS + 2 * KV_HEADS) * row
         for name, write in forms.items():
             if name == "xla" and tokens > 16:

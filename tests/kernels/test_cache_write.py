@@ -80,7 +80,7 @@ def test_tokens_are_cast_to_the_pools_dtype(implementation: str) -> None:
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnums=(0, 1))
 def write_often(k_pages, v_pages, k, v, slots, *, implementation):
     def body(i, pools):
-        return cache_write(*pools, k + i.astype(k.dtype), v, slots + i, implementation=implementation)
+        return cache_write(pools[0], pools[1], k + i.astype(k.dtype), v, slots + i, implementation=implementation)
 
     return jax.lax.fori_loop(0, 5, body, (k_pages, v_pages))
 
