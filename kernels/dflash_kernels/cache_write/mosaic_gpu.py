@@ -1,7 +1,6 @@
 """Norm, rotation and cache write on Hopper: what the kernel takes, and which heads go where."""
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -70,12 +69,6 @@ def launch_kv(
     return new_k, new_v, None if k_scale is None else new_scales
 
 
-def at_once(tokens: int) -> int:
-    """Tokens of one CTA: more than one where the launch of so many CTAs would take longer than their work."""
-    wanted = 4 if tokens >= 256 else 2 if tokens >= 64 else 1
-    return math.gcd(tokens, wanted)
-
-
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnames=("eps", "interpret"))
 def _write(
@@ -117,15 +110,7 @@ def _write(
         first += 2 * kv_heads
     shape = jax.ShapeDtypeStruct((tokens, queries, head_dim), x.dtype) if queries else None
     q, pools = kernel.write(
-        tuple(segments),
-        kernel.Columns(half, head_dim),
-        eps,
-        page_size,
-        inputs,
-        pools,
-        shape,
-        at_once(tokens),
-        interpret,
+        tuple(segments), kernel.Columns(half, head_dim), eps, page_size, inputs, pools, shape, interpret
     )
     return q, tuple(
         (pools[f"k{i}"], pools[f"v{i}"], pools.get(f"k_scale{i}", layer[3])) for i, layer in enumerate(layers)

@@ -2,13 +2,12 @@
 
 The heads of a token are rows of a tile that lives in registers: a row's columns lie within one warp, so its mean square and its
 largest value are warp shuffles, and the two halves that a rotation pairs are two tiles of one shape in the same threads. Nothing
-passes through shared memory: a CTA waits for its slot, its row and the tables at once, then stores. Of many tokens a CTA takes
-several, all of whose rows it waits for at once.
+passes through shared memory: a CTA waits for its slot, its row and the tables at once, then stores.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +93,7 @@ class Columns:
 
 def write(
     segments: tuple[Segment, ...], columns: Columns, eps: float, page_size: int, inputs: dict[str, jax.Array],
-    pools: dict[str, jax.Array], q: jax.ShapeDtypeStruct | None, at_once: int, interpret: Any,
+    pools: dict[str, jax.Array], q: jax.ShapeDtypeStruct | None, interpret: Any,
 ) -> tuple[jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
     """Runs the kernel.
 
@@ -106,7 +105,6 @@ def write(
       inputs: sources `[T or more, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where something rotates, norm weights, scales.
       pools: what is written in place.
       q: the queries `[T, N, H]` that come out, or None.
-      at_once: tokens of one CTA, a divisor of T.
       interpret: for tests on the CPU.
 
     Returns:
@@ -116,12 +114,12 @@ def write(
     tokens, groups = inputs["slots"].shape[0], sum(segment.heads // segment.rows for segment in segments)
 
     def body(*refs):
-        _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size, at_once).run(segments)
+        _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size).run(segments)
 
     held = {name: jax.new_ref(pool) for name, pool in pools.items()}
     out = plgpu.kernel(
         body, out_type=(q,) if q else (),
-        grid=(tokens // at_once, groups), grid_names=("tokens", "group"),
+        grid=(tokens, groups), grid_names=("token", "group"),
         # Sums of a row stay within a warp: no scratch.
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         interpret=interpret,
@@ -129,27 +127,15 @@ def write(
     return out[0] if q else None, {name: jax.freeze(ref) for name, ref in held.items()}
 
 
-class _Token(NamedTuple):
-    """A token of a CTA, and where its keys and values go."""
-
-    index: Any
-    live: Any
-    page: Any
-    row: Any
-
-
 class _Block:
     """One CTA's work."""
 
-    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int, at_once: int):
+    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int):
         self.refs, self.columns, self.eps = refs, columns, eps
-        self.group = lax.axis_index("group")
-        self.tokens = []
-        for step in range(at_once):
-            index = lax.axis_index("tokens") * at_once + step
-            slot = refs["slots"][index]
-            page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
-            self.tokens.append(_Token(index, slot >= 0, page, row))
+        self.token, self.group = lax.axis_index("token"), lax.axis_index("group")
+        slot = refs["slots"][self.token]
+        self.live = slot >= 0
+        self.page, self.row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
 
     def run(self, segments: tuple[Segment, ...]) -> None:
         begin = 0
@@ -175,33 +161,29 @@ class _Heads:
         self.places = [pl.ds(start, width) for start, width in self.pieces]
 
     def run(self) -> None:
-        tokens = self.block.tokens
-        # Every load before the first store: the compiler would not move one past the other.
-        held = [(self._projected(token), self._turn(token)) for token in tokens]
-        weights, scales = self._weights(), self._fixed_scales()
-        for token, (tiles, turn) in zip(tokens, held, strict=True):
+        # Every load before the first branch on the slot and before the first store, past which nothing moves it.
+        tiles, turn, weights, scales = self._projected(), self._turn(), self._weights(), self._fixed_scales()
 
-            def finish(token=token, tiles=tiles, turn=turn):
-                tiles = self._turned(self._normed(tiles, weights), turn)
-                self._store(token, self._quantised(token, tiles, scales))
+        def finish():
+            self._store(self._quantised(self._turned(self._normed(tiles, weights), turn), scales))
 
-            if self.segment.paged:
-                pl.when(token.live)(finish)
-            else:
-                finish()
+        if self.segment.paged:
+            pl.when(self.block.live)(finish)
+        else:
+            finish()
 
-    def _projected(self, token: _Token) -> list[jax.Array]:
+    def _projected(self) -> list[jax.Array]:
         heads = pl.ds(self.segment.first + self.first_head, self.segment.rows)
         return [
-            _load(self.source.at[token.index, heads, place], layout)
+            _load(self.source.at[self.block.token, heads, place], layout)
             for place, layout in zip(self.places, self.layouts, strict=True)
         ]
 
-    def _turn(self, token: _Token) -> list[jax.Array] | None:
-        """Cos and sin of a token."""
+    def _turn(self) -> list[jax.Array] | None:
+        """Cos and sin of the token."""
         if not self.segment.rotated:
             return None
-        return [_load(self.refs[name].at[token.index], self.layouts[0].reduce(0)) for name in ("cos", "sin")]
+        return [_load(self.refs[name].at[self.block.token], self.layouts[0].reduce(0)) for name in ("cos", "sin")]
 
     def _weights(self) -> list[jax.Array] | None:
         if self.segment.norm is None:
@@ -212,7 +194,7 @@ class _Heads:
         ]
 
     def _fixed_scales(self) -> list[Any] | None:
-        """What every token's pieces are divided by; None where nothing is, or a token's own numbers say it."""
+        """What the pieces are divided by; None where nothing is, or where their own numbers say it."""
         if self.segment.scale is None:
             return None
         scale = self.refs[self.segment.scale]
@@ -249,7 +231,7 @@ class _Heads:
         turned = [first * cos - second * sin, second * cos + first * sin]
         return [*(tile.astype(self.dtype) for tile in turned), *tiles[2:]]
 
-    def _quantised(self, token: _Token, tiles: list[jax.Array], scales: list[Any] | None) -> list[jax.Array]:
+    def _quantised(self, tiles: list[jax.Array], scales: list[Any] | None) -> list[jax.Array]:
         """float32 tiles that a cast to the pool's dtype makes exact numbers of; for other pools the tiles themselves."""
         if self.segment.scale is None:
             return tiles
@@ -260,17 +242,17 @@ class _Heads:
         if scales is None:
             row = functools.reduce(jnp.maximum, [jnp.abs(tile).max(axis=1) for tile in wide])
             row = jnp.maximum(row, INT8_FLOOR) / INT8_MAX
-            self.refs[self.segment.scale].at[token.page, self.heads, token.row][...] = row
+            self.refs[self.segment.scale].at[self.block.page, self.heads, self.block.row][...] = row
             scales = [_along_columns(row, tile.shape) for tile in wide]
         rounded = [jnp.round(tile / by) for tile, by in zip(wide, scales, strict=True)]
         return [jnp.clip(tile, -INT8_MAX, INT8_MAX) for tile in rounded]
 
-    def _store(self, token: _Token, tiles: list[jax.Array]) -> None:
+    def _store(self, tiles: list[jax.Array]) -> None:
         for tile, place in zip(tiles, self.places, strict=True):
             if self.segment.paged:
-                where = self.target.at[token.page, self.heads, token.row, place]
+                where = self.target.at[self.block.page, self.heads, self.block.row, place]
             else:
-                where = self.target.at[token.index, self.heads, place]
+                where = self.target.at[self.block.token, self.heads, place]
             where[...] = tile.astype(self.target.dtype)
 
 

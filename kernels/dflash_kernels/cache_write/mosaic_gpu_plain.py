@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.cache_write.mosaic_gpu import at_once
 from dflash_kernels.device import refuse_other_than_hopper
 
 
@@ -63,15 +62,5 @@ def _write(pools: tuple[Array, ...], rows: tuple[Array, ...], slots: Array, *, i
         kernel.Segment(f"rows{i}", f"pool{i}", 0, heads, None, False, paged=True) for i in range(len(pools))
     )
     held = {f"pool{i}": pool for i, pool in enumerate(pools)}
-    _, held = kernel.write(
-        segments,
-        kernel.Columns(width // 2, width),
-        0.0,
-        page_size,
-        inputs,
-        held,
-        None,
-        at_once(slots.shape[0]),
-        interpret,
-    )
+    _, held = kernel.write(segments, kernel.Columns(width // 2, width), 0.0, page_size, inputs, held, None, interpret)
     return tuple(held.values())
