@@ -77,20 +77,28 @@ def check(case: Case, tuning: Tuning, interpret: Any) -> None:
 # tile, odd and even numbers of them, whole and cut ones.
 CASES = {
     "one-head": (1, 1, 64, [260, 64, 0], None, True, 1),
-    "q1-split": (1, 4, 64, [330, 1], None, True, None),
+    "q1-split": (1, 4, 64, [330, 1], None, True, 2),
     "q16": (16, 3, 64, [190, 5, 0], [16, 16, 3], True, 1),
     "q16-two-tiles-of-rows": (16, 5, 64, [140], [13], True, 2),
     "full": (4, 7, 64, [128, 200], [4, 2], False, 1),
     "page16": (3, 3, 16, [150, 3], [3, 3], True, 2),
-    "page32": (2, 16, 32, [130], None, True, 1),
     "page128": (2, 2, 128, [260], None, True, 2),
 }
+# Compiling takes longest there, and the larger cases below do most of this.
+ON_GPU = ("q16-two-tiles-of-rows", "full", "page16")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "interpret"),
+    [
+        *((name, "interpreted") for name in CASES),
+        *(pytest.param(name, "gpu", marks=pytest.mark.gpu) for name in ON_GPU),
+    ],
+    indirect=["interpret"],
+)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     t, heads, page_size, seq_lens, q_lens, causal, splits = CASES[name]
-    dtype = jnp.float16 if name == "page32" else jnp.bfloat16
+    dtype = jnp.float16 if name == "page128" else jnp.bfloat16
     case = latent_case(seq_lens, q_lens, t=t, heads=heads, page_size=page_size, causal=causal, dtype=dtype)
     check(case, Tuning(splits=splits), interpret)
 
@@ -101,26 +109,23 @@ def quantised(case: Case) -> tuple[Case, np.ndarray]:
     return dataclasses.replace(case, k_pages=stored), np.asarray(stored, np.float32) / 8
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-def test_float8_rows(splits: int, interpret: Any) -> None:
+def test_float8_rows(interpret: Any) -> None:
     """Widened exactly: against float64 of the numbers that the pages stand for, as near as with 16-bit rows."""
-    build = functools.partial(latent_case, [290, 3], [2, 2], t=2, heads=3)
-    case, exact = quantised(build(page_size=64 if splits == 1 else 16))
+    case, exact = quantised(latent_case([390, 3], [2, 2], t=2, heads=3, page_size=32))
     case.options["latent_scale"] = jnp.float32(1 / 8)
-    (out, lse), true = run(case, Tuning(splits=splits), interpret), dataclasses.replace(case, k_pages=exact)
+    (out, lse), true = run(case, Tuning(splits=2), interpret), dataclasses.replace(case, k_pages=exact)
     true_out, true_lse = true_values(true)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2**-8 * max(np.abs(true_out).max(), 1))
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-3)
 
 
 def test_nothing_unused_is_read(interpret: Any) -> None:
-    build = functools.partial(latent_case, [33, 0, 70], [2, 2, 1], t=2, heads=3, causal=False, seed=3, page_size=64)
+    build = functools.partial(latent_case, [0, 70], [2, 1], t=2, heads=3, causal=False, seed=3, page_size=64)
     clean = build(garbage=0.0)
     clean.page_table = np.where(clean.page_table % len(clean.k_pages) == clean.page_table, clean.page_table, 0)
     expected = run(clean, Tuning(splits=2), interpret)
-    for garbage in (np.nan, np.inf):
-        found = run(build(garbage=garbage), Tuning(splits=2), interpret)
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+    found = run(build(garbage=np.nan), Tuning(splits=2), interpret)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
 def test_longer_than_the_table() -> None:
@@ -147,8 +152,8 @@ def h200() -> contextlib.AbstractContextManager[Any]:
 
 
 def test_lowers_for_an_h200() -> None:
-    """With splits, so that both kernels are in it."""
-    q = jax.ShapeDtypeStruct((2, 16, 16, WIDTH), jnp.bfloat16)
+    """With splits, so that both kernels are in it, and rows that fill no whole tiles."""
+    q = jax.ShapeDtypeStruct((2, 3, 37, WIDTH), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((129, 1, 16, WIDTH), jnp.bfloat16)
     table, lens = jax.ShapeDtypeStruct((2, 64), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     launch = call.trace(q, pages, table, lens, lens, **OPTIONS, tuning=Tuning(), interpret=None)
@@ -175,11 +180,12 @@ def test_schedule() -> None:
     """One CTA for each of 132 multiprocessors, and no more parts than that takes."""
     assert [planned(128, 1, heads).splits for heads in (16, 128)] == [1, 1]
     assert planned(128, 1, 16).rows == 16
-    assert planned(2, 1, 5).rows == 8
+    assert [planned(2, 1, heads).rows for heads in (5, 111)] == [8, 112]
     assert planned(16, 16, 128).row_tiles == 32
     assert planned(8, 16, 16).splits * 8 * 4 <= 132
     assert planned(1, 1, 128, 32768).splits > 30
-    assert best_splits(8, 64, 64) == 1
+    assert planned(1, 1, 128).splits < 64
+    assert best_splits(8, 64) == 1
 
 
 @pytest.mark.parametrize(
@@ -210,9 +216,9 @@ def test_other_devices_are_refused_and_served_by_xla() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(
-    ("b", "t", "heads"), [(1, 1, 128), (1, 16, 16), (8, 16, 16), (64, 1, 16), (9, 3, 37), (64, 2, 128)]
+    ("b", "t", "heads", "page_size"),
+    [(1, 1, 128, 64), (8, 16, 16, 16), (64, 1, 16, 64), (9, 3, 37, 64), (64, 2, 128, 64)],
 )
 def test_full_size(b: int, t: int, heads: int, page_size: int) -> None:
     """Through the public function, ragged lengths up to 2048 rows, inputs and limits as FlashMLA tests them."""

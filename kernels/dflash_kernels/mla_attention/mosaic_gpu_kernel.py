@@ -27,7 +27,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 # Rows of the exchanged statistics.
-_TOP, _SUM, _TOTAL = 0, 2, 3
+_TOP, _TOTAL = 0, 2
 
 
 def attention(
@@ -61,11 +61,11 @@ def attention(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.splits, max(launch.rows, ROWS)), jnp.float32)),
         scratch_types=scratch(launch, q.dtype, interpret),
-        grid=(b, launch.splits, launch.row_tiles // launch.cluster), grid_names=("b", "split", "rows"),
-        cluster=(launch.cluster,), cluster_names=("peer",),
+        grid=(b, launch.splits, launch.row_tiles), grid_names=("b", "split", "rows"),
         num_threads=2, thread_name="wg",
-        # Row reductions of a matrix tile stay within a warp: no scratch.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Row reductions of a matrix tile stay within a warp: no scratch. A barrier at every access of shared memory, as is put in
+        # by default, is several times what the hand-over between the warpgroups needs; `_together` stands where one is due.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(q, latent_pages, table, seq_lens, q_lens)  # fmt: skip
 
@@ -84,22 +84,27 @@ class _Block(Tiles):
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA)
                 masked = functools.partial(pair, masked=True)
-                carry = lax.fori_loop(0, self.whole_pairs, pair, (acc, top, total))
+                carry = (acc, top, total, *self._coming(0))
+                carry = lax.fori_loop(0, self.whole_pairs, pair, carry)
                 carry = lax.fori_loop(self.whole_pairs, self.pairs, masked, carry)
-                carry = lax.fori_loop(self.pairs, self.pairs + self.odd, single, carry)
-                self._finish(wg, *carry)
+                acc, top, total = lax.fori_loop(self.pairs, self.pairs + self.odd, single, carry[:3])
+                self._finish(wg, acc, top, total)
 
             @pl.when((self.wg == wg) & (self.begin >= self.end))
             def _(wg=wg):
                 self._nothing(wg)
 
+    def _coming(self, pair):
+        """Page ids of the two tiles after a pair, read an iteration before they are needed."""
+        return [self._pages(self.begin + 2 * pair + 2 + stage) for stage in range(2)]
+
     def _left_pair(self, pair, carry, *, masked=False):
         """The left warpgroup's part of two tiles."""
-        memory, tile = self.memory, self.begin + 2 * pair
-        coming = [self._pages(tile + 2), self._pages(tile + 3)]
+        memory, tile, coming = self.memory, self.begin + 2 * pair, carry[3:]
+        later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self._widen(0, stages=(0, 1))
-        carry = self._left_first(tile, carry, masked)
+        carry = self._left_first(tile, carry[:3], masked)
         self._fill_half(0, 0, tile + 2, coming[0])
         acc, top, total = carry
         plgpu.barrier_wait(memory["weights_in"].at[1])
@@ -109,7 +114,7 @@ class _Block(Tiles):
             self._clear_unused_values(0, 1, tile + 1)
         acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 0, 1)
         self._fill_half(0, 1, tile + 3, coming[1])
-        return acc, new_top, total * kept
+        return acc, new_top, total * kept, *later
 
     def _left_single(self, pair, carry):
         self.zero = opaque_zero(pair)
@@ -120,10 +125,11 @@ class _Block(Tiles):
         """Scores and softmax of a first tile, handed to the other warpgroup, and its left values."""
         acc, top, total = carry
         memory = self.memory
-        new_top, kept, weights = self._softmax(self._scores(0), tile, top, masked)
+        new_top, kept, weights = self._softmax(*self._scores(0, tile, masked), top)
         total = total * kept + weights.sum(axis=1)
         weights = weights.astype(memory["q_sm"].dtype)
         # The rotated keys of this tile are used up: the weights take their place.
+        self._together()
         memory["rotated"].at[0][...] = weights
         memory["stats"].at[_TOP][...] = new_top
         plgpu.commit_smem()
@@ -141,52 +147,51 @@ class _Block(Tiles):
 
     def _right_pair(self, pair, carry, *, masked=False):
         """The right warpgroup's part of two tiles: its softmax of the second runs under the product of the first."""
-        memory, tile = self.memory, self.begin + 2 * pair
-        coming = [self._pages(tile + 2), self._pages(tile + 3)]
+        memory, tile, coming = self.memory, self.begin + 2 * pair, carry[3:]
+        later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self._widen(1, stages=(0, 1))
-        scores = self._scores(1)
+        scores, highest = self._scores(1, tile + 1, masked)
         self._fill_rotated(1, tile + 3, coming[1])
+        acc, top, total = self._right_values(*carry[:3])
+        # Exponentials and the scaling of the sum keep different units of the multiprocessor busy: they stand together.
+        new_top, kept, weights = self._softmax(scores, highest, top)
+        total = total * kept + weights.sum(axis=1)
+        weights = weights.astype(memory["weights"].dtype)
 
-        def second_softmax(top):
-            new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
-            memory["weights"][...] = weights.astype(memory["weights"].dtype)
+        def hand_over():
+            memory["weights"][...] = weights
             memory["stats"].at[_TOP + 1][...] = new_top
-            memory["stats"].at[_SUM][...] = weights.sum(axis=1)
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory["weights_in"].at[1])
 
-        acc, top, total = self._right_first(tile, carry, masked, second_softmax)
+        if masked:
+            self._clear_unused_values(1, 0, tile)
+        acc = self._add_values(acc, self._first_weights, 1, 0, hand_over)
         self._fill_half(1, 0, tile + 2, coming[0])
         self._fill_rotated(0, tile + 2, coming[0])
-        new_top = self._stat(_TOP + 1)
-        kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(1, 1, tile + 1)
         acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 1, 1)
         self._fill_half(1, 1, tile + 3, coming[1])
-        return acc, new_top, total * kept + self._stat(_SUM)
+        return acc, new_top, total, *later
 
     def _right_single(self, pair, carry):
         self.zero = opaque_zero(pair)
         self._widen(1, stages=(0,))
-        return self._right_first(self.begin + 2 * pair, carry, True, None)
+        acc, top, total = self._right_values(*carry)
+        self._clear_unused_values(1, 0, self.begin + 2 * pair)
+        return self._add_values(acc, self._first_weights, 1, 0), top, total
 
-    def _right_first(self, tile, carry, masked, meanwhile):
-        """Right values of a first tile under the other warpgroup's weights."""
-        acc, top, total = carry
+    def _right_values(self, acc, top, total):
+        """The right warpgroup's sums under the maximum of the left one's tile, whose weights are there on return."""
         plgpu.barrier_wait(self.memory["weights_in"].at[0])
         new_top = self._stat(_TOP)
         kept = jnp.exp2(top - _finite(new_top))
-        if masked:
-            self._clear_unused_values(1, 0, tile)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
-        work = None if meanwhile is None else functools.partial(meanwhile, new_top)
-        acc = self._add_values(acc, self._first_weights, 1, 0, work)
-        return acc, new_top, total * kept
+        return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), new_top, total * kept
 
-    def _scores(self, stage):
-        """`[64, 576] @ [64, 576].T` in float32; each product starts as its part arrives."""
+    def _scores(self, stage, tile, masked):
+        """`[64, 576] @ [64, 576].T` in float32, and each row's maximum; each product starts as its part arrives."""
         memory = self.memory
 
         def multiply(scores):
@@ -203,13 +208,14 @@ class _Block(Tiles):
             plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
             return scores[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
-
-    def _softmax(self, scores, tile, top, masked):
-        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
+        return scores, scores.max(axis=1)
+
+    def _softmax(self, scores, highest, top):
+        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
+        new_top = jnp.maximum(top, highest * self.unit)
         base = _finite(new_top)
         weights = jnp.exp2(scores * self.unit - lax.broadcast_in_dim(base, scores.shape, [0]))
         return new_top, jnp.exp2(top - base), weights
@@ -282,6 +288,7 @@ class _Block(Tiles):
         """Through shared memory that nothing reads any more: the queries', or the latents' of this half."""
         rows, columns = self.launch.tile_rows, pl.ds(wg * HALF, HALF)
         source = self.memory["q_sm" if self.launch.direct else "out"].at[wg]
+        self._together()
         source[...] = out.astype(source.dtype)
         plgpu.commit_smem()
         target = self.o_ref.at[self.b] if self.launch.direct else self.o_ref.at[self.b, self.split]

@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
 
+EARLY = 32  # parts
+
 
 def merge(
     parts: Float[Array, "B splits padded R"], parts_lse: Float[Array, "B splits wide"], rows: int, dtype: Any, interpret: Any = None
@@ -20,6 +22,8 @@ def merge(
 
     def body(parts_ref, lse_ref, out_ref, total_ref):
         batch, row = lax.axis_index("b"), lax.axis_index("row")
+        # As much as registers hold is asked for before the first weight is known, so that a CTA waits for memory once.
+        early = [parts_ref[batch, split, row] for split in range(min(splits, EARLY))]
         logits = [lse_ref[batch, split, row] for split in range(splits)]
         top = functools.reduce(jnp.maximum, logits)
         top = jnp.where(top == -jnp.inf, 0.0, top)
@@ -28,9 +32,10 @@ def merge(
         share = 1 / jnp.where(total == 0, 1.0, total)
         out = jnp.zeros((rank,), jnp.float32)
         for split, weight in enumerate(weights):
+            value = early[split] if split < EARLY else parts_ref[batch, split, row]
             factor = jnp.broadcast_to(weight * share, out.shape)
             # What lies in an empty part is skipped, not weighted.
-            out += jnp.where(factor != 0, parts_ref[batch, split, row] * factor, 0.0)
+            out += jnp.where(factor != 0, value * factor, 0.0)
         out_ref[batch, row] = out.astype(dtype)
         total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
 

@@ -29,7 +29,7 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     buffers = {
         "q_sm": plgpu.SMEM((2, ROWS, HALF), dtype, **wide), "q_rotated": plgpu.SMEM((1, ROWS, ROTATED), dtype, **wide),
         "weights": plgpu.SMEM((ROWS, KEYS), dtype, **wide),
-        "stats": plgpu.SMEM((5, ROWS), jnp.float32),
+        "stats": plgpu.SMEM((4, ROWS), jnp.float32),
         "q_in": plgpu.Barrier(num_arrivals=3),
         "halves_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=4),
         "rotated_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=2),
@@ -42,8 +42,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         # A row of 576 bytes consists of tiles of 64, not of 128.
         raw = [plgpu.SMEM(shape, STORED, transforms=swizzled(STORED, ROTATED)) for shape in shapes]
         buffers["widened"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
-    if launch.cluster > 1:
-        buffers["freed"] = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=6)
     if interpret is not None:
         # The interpreter knows neither unions nor weights from registers.
         parts = {"latents": latents, "rotated": rotated, "out": out, "staged": plgpu.SMEM((ROWS, KEYS), dtype)}
@@ -75,8 +73,7 @@ class Tiles:
         self.q_ref, self.pages_ref, self.table_ref = q_ref, pages_ref, table_ref
         self.o_ref, self.lse_ref = o_ref, lse_ref
         self.b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
-        self.cluster_row = lax.axis_index("rows") * (launch.cluster * ROWS)
-        self.first_row = jnp.minimum(self.cluster_row + lax.axis_index("peer") * ROWS, max(launch.rows - ROWS, 0))
+        self.first_row = jnp.minimum(lax.axis_index("rows") * ROWS, max(launch.rows - ROWS, 0))
         self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
         # A sequence longer than its table is cut to it; positions still count from the true length.
         self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
@@ -91,10 +88,8 @@ class Tiles:
     def _ranges(self):
         """Tiles of this split: [begin, end), in pairs of which the first `whole_pairs` are seen by all live rows."""
         launch, heads = self.launch, jnp.int32(self.launch.heads)
-        whole = jnp.maximum(self._limit(lax.div(self.first_row, heads)), 0)
-        # The CTAs of a cluster walk over the same tiles.
-        row = jnp.minimum(self.cluster_row, max(launch.rows - ROWS * launch.cluster, 0))
-        first, last = lax.div(row, heads), lax.div(row + (launch.cluster * ROWS - 1), heads)
+        first, last = lax.div(self.first_row, heads), lax.div(self.first_row + (ROWS - 1), heads)
+        whole = jnp.maximum(self._limit(first), 0)
         high = jnp.where(first < self.q_len, jnp.maximum(self._limit(jnp.minimum(last, self.q_len - 1)), 0), 0)
         tiles = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
         share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
@@ -132,37 +127,39 @@ class Tiles:
             entries = [tile * launch.copies + copy for copy in range(launch.copies)]
         return [self.table_ref[self.b, jnp.minimum(entry, last)] for entry in entries]
 
+    def _together(self):
+        """All threads of the warpgroup have come this far, and what they read or wrote in shared memory is done."""
+        plgpu.commit_smem()
+
+    def _sources(self, columns, tile, pages):
+        """Where some columns of a tile lie, in as many pieces as it has pages."""
+        page_size = self.launch.page_size
+        if page_size >= KEYS:
+            rows = pl.ds(lax.rem(tile, jnp.int32(page_size // KEYS)) * KEYS, KEYS)
+            return [self.pages_ref.at[pages[0], 0, rows, columns]]
+        return [self.pages_ref.at[page, 0, :, columns] for page in pages]
+
     def _fill_half(self, half, stage, tile, pages):
-        columns, part = pl.ds(half * HALF, HALF), 2 * stage + half
-        raw = self.launch.quantised
+        columns, raw = pl.ds(half * HALF, HALF), self.launch.quantised
         target = self.memory["raw"].at[half, stage, 0] if raw else self.memory["latents"].at[half, stage]
-        self._fill(columns, target, self.memory["halves_in"].at[part], part, tile, pages)
+        self._fill(columns, target, self.memory["halves_in"].at[2 * stage + half], tile, pages)
 
     def _fill_rotated(self, stage, tile, pages):
         columns, raw = pl.ds(RANK, ROTATED), self.launch.quantised
         target = self.memory["raw_rotated"].at[stage, 0] if raw else self.memory["rotated"].at[stage]
-        self._fill(columns, target, self.memory["rotated_in"].at[stage], 4 + stage, tile, pages)
+        self._fill(columns, target, self.memory["rotated_in"].at[stage], tile, pages)
 
-    def _fill(self, columns, target, barrier, part, tile, pages):
-        """Starts the copies of some columns of one tile, if the split has it. Each CTA of a cluster copies its share to all."""
-        launch, together = self.launch, "peer" if self.launch.cluster > 1 else None
+    def _fill(self, columns, target, barrier, tile, pages):
+        """Starts the copies of some columns of one tile, if the split has it."""
 
         @pl.when(tile < self.end)
         def _():
-            if launch.cluster > 1:
-                plgpu.barrier_arrive(self.memory["freed"].at[part])
-                plgpu.barrier_wait(self.memory["freed"].at[part])
-            if launch.page_size >= KEYS:
-                rows = pl.ds(lax.rem(tile, jnp.int32(launch.page_size // KEYS)) * KEYS, KEYS)
-                plgpu.copy_gmem_to_smem(
-                    self.pages_ref.at[pages[0], 0, rows, columns], target, barrier, collective_axes=together
-                )
-                return
-            for copy, page in enumerate(pages):
-                rows = pl.ds(copy * launch.page_size, launch.page_size)
-                plgpu.copy_gmem_to_smem(
-                    self.pages_ref.at[page, 0, :, columns], target.at[rows], barrier, collective_axes=together
-                )
+            self._together()
+            sources = self._sources(columns, tile, pages)
+            height = KEYS // len(sources)
+            for piece, source in enumerate(sources):
+                part = target if len(sources) == 1 else target.at[pl.ds(piece * height, height)]
+                plgpu.copy_gmem_to_smem(source, part, barrier)
 
     def _widen(self, wg, stages):
         """Makes 16-bit numbers of the eight-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
@@ -180,6 +177,7 @@ class Tiles:
 
     def _widen_part(self, source, target):
         numbers = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+        self._together()
         target[...] = numbers.astype(target.dtype)
 
     def _clear_unused_values(self, half, stage, tile):
