@@ -78,7 +78,7 @@ def test_lowers(op: str, kind: str) -> None:
 
 def test_attention_is_a_kernel_where_there_is_one() -> None:
     for op in ("paged_attention", "mla_attention"):
-        assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"] * 2
+        assert set(lowered(op, "NVIDIA H200")) == {"mosaic_gpu_v2"}
         assert lowered(op, "NVIDIA A100-SXM4-80GB") == (["triton_kernel_call"] if HAS_JAX_TRITON else [])
     assert lowered("paged_attention", "Tesla T4") == []
 
