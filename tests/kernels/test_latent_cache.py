@@ -18,6 +18,13 @@ import pytest
 from dflash_kernels import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
 from dflash_kernels.latent_cache.reference import packed_width
 
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Bytes are the same on every device; the second round asks for a GPU as the default one."""
+    return request.param
+
+
 TINY = float(np.finfo(np.float32).tiny)
 
 

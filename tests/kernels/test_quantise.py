@@ -14,6 +14,13 @@ import numpy as np
 import pytest
 from dflash_kernels import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
 
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Bytes are the same on every device; the second round asks for a GPU as the default one."""
+    return request.param
+
+
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
