@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.attention.mla import LatentForm
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import DFlashConfig
@@ -77,7 +78,30 @@ def workspace_bytes(
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
     scores = 2 * 4 * rows * target.num_heads * tokens
-    return activations + max(logits, scores) + _OVERHEAD_BYTES
+    return (
+        activations
+        + experts_bytes(target, rows, dtype)
+        + max(logits, scores, context_bytes(target, tokens, dtype))
+        + _OVERHEAD_BYTES
+    )
+
+
+def experts_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
+    """What `rows` tokens hold at a time on their way through every expert: both gates' rows, their product, and the output."""
+    count = getattr(target, "num_experts", 0)
+    if not count:
+        return 0
+    inner = 3 * getattr(target, "moe_intermediate_size", 0)
+    return rows * count * (inner + target.hidden_size) * dtype.itemsize
+
+
+def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
+    """Keys and values of one chunk of context of a target with latent attention, and the rows they are written out from."""
+    latent = getattr(target, "latent_width", 0)
+    if not latent:
+        return 0
+    heads = target.num_heads * (target.head_dim + getattr(target, "v_head_dim", 0))
+    return min(tokens, LatentForm().context_chunk) * (heads + 2 * latent) * dtype.itemsize
 
 
 def plan_memory(

@@ -7,8 +7,17 @@ import pytest
 import dflash_jax as dj
 from dflash_jax import model as loading
 from dflash_jax.cli import main
-from dflash_jax.memory import MemoryPlan, named_memory_errors, plan_memory, size, workspace_bytes
+from dflash_jax.memory import (
+    MemoryPlan,
+    context_bytes,
+    experts_bytes,
+    named_memory_errors,
+    plan_memory,
+    size,
+    workspace_bytes,
+)
 from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
 GIB = 1 << 30
 
@@ -126,6 +135,15 @@ def test_workspace_grows_with_what_it_is_for():
     for name in ("tokens", "batch", "chunk"):
         assert workspace_bytes(target, draft, jnp.dtype("bfloat16"), **usual | {name: 16 * usual[name]}) > base
     assert workspace_bytes(target, None, jnp.dtype("bfloat16"), **usual) < base
+
+
+def test_workspace_of_experts_and_of_expanded_context():
+    """DeepSeek-V2-Lite, 512 tokens through 64 experts, and 8192 tokens of context written out for 16 heads, by hand."""
+    target, kind = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], jnp.dtype("bfloat16")
+    assert experts_bytes(target, 512, kind) == 512 * 64 * (3 * 1408 + 2048) * 2
+    assert context_bytes(target, 100_000, kind) == 8192 * (16 * (192 + 128) + 2 * 576) * 2
+    assert context_bytes(target, 100, kind) == 100 * (16 * (192 + 128) + 2 * 576) * 2
+    assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
 
 
 @pytest.mark.parametrize(
