@@ -74,8 +74,8 @@ def scores_and_values(keys, values, queries, dtype: Any, interpret: Any):
     multiply = plgpu.inline_mgpu(
         arg_types=(tile, tile, plgpu.RefType(swizzled(jnp.bfloat16, head_dim))),
         return_type=(
-            plgpu.ShapeDtypeStruct((KEYS, columns), jnp.float32, layout=_MATRIX),
-            plgpu.ShapeDtypeStruct((head_dim, KEYS), jnp.bfloat16, layout=_MATRIX),
+            plgpu.ShapeDtypeStruct((KEYS, columns), jnp.dtype(jnp.float32), layout=_MATRIX),
+            plgpu.ShapeDtypeStruct((head_dim, KEYS), jnp.dtype(jnp.bfloat16), layout=_MATRIX),
         ),
     )(lanes.scores_and_values)
     return multiply(keys, values, queries)
@@ -97,7 +97,7 @@ def any_above(values, limit: int, interpret: Any):
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(
-        arg_types=(_MATRIX,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+        arg_types=(_MATRIX,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
     )  # fmt: skip
     def vote(_ctx, values):
         return lanes.any_above(values, limit)
@@ -112,7 +112,7 @@ def add_weights(total, weights, interpret: Any):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    shape = plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=_MATRIX)
+    shape = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(jnp.float32), layout=_MATRIX)
 
     @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX), return_type=shape)
     def add(_ctx, total, weights):
