@@ -84,9 +84,10 @@ class Model:
         jobs = list(self.engine.warmup_jobs(setups, batch))
         futures = start_compiling(jobs)
         try:
-            done = as_completed(futures)
-            for future in tqdm.tqdm(done, total=len(jobs), unit="program", desc="compiling", disable=not progress):
-                future.result()
+            bar = tqdm.tqdm(as_completed(futures), total=len(jobs), unit="program", disable=not progress)
+            with named_memory_errors("programs were compiled"):
+                for future in bar:
+                    future.result()
         finally:
             drop(futures)
         return time.perf_counter() - started

@@ -15,6 +15,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,26 @@ def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[np.ndarra
         file.seek(tensor.offset)
         for begin in range(0, tensor.size, max(1, buffer.size)):
             piece = buffer[: min(buffer.size, tensor.size - begin)]
-            view, filled = memoryview(piece.view(np.uint8)), 0
-            while filled < len(view):
-                count = file.readinto(view[filled:])
-                if not count:
-                    problem = f"ended inside tensor {tensor.name!r}: it changed while it was read; convert again"
-                    raise CheckpointError(str(tensor.path), problem)
-                filled += count
+            _fill(piece, file, tensor)
             yield piece
+
+
+def read_into(array: np.ndarray, tensor: Tensor) -> None:
+    """Fills a flat `array` of the tensor's size and dtype with its values, without a buffer between.
+
+    Raises:
+      CheckpointError: the file became shorter since its header was read.
+    """
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        _fill(array, file, tensor)
+
+
+def _fill(array: np.ndarray, file: FileIO, tensor: Tensor) -> None:
+    view, filled = memoryview(array.view(np.uint8)), 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])
+        if not count:
+            problem = f"ended inside tensor {tensor.name!r}: it changed while it was read; convert again"
+            raise CheckpointError(str(tensor.path), problem)
+        filled += count

@@ -44,23 +44,24 @@ def test_random_schedules_of_the_shipped_pair():
     rows = json.loads((Path(__file__).parent.parent / "data" / "heldout_prompts.json").read_text())
     prompts = [model.tokenizer.encode(row["text"])[:length] for row, length in zip(rows, (64, 9, 40, 31), strict=False)]
     texts = make_texts(engine, [*prompts, prompts[0][:50], prompts[0][:33] + prompts[1]], tokens=48)
-    outcomes = [play(engine, texts, seed, interrupt=seed % 8 == 7) for seed in range(16)]
+    outcomes = [play(engine, texts, seed, interrupt=seed % 8 == 7) for seed in range(10)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (3, 30, 1, 1)), f"too little happened to show anything: {happened}"
+    assert all(happened >= (2, 20, 1, 1)), f"too little happened to show anything: {happened}"
 
 
 def test_shared_pages_leave_acceptance_as_it_is(monkeypatch):
     """A drafter sees the same context whether a prompt's beginning was prefilled or found, and whoever had left it there."""
-    model = dj.load(dtype="float32", max_batch=4, max_model_len=256, page_size=16)
-    rows = json.loads((Path(__file__).parent.parent / "data" / "heldout_prompts.json").read_text())[:8]
+    model = dj.load(dtype="float32", max_batch=4, max_model_len=256, page_size=8)
+    rows = json.loads((Path(__file__).parent.parent / "data" / "heldout_prompts.json").read_text())[:16]
     params = dj.SamplingParams(max_tokens=64, ignore_eos=True)
-    first = dj.generate(model, [row["text"] for row in rows], params)
-    longer = [out.prompt_token_ids + out.token_ids[:32] for out in first]
+    lengths = [replace(params, max_tokens=40 + i) for i in range(len(rows))]  # last pages filled up to every row
+    first = dj.generate(model, [row["text"] for row in rows], lengths)
+    longer = [out.prompt_token_ids + out.token_ids for out in first]
     taken, find = [], model.engine.allocator.find
     monkeypatch.setattr(model.engine.allocator, "find", lambda keys: taken.append(find(keys)) or taken[-1])
     found = dj.generate(model, longer, params)
-    # Full pages of 16 tokens; the last cycle's tokens are not in the drafter's pages yet, so one more page may be missing.
-    assert all(16 * (len(pages) + 2) > len(out.prompt_token_ids) for pages, out in zip(taken, found, strict=True))
+    # The pending token and those of the last cycle, at most 16, are not in both models' pages yet.
+    assert all(8 * (len(pages) + 1) + 17 > len(tokens) for pages, tokens in zip(taken, longer, strict=True))
     alone = replace(model, engine=replace(model.engine, share_prefixes=False))
     again = dj.generate(alone, longer, params)
     assert alone.engine.allocator.num_published == 0
