@@ -52,10 +52,12 @@ class HuggingFaceCheckpoint:
         check_dtype(dtype)
         steps = [(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
         read_ahead(list(dict.fromkeys(tensor.path for step, _ in steps for tensor in step.tensors)))
-        # One array is read while the one before goes to the device, in two pieces of memory in turn: memory that the process has
-        # touched before takes a file's bytes several times as fast as new memory does.
+        # One array is read while the one before goes to the device. On a GPU they lie in two pieces of memory in turn: memory that
+        # the process has touched before takes a file's bytes several times as fast as new memory does. A CPU's arrays may be the
+        # very memory they were made from, so there each needs its own.
+        reuses = jax.default_backend() == "gpu"
         sizes = [step.parameter.size * kind.itemsize for step, kind in steps]
-        memory = [np.empty(max(sizes[turn::2], default=0), np.uint8) for turn in range(2)]
+        memory = [np.empty(max(sizes[turn::2], default=0), np.uint8) if reuses else None for turn in range(2)]
 
         def read(index: int) -> np.ndarray:
             step, kind = steps[index]
@@ -68,8 +70,8 @@ class HuggingFaceCheckpoint:
                 array = coming.popleft().result()
                 if index + 1 < len(steps):
                     coming.append(reader.submit(read, index + 1))
-                params[step.parameter.name] = jax.device_put(array, may_alias=False)
-                params[step.parameter.name].block_until_ready()
+                params[step.parameter.name] = jax.device_put(array)
+                params[step.parameter.name].block_until_ready()  # from here on the memory may be read into again
         return params
 
 

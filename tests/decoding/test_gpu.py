@@ -4,11 +4,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from dflash_convert.hf_reader import assemble
 
 import dflash_jax as dj
 from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
+from dflash_jax.model import open_pair
 from dflash_jax.requests import empty_state
 
 pytestmark = pytest.mark.gpu
@@ -42,3 +45,12 @@ def test_bfloat16_drafting_follows_plain_decoding():
         params = dj.SamplingParams(max_tokens=64, ignore_eos=True)
         drafted, plain = (dj.generate(model, prompt, params, draft=draft) for draft in (True, False))
         assert drafted.token_ids[:8] == plain.token_ids[:8]
+
+
+def test_weights_arrive_as_they_are_stored():
+    """Arrays are read into memory that is used again: none may be overwritten before the GPU has it."""
+    for checkpoint in open_pair():
+        params = checkpoint.load("float32")
+        for step in checkpoint.plan.steps:
+            stored = assemble(step, "float32")
+            assert np.array_equal(np.asarray(params[step.parameter.name]), stored), step.parameter.name

@@ -51,17 +51,23 @@ def test_random_schedules_of_the_shipped_pair():
 
 def test_shared_pages_leave_acceptance_as_it_is(monkeypatch):
     """A drafter sees the same context whether a prompt's beginning was prefilled or found, and whoever had left it there."""
-    model = dj.load(dtype="float32", max_batch=4, max_model_len=256, page_size=8)
+    model = dj.load(dtype="float32", max_batch=4, max_model_len=256, page_size=8, num_pages=400)
     rows = json.loads((Path(__file__).parent.parent / "data" / "heldout_prompts.json").read_text())[:16]
     params = dj.SamplingParams(max_tokens=64, ignore_eos=True)
     lengths = [replace(params, max_tokens=40 + i) for i in range(len(rows))]  # last pages filled up to every row
     first = dj.generate(model, [row["text"] for row in rows], lengths)
     longer = [out.prompt_token_ids + out.token_ids for out in first]
     taken, find = [], model.engine.allocator.find
-    monkeypatch.setattr(model.engine.allocator, "find", lambda keys: taken.append(find(keys)) or taken[-1])
+
+    def counted(keys):
+        pages = find(keys)
+        taken.append(len(pages))
+        return pages
+
+    monkeypatch.setattr(model.engine.allocator, "find", counted)
     found = dj.generate(model, longer, params)
     # The pending token and those of the last cycle, at most 16, are not in both models' pages yet.
-    assert all(8 * (len(pages) + 1) + 17 > len(tokens) for pages, tokens in zip(taken, longer, strict=True))
+    assert all(8 * (pages + 1) + 17 > len(tokens) for pages, tokens in zip(taken, longer, strict=True))
     alone = replace(model, engine=replace(model.engine, share_prefixes=False))
     again = dj.generate(alone, longer, params)
     assert alone.engine.allocator.num_published == 0
