@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from flax import nnx
+from jaxtyping import Array
 
 from dflash_jax.config import DecoderConfig, Qwen3Config
 from dflash_jax.models.deepseek import Deepseek
