@@ -19,7 +19,7 @@ from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine
-from dflash_jax.models import family_named, fuse_context_projection, init_params
+from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, quantise_weights
 from dflash_jax.requests import Request
@@ -99,13 +99,18 @@ def main() -> None:
         "--attention", default="best", choices=["best", *IMPLEMENTATIONS], help="implementation of paged attention"
     )
     parser.add_argument(
+        "--chain", action="store_true", help="one launch between two layers' attention, where it takes the rows"
+    )
+    parser.add_argument(
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     options = parser.parse_args()
     if options.attention != "best":
         for name in set(IMPLEMENTATIONS) - {options.attention}:
             del IMPLEMENTATIONS[name]
+    chain.CHAIN_LAYERS = options.chain
     suffix = "" if options.attention == "best" else f" {options.attention}"
+    suffix += " chain" if options.chain else ""
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     record = Record("decode" + suffix.replace(" ", "_"), options)
     for name in options.models:

@@ -28,6 +28,8 @@ class PagedAttend:
       form: when layers with latent attention expand their rows.
     """
 
+    decodes = True
+
     def __init__(
         self,
         pages: Pages,

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
+from dflash_jax.models.chain import run_layers
 from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, linear, rotary_tables
 from dflash_jax.models.quantised import Quantised
 
@@ -42,13 +43,10 @@ class Decoder(nnx.Module):
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
         x, rotary = self.embed(ids), self.rotary(positions)
-        streams = {-1: x}
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, attend)
-            streams[index] = x
+        streams = [*run_layers(self.layers, x, rotary, attend), x]  # the embedding last: a tap of -1
         tapped = [streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
-        return self.norm(x), features
+        return self.norm(streams[len(self.layers) - 1]), features
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.models.chain import run_layers
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
@@ -83,10 +84,7 @@ class DFlash(nnx.Module):
 
     def __call__(self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend) -> Float[Array, "B G D"]:
         """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
-        rotary = self.rotary(positions)
-        for layer in self.layers:
-            x = layer(x, rotary, self._scaled(attend))
-        return self.norm(x)
+        return self.norm(run_layers(self.layers, x, self.rotary(positions), self._scaled(attend))[-1])
 
     def _scaled(self, attend: Attend) -> Attend:
         scale = self.config.value_scale

@@ -9,6 +9,7 @@ from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_
 from dflash_kernels.dispatch import NoImplementationError
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
 from dflash_kernels.latent_gather.api import latent_gather
+from dflash_kernels.layer_chain.api import chain_stream, layer_chain, layer_chain_refusal
 from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
@@ -16,8 +17,8 @@ from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantis
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
-    "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "kv_write", "latent_decode", "latent_encode",
-    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "merge_states", "mla_attention",
-    "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "ragged_attention",
-    "ragged_paged_attention", "swizzle_scales",
+    "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "chain_stream", "kv_write", "latent_decode",
+    "latent_encode", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
+    "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups",
+    "quantise_nvfp4", "quantise_tensor", "ragged_attention", "ragged_paged_attention", "swizzle_scales",
 ]  # fmt: skip

@@ -1,0 +1,87 @@
+"""Layers one after the other; while decoding, everything between two layers' attention as one operation where there is one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import chain_stream, layer_chain, layer_chain_refusal
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
+from dflash_jax.models.quantised import Quantised
+
+# Off: on an H200 a decode step of Qwen3-4B takes as long as with separate operations, not less (benchmarks/decode.py --chain).
+CHAIN_LAYERS = False
+
+
+def run_layers(
+    layers: Sequence[nnx.Module],
+    x: Float[Array, "B T D"],
+    rotary: Rotary,
+    attend: Any,
+    *,
+    implementation: str | None = None,
+) -> list[Float[Array, "B T D"]]:
+    """The residual stream after each layer.
+
+    Where `CHAIN_LAYERS` is on, `attend` decodes (`attend.decodes`: nobody takes gradients), rows are few and `layer_chain` knows
+    the layers, the stream stays in float32 between layers. Otherwise each layer is called.
+
+    Args:
+      layers: of one model.
+      x: input of the first layer.
+      rotary: the rotation that all layers share.
+      attend: attention of the caller's.
+      implementation: of `layer_chain`, then used wherever the layers allow it.
+    """
+    if getattr(attend, "decodes", False) and _chains(layers, x, implementation):
+        return _chained(layers, x, rotary, attend, implementation)
+    streams = []
+    for layer in layers:
+        x = layer(x, rotary, attend)
+        streams.append(x)
+    return streams
+
+
+def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) -> bool:
+    if implementation is None and not CHAIN_LAYERS:
+        return False
+    if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
+        return False
+    first: Any = layers[0]
+    qkv, o, down = (part.weight[...] for part in (first.attn.qkv_proj, first.attn.o_proj, first.mlp.down_proj))
+    if first.attn.config.attention_bias or any(isinstance(weight, Quantised) for weight in (qkv, o, down)):
+        return False
+    if implementation is not None:
+        return True
+    sizes = {"hidden": o.shape[0], "heads_width": o.shape[1], "inner": down.shape[1], "next_width": qkv.shape[0]}
+    return layer_chain_refusal(x.shape[0] * x.shape[1], x.dtype, **sizes) is None
+
+
+def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
+    """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
+    projected: Any
+    rows, counter = x.shape[0] * x.shape[1], jax.new_ref(jnp.zeros((1,), jnp.int32))
+    stream = chain_stream(x.reshape(rows, -1))
+    projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
+    for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
+        o, ahead = layer.attn.o_proj.weight[...], None if later is None else later.attn.o_proj.weight[...]
+        stream, projected = layer_chain(
+            heads, stream, o, layer.post_norm.weight[...], layer.mlp.gate_up_proj.weight[...],
+            layer.mlp.down_proj.weight[...], *_projection(later), ahead=ahead, counter=counter, eps=layer.post_norm.eps,
+            implementation=implementation,
+        )  # fmt: skip
+        streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
+    return streams
+
+
+def _projection(layer: Any) -> tuple[Array | None, Array | None]:
+    return (None, None) if layer is None else (layer.input_norm.weight[...], layer.attn.qkv_proj.weight[...])
+
+
+def _rows(stream: Array, rows: int) -> Array:
+    """`[rows, D]`. One row is no transpose: XLA would lay the hidden state out by columns, and a copy of the head with it."""
+    return stream[:, 0][None] if rows == 1 else stream[:, :rows].T

@@ -1,0 +1,84 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
+from dflash_kernels.layer_chain.mosaic_gpu_plan import padded_rows
+from dflash_kernels.layer_chain.reference import layer_chain_reference
+
+IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}
+
+
+def layer_chain_refusal(
+    rows: int, dtype: Any, *, hidden: int, heads_width: int, inner: int, next_width: int
+) -> str | None:
+    """Why `layer_chain` has nothing faster than separate operations for calls of these sizes; None where it has."""
+    try:
+        refuse(rows, dtype, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
+    """A residual stream as `layer_chain` keeps it: float32, a column for each token, and columns of zeros up to `n`."""
+    return jnp.pad(x.astype(jnp.float32), ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0))).T
+
+
+def layer_chain(
+    x: Float[Array, "M A"],
+    stream: Float[Array, "D n"],
+    o: Float[Array, "D A"],
+    post_norm: Float[Array, "D"],
+    gate_up: Float[Array, "twoF D"],
+    down: Float[Array, "D F"],
+    next_norm: Float[Array, "D"] | None = None,
+    following: Float[Array, "G D"] | None = None,
+    *,
+    ahead: Float[Array, "D A"] | None = None,
+    counter: Any,
+    eps: float = 1e-6,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
+    """From one layer's attention to the next layer's projection of queries, keys and values, for a few tokens.
+
+    `stream += o x`, then `stream += down (silu(gate) * up)` of the normed stream, then `following` times the normed stream.
+    Norms are root mean square norms.
+
+    Args:
+      x: outputs of the attention heads, bfloat16, float16 or float32.
+      stream: the residual stream, from `chain_stream` or the call before.
+      o, gate_up, down, following: weights `[rows, columns]`; gate rows lie before up rows.
+      post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
+      ahead: `o` of the next call, brought to the cache while other operations run.
+      counter: a Ref of one int32 that is 0 before its first call and passed to one call after the other.
+      eps: added to the mean square.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      The stream after the layer, and the projection in x's dtype, None without `following`.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    (rows, heads), (hidden, columns), inner = x.shape, stream.shape, down.shape[1]
+    if o.shape != (hidden, heads) or down.shape[0] != hidden or gate_up.shape != (2 * inner, hidden):
+        raise ValueError(
+            f"o {o.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit x {x.shape} and {stream.shape}"
+        )
+    if (next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
+        raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
+    if columns < rows:
+        raise ValueError(f"stream {stream.shape} must have a column for each of {rows} rows of x")
+    with jax.named_scope("layer_chain"):
+        return first_fitting(
+            "layer_chain", IMPLEMENTATIONS, implementation, x, stream, o, post_norm, gate_up, down, next_norm, following,
+            ahead, counter, eps=eps,
+        )  # fmt: skip

@@ -1,0 +1,83 @@
+"""The chain on Hopper: what the kernel takes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
+from dflash_kernels.target import target
+
+WORTH = 64 * 2**20  # bytes of a layer's weights
+
+
+def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]:
+    """See `layer_chain`. Raises NotImplementedError for what it does not take.
+
+    The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
+    that waits for the whole GPU may run beside it.
+    """
+    refuse_other_than_hopper()
+    return launch(*args, eps=eps, ctas=target().multiprocessors)
+
+
+def refuse(rows: int, dtype: Any, **widths: int) -> None:
+    """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its meetings."""
+    refuse_other_than_hopper()
+    _refuse_dtypes(dtype)
+    products = plan(live=rows, ctas=target().multiprocessors, eps=0.0, **widths).products
+    size = sum(2 * product.parts * product.features * product.depth for product in products)
+    if size < WORTH:
+        raise NotImplementedError(f"a layer of {size} bytes takes less time than the meetings of all multiprocessors")
+
+
+def launch(
+    x: Float[Array, "M A"],
+    stream: Float[Array, "D n"],
+    o: Float[Array, "D A"],
+    post_norm: Float[Array, "D"],
+    gate_up: Float[Array, "twoF D"],
+    down: Float[Array, "D F"],
+    next_norm: Float[Array, "D"] | None,
+    following: Float[Array, "G D"] | None,
+    ahead: Float[Array, "D A"] | None,
+    counter: Any,
+    *,
+    eps: float,
+    ctas: int,
+    interpret: Any = None,
+) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
+    """The implementation without the device check: for tests on the CPU (`interpret`)."""
+    _refuse_dtypes(x.dtype, o.dtype, gate_up.dtype, down.dtype)
+    schedule = plan(
+        live=x.shape[0], hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
+        next_width=None if following is None else following.shape[0], ctas=ctas, eps=eps,
+    )  # fmt: skip
+    if stream.shape[1] != schedule.tokens:
+        raise NotImplementedError(
+            f"takes a stream of {schedule.tokens} columns for {x.shape[0]} rows, not {stream.shape[1]}"
+        )
+    inputs = {"x": x, "before": stream, "o": o, "gate_up": gate_up, "down": down, "post_norm": post_norm}
+    if following is not None and next_norm is not None:
+        inputs |= {"next": following, "next_norm": next_norm}
+    if ahead is not None and interpret is None:
+        inputs["ahead"] = ahead
+    return _run(schedule, inputs, counter, interpret)
+
+
+def _refuse_dtypes(*dtypes: Any) -> None:
+    # The stream goes into products before its norm divides it: float16 would overflow.
+    if any(dtype != jnp.bfloat16 for dtype in dtypes):
+        raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(map(str, dtypes))}")
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _run(schedule: Plan, inputs: dict[str, Array], counter: Any, interpret: Any) -> tuple[Array, Array | None]:
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.layer_chain import mosaic_gpu_kernel as kernel
+
+    return kernel.chain(schedule, inputs, counter, interpret)

@@ -1,0 +1,205 @@
+"""From one layer's attention to the next layer's projection: the definition, and the Hopper kernel in Pallas's interpreter,
+lowered for an H200, and for real (`-m gpu`)."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import NoImplementationError, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.layer_chain.mosaic_gpu import launch
+from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_rows, plan, split_product
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+EPS = 1e-6
+QWEN3_4B = {"hidden": 2560, "heads_width": 4096, "inner": 9728, "next_width": 6144}
+QWEN3_8B = {"hidden": 4096, "heads_width": 4096, "inner": 12288, "next_width": 6144}
+TINY = {"hidden": 128, "heads_width": 256, "inner": 256, "next_width": 192}
+
+
+def make(rows: int, sizes: dict[str, int], *, dtype: Any = jnp.bfloat16, seed: int = 0) -> dict[str, Any]:
+    """Arguments of a call; the rows of few tokens are the first ones of many."""
+    d, a, f, g = (sizes[name] for name in ("hidden", "heads_width", "inner", "next_width"))
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+    def draw(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return (mean + jax.random.normal(next(keys), shape) * scale).astype(dtype)
+
+    return {
+        "x": draw((64, a))[:rows], "stream": chain_stream(draw((64, d))[:rows]), "o": draw((d, a), a**-0.5),
+        "post_norm": draw((d,), 0.1, 1.0), "gate_up": draw((2 * f, d), d**-0.5), "down": draw((d, f), f**-0.5),
+        "next_norm": draw((d,), 0.1, 1.0), "following": draw((g, d), d**-0.5),
+    }  # fmt: skip
+
+
+def truth(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Both results in float64: the stream `[M, D]` and the projection."""
+    wide = {name: np.asarray(value, np.float64) for name, value in call.items()}
+
+    def norm(stream: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return stream / np.sqrt((stream**2).mean(-1, keepdims=True) + EPS) * weight
+
+    stream = wide["stream"].T[: len(wide["x"])] + wide["x"] @ wide["o"].T
+    gate, up = np.split(norm(stream, wide["post_norm"]) @ wide["gate_up"].T, 2, axis=-1)
+    stream = stream + (gate / (1 + np.exp(-gate)) * up) @ wide["down"].T
+    return stream, norm(stream, wide["next_norm"]) @ wide["following"].T
+
+
+def separate(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Both results of separate operations on a stream in the activations' dtype."""
+    dtype, rows = call["x"].dtype, len(call["x"])
+
+    def norm(stream: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = stream.astype(jnp.float32)
+        return weight * (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + EPS)).astype(dtype)
+
+    stream = call["stream"].T[:rows].astype(dtype) + call["x"] @ call["o"].T
+    gate, up = jnp.split(norm(stream, call["post_norm"]) @ call["gate_up"].T, 2, axis=-1)
+    stream = stream + (jax.nn.silu(gate) * up) @ call["down"].T
+    return np.asarray(stream, np.float64), np.asarray(norm(stream, call["next_norm"]) @ call["following"].T, np.float64)
+
+
+@jax.jit
+def on_gpu(call: dict[str, Any]) -> tuple[Any, Any]:
+    counter = jax.new_ref(jnp.zeros((1,), jnp.int32))
+    return layer_chain(**call, counter=counter, eps=EPS, implementation="mosaic_gpu")
+
+
+def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
+    names = ("x", "stream", "o", "post_norm", "gate_up", "down", "next_norm", "following")
+    arrays = [call.get(name) for name in names]
+    return jax.jit(
+        lambda *arrays: launch(
+            *arrays, ahead=None, counter=None, eps=EPS, ctas=ctas, interpret=plgpu.InterpretGPUParams()
+        )
+    )(*arrays)
+
+
+def check(call: dict[str, Any], out: tuple[Any, Any]) -> None:
+    """Errors of at most twice those of separate operations, and two units in the last place."""
+    eps, rows = float(jnp.finfo(call["x"].dtype).eps), len(call["x"])
+    found = (np.asarray(out[0], np.float64).T[:rows], np.asarray(out[1], np.float64))
+    for ours, theirs, true in zip(found, separate(call), truth(call), strict=True):
+        bound = 2 * np.abs(theirs - true).max() + 2 * eps * np.abs(true).max()
+        assert np.abs(ours - true).max() <= bound
+
+
+ODD = {"hidden": 128, "heads_width": 192, "inner": 320, "next_width": 448}
+
+
+@pytest.mark.parametrize(("rows", "sizes", "ctas"), [(3, ODD, 3), (33, TINY, 2)])
+def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int) -> None:
+    call = make(rows, sizes)
+    check(call, interpreted(call, ctas))
+
+
+def test_last_layer_projects_nothing() -> None:
+    call = make(2, TINY)
+    del call["next_norm"], call["following"]
+    stream, projected = interpreted(call, 2)
+    assert projected is None
+    np.testing.assert_allclose(np.asarray(stream).T[:2], truth(make(2, TINY))[0], atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_definition(dtype: Any) -> None:
+    call = make(5, TINY, dtype=dtype)
+    check(call, layer_chain(**call, counter=None, eps=EPS, implementation="xla"))
+
+
+def h200() -> contextlib.AbstractContextManager[Any]:
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(1, QWEN3_4B), (64, QWEN3_4B), (16, QWEN3_8B)])
+def test_lowers_for_an_h200(rows: int, sizes: dict[str, int]) -> None:
+    """Two layers; the counter is changed in place."""
+    call = jax.eval_shape(lambda: make(rows, sizes))
+
+    def layers(call: dict[str, Any]) -> Any:
+        names = ("o", "post_norm", "gate_up", "down", "next_norm", "following")
+        weights = [call[name] for name in names]
+        counter, stream, projected = jax.new_ref(jnp.zeros((1,), jnp.int32)), call["stream"], []
+        for _ in range(2):
+            stream, out = launch(call["x"], stream, *weights, ahead=call["o"], counter=counter, eps=EPS, ctas=132)
+            projected.append(out)
+        return stream, projected
+
+    with h200():
+        text = jax.jit(layers).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
+    assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+@pytest.mark.parametrize("rows", [1, 17, 64])
+def test_schedule(rows: int, sizes: dict[str, int]) -> None:
+    """Every product keeps nearly all multiprocessors busy, and reads every weight."""
+    launch = plan(live=rows, ctas=132, eps=EPS, **sizes)
+    for product in launch.products:
+        assert 120 <= product.ctas <= 132
+        assert product.steps * product.blocks * 64 * product.splits == product.depth
+        assert product.rows * product.tiles >= product.features
+        covered = {offset + row for offset in product.offsets for row in range(64)}
+        assert covered >= set(range(product.rows))
+    memory = 128 * (launch.slots * launch.slot_rows + launch.x_slots * launch.tokens)
+    assert 100 * 1024 < memory < SHARED_MEMORY
+    assert launch.tokens == padded_rows(rows) >= rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "reason"),
+    [
+        (65, {}, "takes 1 to 64 rows, not 65"), (1, {"inner": 9730}, "widths that 64 divides, not inner 9730"),
+        (1, {"hidden": 2564}, "widths that 64 divides, not hidden 2564"), (1, {"hidden": 64 * 133}, "needs 133 multiproc"),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_reason(rows: int, changes: dict[str, int], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        plan(live=rows, ctas=132, eps=EPS, **QWEN3_4B | changes)
+    with pytest.raises(NotImplementedError, match="does not tile over 6 multiprocessors"):
+        split_product("o", 64 * 11, 64 * 13, 6)
+
+
+def test_other_dtypes_are_refused() -> None:
+    call = make(2, TINY, dtype=jnp.float16)
+    with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float16"):
+        launch(**call, ahead=None, counter=None, eps=EPS, ctas=2)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    call = make(2, TINY)
+    with pytest.raises(ValueError, match=r"gate_up \(500, 128\) and down \(128, 256\) do not fit"):
+        layer_chain(**{**call, "gate_up": call["gate_up"][:500]}, counter=None)
+    with pytest.raises(ValueError, match="come with the weight of its norm"):
+        layer_chain(**{**call, "next_norm": None}, counter=None)
+    with pytest.raises(ValueError, match="a column for each of 2 rows"):
+        layer_chain(**{**call, "stream": call["stream"][:, :1]}, counter=None)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    assert "needs a Hopper GPU" in str(layer_chain_refusal(1, jnp.bfloat16, **QWEN3_4B))
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        layer_chain(**make(2, TINY), counter=None, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 64])
+def test_full_size_agrees_with_float64(rows: int) -> None:
+    call = make(rows, QWEN3_4B)
+    out = on_gpu(call)
+    check(call, out)
+    again = on_gpu(call)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_token_alone_has_the_bits_it_has_among_sixteen() -> None:
+    """Plain decoding and verification go through sums of one order."""
+    alone, (stream, projected) = on_gpu(make(1, QWEN3_4B)), on_gpu(make(16, QWEN3_4B))
+    assert np.array_equal(np.asarray(stream)[:, 0], np.asarray(alone[0])[:, 0])
+    assert np.array_equal(np.asarray(projected, np.float32)[0], np.asarray(alone[1], np.float32)[0])
