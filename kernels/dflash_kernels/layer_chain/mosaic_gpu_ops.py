@@ -62,7 +62,9 @@ def _then(branch: scf.IfOp) -> Iterator[None]:
 def counter_value(counter):
     """What the grid's counter holds, read past the caches."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
+    )
     def read(_, counter):
         i32 = ir.IntegerType.get_signless(32)
         value = mgpu.utils.inline_ptx(
