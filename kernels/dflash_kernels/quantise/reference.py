@@ -12,12 +12,17 @@ NVFP4_BLOCK = 16
 
 
 def divide(x: Float[Array, "*s"], by: Float[Array, "..."]) -> Float[Array, "*s"]:
-    """`x / by` as IEEE rounds it, through float64: compiled float32 divisions are off in the last place, by reciprocals that are
-    multiplied with or by fast instructions.
+    """`x / by` as IEEE rounds it: a float32 quotient, corrected by its remainder in float64.
+
+    Compiled float32 divisions are off in the last place, by reciprocals that are multiplied with or by fast instructions; a float64
+    division between conversions from and to float32 is compiled into one of those.
     """
     with jax.enable_x64(True):
-        wide = x.astype(jnp.float64) / by.astype(jnp.float64)
-        return wide.astype(jnp.float32)
+        near = x / by
+        wide, wide_by = near.astype(jnp.float64), by.astype(jnp.float64)
+        remainder = x.astype(jnp.float64) - wide * wide_by  # exact: a product of 24 bits by 24
+        exact = (wide + remainder / wide_by).astype(jnp.float32)
+        return jnp.where(jnp.isfinite(near) & (near != 0), exact, near)  # zeros keep their sign
 
 
 def to_e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
