@@ -30,6 +30,15 @@ def to_e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     return jnp.where(jnp.isnan(x), x, jnp.clip(x, -E4M3_MAX, E4M3_MAX)).astype(E4M3)
 
 
+def from_e4m3(x: Shaped[Array, "*s"]) -> Float[Array, "*s"]:
+    """e4m3 values that are no NaN, in float32, from their bits: compilers drop a conversion to eight bits and back."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
+    exponent, mantissa = (bits >> 3) & 15, (bits & 7).astype(jnp.float32)
+    power = jax.lax.bitcast_convert_type((exponent - 10 + 127) << 23, jnp.float32)
+    size = jnp.where(exponent == 0, mantissa / 512, (8 + mantissa) * power)
+    return jnp.where(bits < 128, size, -size)
+
+
 def largest(x: Float[Array, "*s D"]) -> Float[Array, "*s 1"]:
     """Largest absolute value of each row, NaN where there is one: minima and maxima of compiled programs may lose it."""
     top = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
@@ -66,7 +75,7 @@ def quantise_nvfp4_reference(
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
     global_scale = global_scale.astype(jnp.float32)
     scales = to_e4m3(global_scale * (largest(wide)[..., 0] * jnp.float32(1 / E2M1_MAX)))
-    read = scales.astype(jnp.float32)
+    read = from_e4m3(scales)
     inverse = jnp.where(read > 0, divide(jnp.broadcast_to(global_scale, read.shape), jnp.where(read > 0, read, 1)), 0)
     # Infinity times 0 would be NaN, which four bits cannot hold.
     scaled = jnp.clip(wide, -jnp.finfo(jnp.float32).max, jnp.finfo(jnp.float32).max) * inverse[..., None]
