@@ -37,7 +37,7 @@ class Record:
             "device": jax.devices()[0].device_kind,
             "versions": {package: metadata.version(package) for package in packages},
             "date": datetime.date.today().isoformat(),
-            "commit": options.commit or _commit(),
+            "commit": options.commit or commit_here(),
             "command": _command(),
         }
 
@@ -58,7 +58,8 @@ class Record:
         return path
 
 
-def _commit() -> str | None:
+def commit_here() -> str | None:
+    """Short name of the commit that the tree is at; None outside of git."""
     answer = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return answer.stdout.strip() or None
 

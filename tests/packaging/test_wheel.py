@@ -26,6 +26,8 @@ def test_wheel_holds_the_packages_and_the_pair(wheel, sources):
     roots = [sources, sources / "kernels", sources / "convert"]
     modules = {path.relative_to(root) for root in roots for path in root.glob("dflash_*/**/*.py")}
     assert {str(path) for path in modules} <= names
+    tables = {str(path.relative_to(sources / "kernels")) for path in (sources / "kernels").glob("*/*/tuning.json")}
+    assert tables <= names
     pair = {str(path.relative_to(sources)) for path in (sources / "dflash_jax" / "pair").glob("*/*")}
     assert {f"dflash_jax/pair/{part}/model.safetensors" for part in ("target", "draft")} <= pair <= names
 

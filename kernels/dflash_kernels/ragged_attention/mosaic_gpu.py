@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, Tuning, block_counts, block_table, plan
+from dflash_kernels.tuning import choose
 
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
-CHOSEN = Tuning()
 
 
 def ragged_attention_mosaic_gpu(
@@ -42,25 +42,30 @@ def ragged_paged_attention_mosaic_gpu(
 
 
 def tuned_dense(
-    q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, tuning: Tuning = CHOSEN, interpret: Any = None,
+    q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, tuning: Tuning | None = None, interpret: Any = None,
     **options: Any,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
     """`ragged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
 
-    Head dims that the kernel does not have are filled up with zeros, which is exact.
+    Head dims that the kernel does not have are filled up with zeros, which is exact. `tuning` None: from the table.
     """
     _refuse_call(q, k, v, options)
     value_dim = v.shape[-1]
     q, k, v = (_widened(array) for array in (q, k, v))
+    exact, sizes = described(q, k, v, options["causal"])
+    tuning = tuning or choose("ragged_attention", Tuning, exact=exact, sizes=sizes)
     out, lse = _attend(q, k, v, cu_q_lens, cu_kv_lens, None, tuning=tuning, interpret=interpret, **options)
     return out[..., :value_dim], lse
 
 
 def tuned_paged(
     q: Array, k_pages: Array, v_pages: Array, cu_q_lens: Array, page_table: Array, seq_lens: Array, *,
-    tuning: Tuning = CHOSEN, interpret: Any = None, **options: Any,
+    tuning: Tuning | None = None, interpret: Any = None, **options: Any,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
-    """`ragged_paged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    """`ragged_paged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
+
+    `tuning` None: from the table.
+    """
     _refuse_call(q, k_pages, v_pages, options)
     dims = (q.shape[-1], v_pages.shape[-1])
     if not set(dims) <= set(HEAD_DIMS):
@@ -68,7 +73,17 @@ def tuned_paged(
     page_size = k_pages.shape[2]
     if page_size % 64 and (64 % page_size or page_size < 8):
         raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    exact, sizes = described(q, k_pages, v_pages, options["causal"])
+    tuning = tuning or choose("ragged_attention", Tuning, exact=exact, sizes=sizes)
     return _attend(q, k_pages, v_pages, cu_q_lens, seq_lens, page_table, tuning=tuning, interpret=interpret, **options)
+
+
+def described(q: Array, k: Array, v: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the table of choices knows a call by; keys packed or in pages."""
+    paged = k.ndim == 4
+    exact = {"dtype": str(q.dtype), "head_dim": q.shape[-1], "value_dim": v.shape[-1], "causal": causal, "paged": paged}
+    heads = {"heads": q.shape[1], "kv_heads": k.shape[1]}
+    return exact, {"tokens": q.shape[0], **heads, "page_size": k.shape[2] if paged else 0}
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

@@ -21,9 +21,9 @@ class Tuning:
     """Choices that change speed and rounding only. None: chosen from the shapes.
 
     Attributes:
-      keys: keys of a tile.
-      stages: tiles of keys and values in flight in a CTA.
-      kv_heads_at_once: key heads of a section.
+      keys: keys of a tile, 64 or 128.
+      stages: tiles of keys and values in flight in a CTA, from 2.
+      kv_heads_at_once: key heads of a section; a divisor of their number below where this is none.
       ctas: as many as run at a time: one on each multiprocessor.
     """
 
@@ -31,6 +31,13 @@ class Tuning:
     stages: int = 2
     kv_heads_at_once: int | None = None
     ctas: int = MULTIPROCESSORS
+
+    def __post_init__(self):
+        at_once = 1 if self.kv_heads_at_once is None else self.kv_heads_at_once
+        if self.keys not in (None, 64, 128) or self.stages < 2 or min(at_once, self.ctas) < 1:
+            raise ValueError(
+                f"takes tiles of 64 or 128 keys, 2 stages or more, and a head and a CTA or more, not {self}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +105,15 @@ def plan(
     if page_size and keys % page_size and page_size % keys:
         keys = 64
     kv_bytes, group = kv_rows * (head_dim + value_dim) * 2, heads // kv_heads
-    at_once = tuning.kv_heads_at_once or _kv_heads_at_once(kv_heads, -(-tokens // BLOCK) * group, kv_bytes)
+    at_once = tuning.kv_heads_at_once
+    if at_once is None:
+        at_once = _kv_heads_at_once(kv_heads, -(-tokens // BLOCK) * group, kv_bytes)
+    else:
+        at_once = max(count for count in _divisors(kv_heads) if count <= at_once)
     tiles = tuning.stages * keys * (head_dim + value_dim) * 2
     room = SHARED_MEMORY - BARRIERS - tiles - BLOCK * head_dim * 2
+    if room < 0:
+        raise ValueError(f"{tuning} with head dims {head_dim} and {value_dim}: {-room} bytes of shared memory too many")
     return Launch(
         blocks=blocks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, page_size=page_size,
         table_width=table_width, heads_at_once=at_once * group, keys=keys, stages=tuning.stages,
@@ -116,10 +129,14 @@ def _kv_heads_at_once(kv_heads: int, blocks: int, kv_bytes: int) -> int:
         rounds = count * blocks / MULTIPROCESSORS
         return rounds / math.ceil(rounds)
 
-    counts = [count for count in range(1, kv_heads + 1) if kv_heads % count == 0]
+    counts = _divisors(kv_heads)
     least = max((count for count in counts if count * kv_bytes <= L2_BYTES), default=1)
     counts = [count for count in counts if count >= least]
     return next((count for count in counts if filled(count) >= FULL), max(counts, key=filled))
+
+
+def _divisors(number: int) -> list[int]:
+    return [count for count in range(1, number + 1) if number % count == 0]
 
 
 def block_table(
