@@ -3,17 +3,21 @@
     python benchmarks/mla_prefill.py            # measure and write results/mla_prefill.json
     python benchmarks/mla_prefill.py --sweep    # other sizes of the context's chunks too
 
-Three questions. How much dearer is a prompt of 32k tokens prefilled 2k at a time, with its context read from pages and expanded
-again for every 2k, than one attention over keys and values that are there already (both through the ragged kernel)? Does the memory
-it takes stay the same when the context is four times as long? And from how many new tokens is expanding the context faster than
-attending to it absorbed? Times are the host's clock around one compiled program on the device, a call's output being the next
-one's queries. Outputs are compared with float64 first.
+Three questions. How much dearer is a prompt of 32k tokens prefilled 2k at a time, with its rows read from pages and expanded again
+for every 2k, than one attention over keys and values that are there already (both through the ragged kernel)? How much memory does
+that take, by the compiler's plan and by the allocator's count, and does it stay the same when the context is four times as long?
+And from how many new tokens is expanding faster than attending absorbed? Times are the host's clock around one compiled program on
+the device, a call's output being the next one's queries. Outputs are compared with float64 first.
+
+The prompt's time is given over that of the one attention twice: as it is, expanding included, and for the same number of
+operations, where expanding counts as operations too.
 """
 
 import functools
 import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ MATRIX = 790e12  # bf16 operations a second, a large product measured on this ki
 CONFIG = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"]
 HEADS, NOPE, ROTATED = CONFIG.num_heads, CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim
 PROMPT, STEP, PAGE = 32768, 2048, 64
-CHUNKS = (8192, 16384, 32768)
+CHUNKS = (8192, 16384)
 
 
 class Layer:
@@ -44,7 +48,7 @@ class Layer:
 
     def __init__(self, kv_b: jax.Array):
         self.scale = CONFIG.attention_scale
-        weights = kv_b.reshape(HEADS, -1, CONFIG.kv_lora_rank)
+        weights = kv_b.reshape(-1, NOPE + CONFIG.v_head_dim, CONFIG.kv_lora_rank)
         self.w_uk, self.w_uv = weights[:, :NOPE], weights[:, NOPE:]
 
     absorb, up = MLAttention.absorb, MLAttention.up
@@ -58,15 +62,14 @@ def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     return make(jax.random.key(seed))
 
 
-def inputs(tokens: int, length: int) -> dict[str, jax.Array]:
-    """New tokens and a shuffled pool that holds `length` rows, and 512 more that nobody's table names."""
+def inputs(tokens: int, length: int, heads: int = HEADS) -> dict[str, jax.Array]:
+    """Queries, and a shuffled pool that holds `length` rows, and 512 more that nobody's table names."""
     width = length // PAGE
     table = jax.random.permutation(jax.random.key(9), width + 8)[None, :width].astype(jnp.int32)
     return {
-        "kv_b": normal(0, HEADS * (NOPE + CONFIG.v_head_dim), CONFIG.kv_lora_rank, scale=CONFIG.kv_lora_rank**-0.5),
-        "q_nope": normal(1, 1, tokens, HEADS, NOPE), "q_pe": normal(2, 1, tokens, HEADS, ROTATED),
-        "latents": normal(3, 1, tokens, CONFIG.latent_width), "pages": normal(4, width + 8, 1, PAGE, CONFIG.latent_width),
-        "table": table,
+        "kv_b": normal(0, heads * (NOPE + CONFIG.v_head_dim), CONFIG.kv_lora_rank, scale=CONFIG.kv_lora_rank**-0.5),
+        "q_nope": normal(1, 1, tokens, heads, NOPE), "q_pe": normal(2, 1, tokens, heads, ROTATED),
+        "pages": normal(4, width + 8, 1, PAGE, CONFIG.latent_width), "table": table,
     }  # fmt: skip
 
 
@@ -80,13 +83,19 @@ def seconds(program: Any, *args: Any, runs: int = 5) -> list[float]:
     return times
 
 
-def step(arrays: dict[str, jax.Array], q_nope: jax.Array, context: jax.Array, chunk: int) -> jax.Array:
-    """The new tokens after `context` others, expanded."""
+def step(arrays: dict[str, jax.Array], q_nope: jax.Array, seen: jax.Array, chunk: int) -> jax.Array:
+    """The queries as the last of `seen` tokens, expanded."""
     lens = jnp.array([q_nope.shape[1]], jnp.int32)
     return chunked_prefill(
-        Layer(arrays["kv_b"]), q_nope, arrays["q_pe"], arrays["latents"], arrays["pages"], arrays["table"], context[None], lens,
+        Layer(arrays["kv_b"]),
+        q_nope,
+        arrays["q_pe"],
+        arrays["pages"],
+        arrays["table"],
+        seen[None],
+        lens,
         context_chunk=chunk,
-    )  # fmt: skip
+    )
 
 
 def prompt_program(chunk: int, steps: int) -> Any:
@@ -94,7 +103,7 @@ def prompt_program(chunk: int, steps: int) -> Any:
 
     def run(arrays: dict[str, jax.Array]) -> jax.Array:
         def one(i: jax.Array, q_nope: jax.Array) -> jax.Array:
-            return step(arrays, q_nope, i.astype(jnp.int32) * STEP, chunk)
+            return step(arrays, q_nope, (i.astype(jnp.int32) + 1) * STEP, chunk)
 
         return jax.lax.fori_loop(0, steps, one, arrays["q_nope"])
 
@@ -115,11 +124,9 @@ def check(chunk: int) -> float:
     """Error of the last tokens of a 6k prompt against float64, as a share of the largest output."""
     length = 3 * STEP
     arrays = inputs(STEP, length)
-    found = jax.jit(functools.partial(step, chunk=chunk))(arrays, arrays["q_nope"], jnp.int32(2 * STEP))
+    found = jax.jit(functools.partial(step, chunk=chunk))(arrays, arrays["q_nope"], jnp.int32(length))
     pages, table = np.asarray(arrays["pages"], np.float64), np.asarray(arrays["table"])[0]
-    rows = np.concatenate(
-        [pages[table].reshape(-1, CONFIG.latent_width)[: 2 * STEP], np.asarray(arrays["latents"][0], np.float64)]
-    )
+    rows = pages[table].reshape(-1, CONFIG.latent_width)[:length]
     layer, picked = Layer(np.asarray(arrays["kv_b"], np.float64)), np.array([0, 1, STEP // 3, STEP - 1])
     k = np.einsum("sr,npr->snp", rows[:, : CONFIG.kv_lora_rank], layer.w_uk, optimize=True)
     v = np.einsum("sr,nvr->snv", rows[:, : CONFIG.kv_lora_rank], layer.w_uv, optimize=True)
@@ -138,75 +145,116 @@ def check(chunk: int) -> float:
 def prompt(record: Record, chunks: tuple[int, ...]) -> None:
     """32k tokens, 2k at a time, against one dense attention."""
     flops = HEADS * (NOPE + ROTATED + CONFIG.v_head_dim) * PROMPT**2
+    steps = PROMPT // STEP
+    expanding = 2 * CONFIG.kv_lora_rank * HEADS * (NOPE + CONFIG.v_head_dim) * STEP * steps * (steps + 1) // 2
     q, k, v = (normal(5 + i, PROMPT, HEADS, width) for i, width in enumerate((192, 192, CONFIG.v_head_dim)))
     dense = statistics.median(seconds(dense_program(), q, k, v)) * 1e3
-    floor = round(flops / MATRIX * 1e3, 2)
-    record.add("mla dense 32k 192/128 bf16", "one causal attention", round(dense, 2), "ms", floor=floor,
-               tflops=round(flops / dense / 1e9))  # fmt: skip
+    record.add("mla dense 32k 192/128 bf16", "one causal attention", round(dense, 2), "ms",
+               floor=round(flops / MATRIX * 1e3, 2), tflops=round(flops / dense / 1e9))  # fmt: skip
     arrays = inputs(STEP, PROMPT)
     for chunk in chunks:
-        error, times = check(chunk), seconds(prompt_program(chunk, PROMPT // STEP), arrays)
+        error, times = check(chunk), seconds(prompt_program(chunk, steps), arrays)
         middle = statistics.median(times) * 1e3
         name = f"mla prefill 32k by 2k bf16 chunk {chunk}"
-        record.add(name, "attention of the prompt", round(middle, 2), "ms", floor=floor, error_float64=error,
-                   spread=[round(min(times) * 1e3, 2), round(max(times) * 1e3, 2)])  # fmt: skip
+        record.add(name, "attention of the prompt", round(middle, 2), "ms",
+                   floor=round((flops + expanding) / MATRIX * 1e3, 2), error_float64=error,
+                   spread=[round(min(times) * 1e3, 2), round(max(times) * 1e3, 2)],
+                   teraflop={"attention": round(flops / 1e12, 2), "expanding": round(expanding / 1e12, 2)})  # fmt: skip
         record.add(name, "times one dense attention", round(middle / dense, 3), "x")
+        record.add(
+            name, "times it for the same operations", round(middle / dense * flops / (flops + expanding), 3), "x"
+        )
 
 
 def memory(record: Record, chunk: int) -> None:
-    """What one call needs beside its arguments and output, by the compiler and by the device's own count."""
+    """What one call needs beside its arguments, by the compiler and by the device's own count.
+
+    The device counts its peak from the start of the process, so nothing as large may have been there before.
+    """
     device = jax.local_devices()[0]
+    rows = chunk * HEADS * (NOPE + ROTATED + CONFIG.v_head_dim) * 2
     for length in (PROMPT, 4 * PROMPT):
         arrays = inputs(STEP, length)
         run = jax.jit(functools.partial(step, chunk=chunk)).lower(arrays, arrays["q_nope"], jnp.int32(0)).compile()
-        temporary = run.memory_analysis().temp_size_in_bytes
-        before = (device.memory_stats() or {}).get("bytes_in_use")
-        jax.block_until_ready(run(arrays, arrays["q_nope"], jnp.int32(length - STEP)))
-        stats = device.memory_stats() or {}
+        plan = run.memory_analysis()
+        before = device.memory_stats() or {}
+        jax.block_until_ready(run(arrays, arrays["q_nope"], jnp.int32(length)))
+        after = device.memory_stats() or {}
         name = f"mla prefill memory {length // 1024}k chunk {chunk}"
-        record.add(name, "temporary memory of 2k tokens", round(temporary / 2**20, 1), "MiB",
-                   in_use_before=before, peak_bytes_in_use=stats.get("peak_bytes_in_use"))  # fmt: skip
+        record.add(name, "temporary memory of 2k tokens", round(plan.temp_size_in_bytes / 2**20, 1), "MiB",
+                   floor=round(rows / 2**20, 1))  # fmt: skip
+        if before and after["peak_bytes_in_use"] > before["peak_bytes_in_use"]:
+            peak = after["peak_bytes_in_use"] - before["bytes_in_use"] - plan.output_size_in_bytes
+            record.add(name, "the allocator's peak over arguments and output", round(peak / 2**20, 1), "MiB",
+                       floor=round(rows / 2**20, 1), in_use_before=before["bytes_in_use"],
+                       peak_before=before["peak_bytes_in_use"], peak_after=after["peak_bytes_in_use"])  # fmt: skip
 
 
-def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-    """New tokens after a context, absorbed and expanded."""
-    for length in lengths:
-        for t in tokens:
-            arrays, lens = inputs(t, length), jnp.array([t], jnp.int32)
+def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...], heads: tuple[int, ...]) -> None:
+    """New tokens at the end of a context, absorbed and expanded. Programs are compiled side by side and take any length."""
+    forms = {"absorbed": _absorbed, "expanded": _expanded}
+    cases = {
+        (n, t): (inputs(t, max(lengths), n), {name: jax.jit(functools.partial(_many, form)) for name, form in forms.items()})
+        for n in heads for t in tokens
+    }  # fmt: skip
+    number = jnp.int32(0)
+    with ThreadPoolExecutor(8) as pool:
+        compiled = {
+            key: {name: pool.submit(_compiled, form, arrays, number) for name, form in programs.items()}
+            for key, (arrays, programs) in cases.items()
+        }
+    for (n, t), programs in compiled.items():
+        for length in lengths:
+            found = {}
+            for name, program in programs.items():
+                run, arrays = program.result(), cases[n, t][0]
+                once = min(seconds(run, arrays, jnp.int32(length), jnp.int32(1), runs=2))
+                count = max(2, min(20, int(0.01 / once)))
+                times = seconds(run, arrays, jnp.int32(length), jnp.int32(count), runs=3)
+                found[name] = round(statistics.median(times) / count * 1e6, 1)
+                record.add(
+                    f"mla {t} tokens, {length // 1024}k context, {n} heads bf16", f"{name} form", found[name], "us"
+                )
 
-            def absorbed(arrays: dict[str, jax.Array], q_nope: jax.Array, lens=lens, length=length) -> jax.Array:
-                seen = jnp.array([length], jnp.int32)
-                q_pe, pages = arrays["q_pe"], arrays["pages"]
-                return absorbed_attention(Layer(arrays["kv_b"]), q_nope, q_pe, pages, arrays["table"], seen, lens)
 
-            def expanded(arrays: dict[str, jax.Array], q_nope: jax.Array, length=length, t=t) -> jax.Array:
-                return step(arrays, q_nope, jnp.int32(length - t), LatentForm().context_chunk)
+def _compiled(program: Any, arrays: dict[str, jax.Array], number: jax.Array) -> Any:
+    return program.lower(arrays, number, number).compile()
 
-            for name, form in (("absorbed", absorbed), ("expanded", expanded)):
 
-                @jax.jit
-                def many(arrays: dict[str, jax.Array], form=form) -> jax.Array:
-                    return jax.lax.fori_loop(0, 20, lambda _, q: form(arrays, q), arrays["q_nope"])
+def _many(form: Any, arrays: dict[str, jax.Array], length: jax.Array, count: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, count, lambda _, q: form(arrays, q, length), arrays["q_nope"])
 
-                micro = statistics.median(seconds(many, arrays)) / 20 * 1e6
-                record.add(f"mla {t} tokens after {length // 1024}k bf16", f"{name} form", round(micro, 1), "us")
+
+def _absorbed(arrays: dict[str, jax.Array], q_nope: jax.Array, length: jax.Array) -> jax.Array:
+    lens = jnp.array([q_nope.shape[1]], jnp.int32)
+    layer, q_pe = Layer(arrays["kv_b"]), arrays["q_pe"]
+    return absorbed_attention(layer, q_nope, q_pe, arrays["pages"], arrays["table"], length[None], lens)
+
+
+def _expanded(arrays: dict[str, jax.Array], q_nope: jax.Array, length: jax.Array) -> jax.Array:
+    return step(arrays, q_nope, length, chunk_tokens(q_nope.shape[2]))
+
+
+def chunk_tokens(heads: int) -> int:
+    return LatentForm().chunk(heads * (NOPE + ROTATED + CONFIG.v_head_dim) * 2)
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="all sizes of chunks")
-    parser.add_argument("--parts", nargs="+", default=["prompt", "memory", "crossover"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 512, 1024])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[8192])
+    parser.add_argument("--parts", nargs="+", default=["memory", "prompt", "crossover"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 128, 256, 512, 1024])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     options = parser.parse_args()
     record = Record("mla_prefill", options)
-    chosen = LatentForm().context_chunk
-    if "prompt" in options.parts:
-        prompt(record, CHUNKS if options.sweep else (chosen,))
+    chosen = chunk_tokens(HEADS)
     if "memory" in options.parts:
         memory(record, chosen)
+    if "prompt" in options.parts:
+        prompt(record, tuple(sorted({chosen, *CHUNKS})) if options.sweep else (chosen,))
     if "crossover" in options.parts:
-        crossover(record, tuple(options.tokens), tuple(options.lengths))
+        crossover(record, tuple(options.tokens), tuple(options.lengths), tuple(options.heads))
 
 
 if __name__ == "__main__":

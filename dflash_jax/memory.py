@@ -100,8 +100,8 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
     latent = getattr(target, "latent_width", 0)
     if not latent:
         return 0
-    heads = target.num_heads * (target.head_dim + getattr(target, "v_head_dim", 0))
-    return min(tokens, LatentForm().context_chunk) * (heads + 2 * latent) * dtype.itemsize
+    row = target.num_heads * (target.head_dim + getattr(target, "v_head_dim", 0)) * dtype.itemsize
+    return min(tokens, LatentForm().chunk(row)) * (row + 2 * latent * dtype.itemsize)
 
 
 def plan_memory(

@@ -52,6 +52,7 @@ class LatentLayer(Protocol):
 # After 8k of context, 64 tokens of 16 heads take 0.09 ms absorbed and 0.26 ms expanded, most of it the same for any number of
 # tokens (an H200, bfloat16); absorbed gets there with about eight times as many.
 _FIXED_COST_ROWS = 8192
+_WORKSPACE = 320 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,21 @@ class LatentForm:
     Attributes:
       expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer, but
         no fewer than 8192 query rows (tokens times heads), which the launches and merges of the expanded form cost on an H200.
-      context_chunk: tokens of context expanded at a time, for all sequences of a call together; a page each at least. Keys and
-        values of 8192 tokens take 80 MiB for 16 heads of 192 and 128 in bfloat16.
+      context_chunk: rows expanded at a time, for all sequences of a call together; the new tokens' at least. None: as many as a
+        workspace of 320 MiB holds, 32768 for 16 heads of 192 and 128 in bfloat16.
     """
 
     expand_above: int | float | None = None
-    context_chunk: int = 8192
+    context_chunk: int | None = None
 
     def expands(self, queries: int, *, heads: int, rank: int, nope: int, value: int) -> bool:
         if self.expand_above is not None:
             return queries > self.expand_above
         return queries > max(break_even_queries(rank, nope, value), _FIXED_COST_ROWS / heads)
+
+    def chunk(self, row: int) -> int:
+        """Rows to expand at a time; a row's keys and values of all heads take `row` bytes."""
+        return _WORKSPACE // row if self.context_chunk is None else self.context_chunk
 
 
 ABSORBED = LatentForm(expand_above=math.inf)

@@ -1,136 +1,134 @@
-"""The expanded form of latent attention for the new tokens of prompts: themselves at once, their context in chunks of bounded size.
+"""The expanded form of latent attention for the new tokens of prompts, their context in chunks of bounded size.
 
-Parts are joined through their lse, in float32. Each part is one attention of keys (P + r wide) and values (V_h wide) that are
-written out for it and forgotten after it: through the ragged kernel where it takes the call, as plain jnp elsewhere.
+Each chunk's keys (P + r wide) and values (V_h wide) are written out from its latent rows and forgotten after one attention over
+them: through kernels where there are any that take the call, as plain jnp elsewhere. The last chunk of a sequence holds its new
+tokens and as much of the context before them as fits; a context that fits whole needs no other. Parts are joined through their lse,
+in float32.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import NoImplementationError, latent_decode, merge_states, ragged_attention
+from dflash_kernels import NoImplementationError, latent_decode, latent_expand, merge_states, ragged_attention
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer, masked_attention_and_lse
+
+_TILE = 128  # rows
 
 
 def chunked_prefill(
     layer: LatentLayer,
     q_nope: Float[Array, "B T N P"],
     q_pe: Float[Array, "B T N r"],
-    latents: Float[Array, "B T C"],
     latent_pages: Shaped[Array, "pages 1 p stored"],
     page_table: Int[Array, "B W"],
-    context_lens: Int[Array, "B"],
+    seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     *,
     context_chunk: int,
     latent_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
-    """New tokens over themselves and over the context in their sequences' pages, expanded.
+    """New tokens over their sequences' pages, which hold the new tokens' own rows already, expanded.
 
-    The context is taken `context_chunk` tokens at a time, shared evenly by the sequences and rounded down to whole pages, but
-    at least one page each. Shapes are static; chunks past the longest context are not computed.
+    Rows are taken `context_chunk` at a time, shared evenly by the sequences and rounded down to whole pages, but at least as many
+    pages as the new tokens can lie in. Shapes are static; chunks that no sequence has are not computed.
 
     Args:
-      latents: rows of the new tokens, `[kv_c | k_pe]`; those past `q_lens` may hold anything.
-      context_lens: tokens of each sequence before the new ones; nothing past them is read from the pages.
-      q_lens: new tokens that are real; rows past them give 0.
+      seq_lens: rows of each sequence, the new ones included; nothing past them is read from the pages.
+      q_lens: new tokens that are real; rows past them may hold anything and give 0.
       latent_scale: of float8 pages; see `dflash_kernels.latent_cache` for the formats.
     """
     b, t = q_nope.shape[:2]
-    pages, _, p, stored = latent_pages.shape
-    columns = min(max(1, context_chunk // b // p), page_table.shape[1])
-    chunk, rank = columns * p, layer.w_uv.shape[-1]
-    live = jnp.arange(t) < q_lens[:, None]
-    latents = jnp.where(live[:, :, None], latents, jnp.zeros((), latents.dtype))
-    attend = functools.partial(
-        expanded_part,
-        jnp.concatenate([q_nope, q_pe], axis=-1),
-        q_lens,
-        key_weights(layer, latents),
-        layer.w_uv,
-        layer.scale,
-    )
-    new = attend(latents, q_lens, causal=layer.causal)
+    p, width = latent_pages.shape[2], page_table.shape[1]
+    columns = min(max(context_chunk // b // p, -(-t // p) + 1), width)
+    chunk = columns * p
+    # The last chunk of a sequence, as full as whole pages allow.
+    last = jnp.maximum(-(-seq_lens // p) - columns, 0) * p
+    rows = functools.partial(expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns)
+    attend = functools.partial(attention_and_lse, jnp.concatenate([q_nope, q_pe], axis=-1), q_lens, layer.scale)
+    out, lse = attend(*rows(last, seq_lens - last), seq_lens - last, causal=layer.causal)
+    if columns < width:
+        wide = jnp.promote_types(q_nope.dtype, jnp.float32)
 
-    # Whole chunks, or the last slice would be shifted back over rows that were seen already.
-    table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % columns)))
+        def add(index: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
+            starts = jnp.full_like(last, index * chunk)
+            held = jnp.clip(last - starts, 0, chunk)
+            return merge_states(*seen, *attend(*rows(starts, held), held, causal=False))
 
-    def add(index: Array, seen: tuple[Array, Array]) -> tuple[Array, Array]:
-        own = jax.lax.dynamic_slice_in_dim(table, index * columns, columns, axis=1)
-        held = jnp.clip(context_lens - index * chunk, 0, chunk)
-        rows = latent_pages[jnp.clip(own, 0, pages - 1)].reshape(b, chunk, stored)
-        gathered = latent_decode(rows, latents.dtype, kv_lora_rank=rank, scale=latent_scale)
-        gathered = jnp.where((jnp.arange(chunk) < held[:, None])[:, :, None], gathered, jnp.zeros((), gathered.dtype))
-        return merge_states(*seen, *attend(gathered, held, causal=False))
-
-    wide = jnp.promote_types(q_nope.dtype, jnp.float32)
-    chunks = (jnp.max(context_lens, initial=0) + chunk - 1) // chunk
-    with jax.named_scope("latent_context"):
-        out, _ = jax.lax.fori_loop(0, chunks, add, (new[0].astype(wide), new[1].astype(wide)))
-    return jnp.where(live[:, :, None, None], out, 0).astype(q_nope.dtype)
+        with jax.named_scope("latent_context"):
+            chunks = (jnp.max(last, initial=0) + chunk - 1) // chunk
+            out, _ = jax.lax.fori_loop(0, chunks, add, (out.astype(wide), lse.astype(wide)))
+    return out.astype(q_nope.dtype)
 
 
-def key_weights(layer: LatentLayer, latents: Float[Array, "B T C"]) -> Float[Array, "N h C"]:
-    """From a whole latent row to a head's whole key: `w_uk`, and ones that carry the rotated part over.
+def expanded_rows(
+    layer: LatentLayer,
+    latent_pages: Shaped[Array, "pages 1 p stored"],
+    page_table: Int[Array, "B W"],
+    latent_scale: Float[Array, ""] | None,
+    dtype: jnp.dtype,
+    columns: int,
+    starts: Int[Array, "B"],
+    lens: Int[Array, "B"],
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
+    """Keys and values of the first `lens` rows from `starts` on; the others may hold anything."""
+    p, rank = latent_pages.shape[2], layer.w_uv.shape[-1]
+    if latent_pages.dtype != dtype:
+        # Rows in eight bits are laid out as the kernels read them; pages of their own, one sequence after the other.
+        entry = jnp.minimum(starts[:, None] // p + jnp.arange(columns), page_table.shape[1] - 1)
+        named = jnp.clip(jnp.take_along_axis(page_table, entry, axis=1), 0, latent_pages.shape[0] - 1).reshape(-1)
+        latent_pages = latent_decode(latent_pages[named], dtype, kv_lora_rank=rank, scale=latent_scale)
+        page_table = jnp.arange(named.shape[0], dtype=jnp.int32).reshape(entry.shape)
+        starts = jnp.zeros_like(starts)
+    weights = (weight.astype(dtype) for weight in (layer.w_uk, layer.w_uv))
+    # Whole tiles of the kernel, or it would have to cut its result; small chunks stay small.
+    rows = columns * p if columns * p < _TILE else -(-columns * p // _TILE) * _TILE
+    return latent_expand(latent_pages, page_table, starts, lens, *weights, rows=rows)
 
-    A product with these writes keys as attention reads them; up-projecting first would write them twice.
-    """
-    n, _, rank = layer.w_uk.shape
-    rotated = latents.shape[-1] - rank
-    carried = jnp.eye(rotated, rank + rotated, k=rank, dtype=latents.dtype)
-    up = jnp.pad(layer.w_uk.astype(latents.dtype), ((0, 0), (0, 0), (0, rotated)))
-    return jnp.concatenate([up, jnp.broadcast_to(carried, (n, *carried.shape))], axis=1)
 
-
-def expanded_part(
-    q: Float[Array, "B T N h"],
+def attention_and_lse(
+    q: Float[Array, "B T N H"],
     q_lens: Int[Array, "B"],
-    w_k: Float[Array, "N h C"],
-    w_uv: Float[Array, "N V R"],
     scale: float,
-    latents: Float[Array, "B S C"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N V"],
     kv_lens: Int[Array, "B"],
     *,
     causal: bool,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse of the first `q_lens` queries over the first `kv_lens` rows. Other rows must be finite; other queries give
-    anything, lse included, but a query that sees no row gives lse -inf.
+    """Output and lse of the first `q_lens` queries over the first `kv_lens` rows, the last query at the last row.
+
+    Other rows may hold anything. Other queries, and those that see no row, give 0 and lse -inf.
     """
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.promote_types(q.dtype, jnp.float32) else None
-    k = jnp.einsum("bsc,nhc->bsnh", latents, w_k, precision=precision)
-    v = jnp.einsum("bsr,nvr->bsnv", latents[..., : w_uv.shape[-1]], w_uv.astype(latents.dtype), precision=precision)
+    (b, t), s = q.shape[:2], k.shape[1]
     try:
-        packed = (_pack(rows, lens) for rows, lens in ((q, q_lens), (k, kv_lens), (v, kv_lens)))
-        starts = (jnp.pad(jnp.cumsum(lens), (1, 0)).astype(jnp.int32) for lens in (q_lens, kv_lens))
+        cu_q_lens, cu_kv_lens = packed_lens(q_lens, t, kv_lens, s)
+        packed_q, packed_k, packed_v = (rows.reshape(-1, *rows.shape[2:]) for rows in (q, k, v))
         out, lse = ragged_attention(
-            *packed, *starts, causal=causal, scale=scale, return_lse=True, implementation="mosaic_gpu"
-        )
-        return _unpack(out, q_lens, q.shape[1]), _unpack(lse, q_lens, q.shape[1])
+            packed_q, packed_k, packed_v, cu_q_lens, cu_kv_lens, causal=causal, scale=scale, return_lse=True,
+            implementation="mosaic_gpu",
+        )  # fmt: skip
+        return out.reshape(b, t, *out.shape[1:]), lse.reshape(b, t, -1)
     except NoImplementationError:
-        rows, keys = jnp.arange(q.shape[1]), jnp.arange(k.shape[1])
-        visible = (rows < q_lens[:, None])[:, :, None] & (keys < kv_lens[:, None])[:, None]
+        rows, keys = jnp.arange(t), jnp.arange(s)
+        held = keys < kv_lens[:, None]
+        visible = (rows < q_lens[:, None])[:, :, None] & held[:, None]
         if causal:
             visible &= keys <= rows[:, None] + (kv_lens - q_lens)[:, None, None]
+        k, v = (jnp.where(held[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in (k, v))
         return masked_attention_and_lse(q, k, v, visible, scale)
 
 
-def _pack(rows: Float[Array, "B S *x"], lens: Int[Array, "B"]) -> Float[Array, "rows *x"]:
-    """The first `lens` rows of each sequence after those of the one before; the rest is padding."""
-    b, s = rows.shape[:2]
-    flat = rows.reshape(b * s, *rows.shape[2:])
-    if b == 1:
-        return flat
-    ends = jnp.cumsum(lens)
-    place = jnp.arange(b * s)
-    owner = jnp.minimum(jnp.searchsorted(ends, place, side="right"), b - 1)
-    return flat[jnp.clip(owner * s + place - (ends - lens)[owner], 0, b * s - 1)]
+def packed_lens(q_lens: Int[Array, "B"], t: int, kv_lens: Int[Array, "B"], s: int) -> tuple[Array, Array]:
+    """Where packed sequences begin that stand `t` queries and `s` keys apart: `cu_q_lens` and `cu_kv_lens`.
 
-
-def _unpack(packed: Float[Array, "rows *x"], lens: Int[Array, "B"], s: int) -> Float[Array, "B S *x"]:
-    """Packed rows back in place; the rows past `lens` hold anything."""
-    if lens.shape == (1,):
-        return packed[None]
-    rows = (jnp.cumsum(lens) - lens)[:, None] + jnp.arange(s)
-    return packed[jnp.clip(rows, 0, packed.shape[0] - 1)]
+    Between any two lie queries without keys and keys without queries: a sequence each, which costs nothing.
+    """
+    b = q_lens.shape[0]
+    q_starts, kv_starts = (jnp.arange(b, dtype=jnp.int32) * apart for apart in (t, s))
+    q_bounds = jnp.stack([q_starts, q_starts + q_lens, q_starts + t], axis=1)
+    kv_bounds = jnp.stack([kv_starts, kv_starts + kv_lens, kv_starts + kv_lens], axis=1)
+    # What comes after the last sequence is padding already.
+    return q_bounds.reshape(-1)[:-1].astype(jnp.int32), kv_bounds.reshape(-1)[:-1].astype(jnp.int32)

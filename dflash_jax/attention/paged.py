@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import kv_write, latent_decode, latent_encode, latent_write, qkv_write
+from dflash_kernels import kv_write, latent_encode, latent_write, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.chunks import attend_to_pages
@@ -73,11 +73,10 @@ class PagedAttend:
             return absorbed_attention(
                 layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
             )
-        # As the pool holds them, so that both forms, and prompts cut anyhow, see the same rows.
-        latents = latent_decode(stored, latents.dtype, kv_lora_rank=rank, scale=scale)
+        row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
-            layer, q_nope, q_pe, latents, pool, self.page_table, self.seq_lens - self.q_lens, self.q_lens,
-            context_chunk=self.form.context_chunk, latent_scale=scale,
+            layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
+            context_chunk=self.form.chunk(row), latent_scale=scale,
         )  # fmt: skip
 
     @property

@@ -8,6 +8,7 @@ from dflash_kernels.cache_write.api import cache_write, latent_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.dispatch import NoImplementationError
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
+from dflash_kernels.latent_expand.api import latent_expand
 from dflash_kernels.latent_gather.api import latent_gather
 from dflash_kernels.layer_chain.api import chain_stream, layer_chain, layer_chain_refusal
 from dflash_kernels.merge_states.api import merge_states
@@ -18,7 +19,7 @@ from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_a
 
 __all__ = [
     "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "chain_stream", "kv_write", "latent_decode",
-    "latent_encode", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
-    "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups",
+    "latent_encode", "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write",
+    "layer_chain", "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups",
     "quantise_nvfp4", "quantise_tensor", "ragged_attention", "ragged_paged_attention", "swizzle_scales",
 ]  # fmt: skip

@@ -60,6 +60,19 @@ class Batch:
             out[row, :count] = array[row, start : start + count]
         return out
 
+    def written(self) -> np.ndarray:
+        """The pages once the new tokens' rows are in them."""
+        pages = self.pages.copy()
+        page_size = pages.shape[2]
+        for row, (start, count) in enumerate(zip(self.context_lens, self.q_lens, strict=True)):
+            for s in range(start, start + count):
+                pages[self.page_table[row, s // page_size], 0, s % page_size] = self.latents[row, s]
+        return pages
+
+    @property
+    def seq_lens(self) -> np.ndarray:
+        return self.context_lens * (self.q_lens > 0) + self.q_lens
+
     def oracle(self, t: int) -> np.ndarray:
         """`[B, t, N, V]` in float64 by loops over requests: expanded, one pass, zeros past `q_lens`."""
         w_uk, w_uv = (np.asarray(w, np.float64) for w in (self.layer.w_uk, self.layer.w_uv))

@@ -172,13 +172,13 @@ def test_the_form_follows_the_number_of_queries() -> None:
 def test_the_context_is_expanded_in_bounded_pieces() -> None:
     """No array of the program holds a head's keys for more than the chunk's tokens."""
     batch = make_batch([200], [4], seed=1)
-    shapes = batch.new(batch.q_nope, 4), batch.new(batch.q_pe, 4), batch.new(batch.latents, 4), batch.pages
+    shapes = batch.new(batch.q_nope, 4), batch.new(batch.q_pe, 4), batch.written()
 
     def sizes(chunk: int) -> int:
         def call(*arrays):
             return chunked_prefill(batch.layer, *arrays, context_chunk=chunk)
 
-        jaxpr = jax.make_jaxpr(call)(*shapes, batch.page_table, batch.context_lens, batch.q_lens)
+        jaxpr = jax.make_jaxpr(call)(*shapes, batch.page_table, batch.seq_lens, batch.q_lens)
         loop = next(eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "while")
         body = loop.params["body_jaxpr"].jaxpr
         return max(math.prod(out.aval.shape) for eqn in body.eqns for out in eqn.outvars)
@@ -187,6 +187,6 @@ def test_the_context_is_expanded_in_bounded_pieces() -> None:
     assert sizes(64) == 4 * sizes(16)
 
 
-def test_a_chunk_is_a_page_at_least() -> None:
+def test_a_chunk_holds_the_new_tokens_at_least() -> None:
     batch = make_batch([20, 3], [4, 4])
     np.testing.assert_array_equal(run(batch, 4, LatentForm(0, 7))[0], run(batch, 4, LatentForm(0, 8))[0])

@@ -51,6 +51,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "kv_write": (
         ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
     ),
+    "latent_expand": (
+        (LATENTS, integers(BATCH, TABLE), *[integers(BATCH)] * 2, *[array(16, 128, 512)] * 2), {"rows": 512},
+    ),
     "latent_gather": ((LATENTS, integers(BATCH, TABLE), integers(BATCH), integers(BATCH)), {"rows": 512}),
     "latent_write bytes": (
         (array(99, 1, 64, 656, dtype=jnp.uint8), array(64, 656, dtype=jnp.uint8), integers(64)), {},
