@@ -59,6 +59,10 @@ class Checkpoint(Protocol):
     dtype: str
     notices: list[str]
 
+    def expect(self) -> None:
+        """Tells that `load` will follow: the system may begin to read."""
+        ...
+
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
         """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
 
@@ -172,6 +176,10 @@ class Converted:
         self.dtype: str = marker["parameters"].get("norm.weight", {}).get("dtype", "float32")
         self.notices: list[str] = list(marker["notices"])
         self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
+
+    def expect(self) -> None:
+        """See `Checkpoint.expect`."""
+        read_ahead([self.folder / name for name in self.marker["outputs"] if name.startswith(f"{PARAMS}/")])
 
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load`."""

@@ -152,6 +152,9 @@ def load(
     if proposals not in ("shared_noise", "argmax", "rejection"):
         raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    for checkpoint in (target, drafter):
+        if checkpoint is not None:
+            checkpoint.expect()
     if drafter is not None:
         check_pair(target.config, drafter.config)
     check_cache_dtype(target.config, cache_dtype)

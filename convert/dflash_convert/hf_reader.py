@@ -8,9 +8,10 @@ floats and integers because they mean nothing without scales, which quantised ch
 """
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from dflash_jax.checkpoint import check_dtype, read_ahead
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
+from dflash_jax.staging import Incoming, place
 
 _MOST_NOTICES = 8
+# What one thread reads at a time, and what it converts at a time of that.
+PART_BYTES, CONVERTED_BYTES = 32 << 20, 2 << 20
 # What a notice about many tensors names: up to the layer's number, otherwise the first part.
 _PART = re.compile(r"^(?:[\w.]*?\blayers\.\d+\.|[^.]*\.?)")
 
@@ -50,29 +54,13 @@ class HuggingFaceCheckpoint:
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
         """See `dflash_jax.checkpoint.Checkpoint.load`."""
         check_dtype(dtype)
-        steps = [(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
-        read_ahead(list(dict.fromkeys(tensor.path for step, _ in steps for tensor in step.tensors)))
-        # One array is read while the one before goes to the device. On a GPU they lie in two pieces of memory in turn: memory that
-        # the process has touched before takes a file's bytes several times as fast as new memory does. A CPU's arrays may be the
-        # very memory they were made from, so there each needs its own.
-        reuses = jax.default_backend() == "gpu"
-        sizes = [step.parameter.size * kind.itemsize for step, kind in steps]
-        memory = [np.empty(max(sizes[turn::2], default=0), np.uint8) if reuses else None for turn in range(2)]
+        return place(
+            _incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps
+        )
 
-        def read(index: int) -> np.ndarray:
-            step, kind = steps[index]
-            return assemble(step, kind.name, memory=memory[index % 2])
-
-        params: dict[str, jax.Array] = {}
-        with ThreadPoolExecutor(1, thread_name_prefix="read") as reader:
-            coming = deque(reader.submit(read, index) for index in range(min(1, len(steps))))
-            for index, (step, _) in enumerate(steps):
-                array = coming.popleft().result()
-                if index + 1 < len(steps):
-                    coming.append(reader.submit(read, index + 1))
-                params[step.parameter.name] = jax.device_put(array)
-                params[step.parameter.name].block_until_ready()  # from here on the memory may be read into again
-        return params
+    def expect(self) -> None:
+        """See `dflash_jax.checkpoint.Checkpoint.expect`."""
+        read_ahead(list(dict.fromkeys(tensor.path for step in self.plan.steps for tensor in step.tensors)))
 
 
 def open_checkpoint(path: str | Path, dtype: str = KEEP) -> HuggingFaceCheckpoint:
@@ -143,28 +131,19 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def assemble(
-    step: Step, dtype: str, advance: Callable[[int], Any] | None = None, memory: np.ndarray | None = None
-) -> np.ndarray:
+def assemble(step: Step, dtype: str, advance: Callable[[int], Any] | None = None) -> np.ndarray:
     """The parameter as one host array of `dtype`: its tensors' rows one after the other.
 
     Args:
       advance: told of every piece's bytes.
-      memory: bytes to place the array in; None for new ones.
 
     Raises:
       CheckpointError: an integer does not fit into the parameter's type.
     """
     kind = jnp.dtype(dtype)
-    if memory is None:
-        memory = np.empty(step.parameter.size * kind.itemsize, np.uint8)
-    array = memory[: step.parameter.size * kind.itemsize].view(kind).reshape(step.parameter.shape)
-    flat, position = array.reshape(-1), 0
+    array, position = np.empty(step.parameter.shape, kind), 0
+    flat = array.reshape(-1)
     for tensor in step.tensors:
-        if kind == DTYPES[tensor.dtype] and advance is None:
-            read_into(flat[position : position + tensor.size], tensor)
-            position += tensor.size
-            continue
         for piece in chunks(tensor):
             part = flat[position : position + piece.size]
             part[:] = cast(piece, part.dtype, tensor)
@@ -172,6 +151,32 @@ def assemble(
             if advance is not None:
                 advance(part.nbytes)
     return array
+
+
+def _incoming(step: Step, kind: np.dtype) -> Incoming:
+    """The parameter as an array that several threads fill: each a span of one tensor."""
+    parts, position = [], 0
+    for tensor in step.tensors:
+        most = max(1, PART_BYTES // DTYPES[tensor.dtype].itemsize)
+        for begin in range(0, tensor.size, most):
+            size = min(most, tensor.size - begin)
+            parts.append((position + begin, size, partial(_fill_span, tensor=tensor, begin=begin)))
+        position += tensor.size
+    return Incoming(step.parameter.name, step.parameter.shape, kind, parts)
+
+
+def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:
+    """Fills a flat `array` with the tensor's values from number `begin` on, converted to the array's type."""
+    if array.dtype == DTYPES[tensor.dtype]:
+        read_into(array, tensor, begin)
+        return
+    span, position = (
+        replace(tensor, shape=(array.size,), offset=tensor.offset + begin * DTYPES[tensor.dtype].itemsize),
+        0,
+    )
+    for piece in chunks(span, CONVERTED_BYTES):
+        array[position : position + piece.size] = cast(piece, array.dtype, tensor)
+        position += piece.size
 
 
 def cast(piece: np.ndarray, dtype: np.dtype, tensor: Tensor) -> np.ndarray:

@@ -194,14 +194,14 @@ def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[np.ndarra
             yield piece
 
 
-def read_into(array: np.ndarray, tensor: Tensor) -> None:
-    """Fills a flat `array` of the tensor's size and dtype with its values, without a buffer between.
+def read_into(array: np.ndarray, tensor: Tensor, begin: int = 0) -> None:
+    """Fills a flat `array` of the tensor's dtype with its values from number `begin` on, without a buffer between.
 
     Raises:
       CheckpointError: the file became shorter since its header was read.
     """
     with tensor.path.open("rb", buffering=0) as file:
-        file.seek(tensor.offset)
+        file.seek(tensor.offset + begin * array.itemsize)
         _fill(array, file, tensor)
 
 
