@@ -102,9 +102,10 @@ def stored_pool(key: jax.Array, shape: tuple[int, ...], stored: str) -> jax.Arra
     return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
 
 
-def inputs(case: Case) -> Inputs:
+def inputs(case: Case, cold: int = COLD) -> Inputs:
+    """Copies of the batch with pages of their own, `cold` bytes in all or more."""
     held = -(-np.array(case.lengths) // case.page_size)[:, None] > np.arange(case.length // case.page_size)
-    copies = math.ceil(COLD / case.bytes)
+    copies = math.ceil(cold / case.bytes)
     keys = jax.random.split(jax.random.key(0), 6)
     pool = (copies * int(held.sum()), KV_HEADS, case.page_size, HEAD_DIM)
     q = jax.random.normal(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
@@ -121,7 +122,7 @@ def inputs(case: Case) -> Inputs:
 
 
 def implementation(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    function = paged_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning or Tuning())
+    function = paged_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning)
     return jax.jit(functools.partial(function, **case.mask))
 
 

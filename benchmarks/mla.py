@@ -82,10 +82,10 @@ QUANTISED_CASES = [Case(*shape, quantised=True) for shape in ((128, 4096, 1, 128
 PAGE_CASES = [Case(128, 4096, 1, 16, page_size=16)]
 
 
-def inputs(case: Case) -> tuple[Any, ...]:
-    """q, the pool, a table for every copy of the batch, lengths and live queries. All pages are shuffled together."""
+def inputs(case: Case, cold: int = COLD) -> tuple[Any, ...]:
+    """q, the pool of `cold` bytes or more, a table for every copy of the batch, lengths and live queries; pages are shuffled."""
     width = case.length // case.page_size
-    copies = math.ceil(COLD / case.bytes)
+    copies = math.ceil(cold / case.bytes)
     keys = jax.random.split(jax.random.key(0), 3)
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) / 10, static_argnums=1)
     q = make(keys[0], (case.b, case.t, case.heads, RANK + ROTATED))
@@ -99,7 +99,7 @@ def inputs(case: Case) -> tuple[Any, ...]:
 
 def looped(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[Any, ...]]:
     """Compiled: `rounds` times one call for each copy of the batch; the results of the last round."""
-    function = mla_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning or Tuning())
+    function = mla_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning)
 
     def body(q, pool, tables, lens, live, index, _):
         # A sum the compiler cannot see through: nothing of a round is taken out of the loop.

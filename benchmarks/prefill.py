@@ -2,7 +2,6 @@
 
     python benchmarks/prefill.py               # measure and write results/prefill.json
     python benchmarks/prefill.py --sweep       # time the kernel's choices for each shape, write nothing
-    python benchmarks/prefill.py --threshold   # chunks of a prompt: the kernel for prompts against the one for decoding
 
 A figure is the time of one call inside one compiled loop on the device, with everything the call launches: the host's clock around
 several calls, divided by their number. One element of a call's queries comes from the call before it. Keys and values are larger
@@ -24,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import paged_attention
 from dflash_kernels.ragged_attention.mosaic_gpu import tuned_dense, tuned_paged
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
 from record import Record, arguments
@@ -136,6 +134,13 @@ def looped(call: Callable[..., jax.Array], calls: int) -> Callable[..., jax.Arra
     return many
 
 
+def seconds_of_one(calls: int, many: Callable[[], Any]) -> float:
+    """Time of one of the calls that `many` makes."""
+    started = time.perf_counter()
+    jax.block_until_ready(many())
+    return (time.perf_counter() - started) / calls
+
+
 def measure(
     call: Callable[..., jax.Array], *arrays: jax.Array, calls: int = 8, runs: int = 5
 ) -> tuple[list[float], jax.Array]:
@@ -143,9 +148,7 @@ def measure(
     many = looped(call, calls)
     out, times = many(*arrays).block_until_ready(), []
     for _ in range(runs):
-        started = time.perf_counter()
-        many(*arrays).block_until_ready()
-        times.append((time.perf_counter() - started) / calls)
+        times.append(seconds_of_one(calls, functools.partial(many, *arrays)))
     return times, out
 
 
@@ -194,32 +197,12 @@ def sweep(case: Case, packed: tuple[jax.Array, ...], rest: tuple[jax.Array, ...]
         print(f"{case.name:44s} {speed:7.1f} TFLOP/s  error {error:.1e}  {change}", flush=True)
 
 
-def threshold() -> None:
-    """A chunk at the end of a prompt of 4,096 tokens, 32 query heads over 8: both kernels, microseconds."""
-    for b in (1, 8):
-        case = Case(32, 8, 128, 128, True, 64, b=b, length=4096)
-        (q, _, _), (k_pages, v_pages, _, table, lens) = inputs(case)
-        for t in (16, 32, 64, 128, 256, 512):
-            cu = jnp.arange(b + 1, dtype=jnp.int32) * t
-            chunk = q[: b * t]
-            many = functools.partial(measure, calls=50)
-            long = many(ours(case), chunk, k_pages, v_pages, cu, table, lens)
-            batch = chunk.reshape(b, t, *chunk.shape[1:])
-            short = many(lambda q, *rest: paged_attention(q, *rest), batch, k_pages, v_pages, table, lens)
-            times = " ".join(f"{statistics.median(x) * 1e6:8.1f}" for x, _ in (long, short))
-            print(f"B{b} T{t:4d}  prompts, decoding: {times} us", flush=True)
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
     parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
     parser.add_argument("--without-peers", action="store_true", help="measure no other libraries")
-    parser.add_argument("--threshold", action="store_true", help="time chunks with both kernels instead")
     options = parser.parse_args()
-    if options.threshold:
-        threshold()
-        return
     record = Record("prefill", options)
     for case in CASES:
         if options.only and case.name not in options.only:

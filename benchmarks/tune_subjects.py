@@ -1,16 +1,26 @@
 """What benchmarks/tune.py tunes: for each op its cases, the choices to try, and a program for a choice."""
 
 import dataclasses
-import time
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attention
 import jax
+import jax.numpy as jnp
+import mla
 import prefill
-from dflash_kernels.ragged_attention.mosaic_gpu import described
+from dflash_kernels.mla_attention.mosaic_gpu import described as latent_key
+from dflash_kernels.mla_attention.mosaic_gpu import tuned as tuned_latent
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning as LatentTuning
+from dflash_kernels.paged_attention.mosaic_gpu import described as paged_key
+from dflash_kernels.paged_attention.mosaic_gpu import tuned as tuned_paged
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
+from dflash_kernels.ragged_attention.mosaic_gpu import described as prompt_key
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning as PromptTuning
 
 Choice = dict[str, Any]
+Key = tuple[dict[str, Any], dict[str, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Trial:
     """
 
     name: str
-    key: tuple[dict[str, Any], dict[str, int]]
+    key: Key
     program: Callable[[Any], tuple[Callable[[], float], str | None]]
 
 
@@ -53,12 +63,6 @@ def interpreted() -> Any:
     return None if jax.default_backend() == "gpu" else plgpu.InterpretGPUParams()
 
 
-def seconds_of_one(calls: int, many: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    jax.block_until_ready(many())
-    return (time.perf_counter() - started) / calls
-
-
 def prompts(case: prefill.Case, calls: int = 8) -> Trial:
     packed, rest = prefill.inputs(case)
 
@@ -66,9 +70,9 @@ def prompts(case: prefill.Case, calls: int = 8) -> Trial:
         many = prefill.looped(prefill.ours(case, tuning, interpreted()), calls if interpreted() is None else 1)
         error = prefill.error_of(case, packed, many(packed[0], *rest))
         wrong = None if error < prefill.ALLOWED else f"error {error:.2e} against float64"
-        return lambda: seconds_of_one(calls, lambda: many(packed[0], *rest)), wrong
+        return functools.partial(prefill.seconds_of_one, calls, functools.partial(many, packed[0], *rest)), wrong
 
-    return Trial(case.name, described(packed[0], rest[0], rest[1], case.causal), program)
+    return Trial(case.name, prompt_key(packed[0], rest[0], rest[1], case.causal), program)
 
 
 def prompt_choices(case: prefill.Case) -> list[Choice]:
@@ -79,8 +83,106 @@ def prompt_choices(case: prefill.Case) -> list[Choice]:
     return [{}, *at_once, {"stages": 3}]
 
 
+def looped(call: Callable[..., Any], tables: jax.Array, rounds: int) -> Callable[..., Any]:
+    """Compiled: `rounds` times a call with each of the tables, whose pages follow one another through more than the L2 holds."""
+
+    @jax.jit
+    def many(tables, *arrays):
+        def once(tables):
+            return tuple(call(table, *arrays) for table in tables)
+
+        def body(_, carry):
+            # The tables move, so that nothing of a round is taken out of the loop.
+            tables = jnp.roll(carry[0], 1, axis=0)
+            return tables, once(tables)
+
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, tables))
+        return jax.lax.fori_loop(0, rounds, body, (tables, empty))[1]
+
+    return functools.partial(many, tables)
+
+
+def paged_trial(
+    name: str, key: Key, call: Callable[..., Any], tables: jax.Array, arrays: tuple[Any, ...], floor_us: float,
+    error_of: Callable[[Any], float], allowed: float,
+) -> Trial:  # fmt: skip
+    """A trial of `call(tuning, table, *arrays)`; `error_of` is told a tuning."""
+    # About 10 ms on a GPU.
+    rounds = 1 if interpreted() else max(round(10e3 / (max(floor_us, 8) * len(tables))), 1)
+
+    def program(tuning: Any) -> tuple[Callable[[], float], str | None]:
+        error = error_of(tuning)
+        if not error < allowed:
+            return float, f"error {error:.2e} against float64"
+        run = functools.partial(looped(functools.partial(call, tuning), tables, rounds), *arrays)
+        jax.block_until_ready(run())
+        return functools.partial(prefill.seconds_of_one, rounds * len(tables), run), None
+
+    return Trial(name, key, program)
+
+
+def paged(case: attention.Case) -> Trial:
+    given = attention.inputs(case, attention.COLD if interpreted() is None else 1)
+    sample = attention.ragged(case, given)
+    true = attention.truth(case, sample, given.scales)
+    options = case.mask | {"interpret": interpreted()} | given.scales
+    live = jnp.full((case.b,), case.t, jnp.int32)
+
+    def call(tuning, table, q, k, v, lens):
+        return tuned_paged(q, k, v, table, lens, live, **options, tuning=tuning)[0]
+
+    def error_of(tuning):
+        return attention.error_of(true, tuned_paged(*sample, **options, tuning=tuning)[0])
+
+    key = paged_key(given.q, given.k, given.tables[0], case.causal)
+    arrays = (given.q, given.k, given.v, given.lens)
+    return paged_trial(case.name, key, call, given.tables, arrays, case.floor_us, error_of, 0.02)
+
+
+def paged_choices(case: attention.Case) -> list[Choice]:
+    if case.length < 4096:
+        return [{}, {"stages": 3}]
+    if case.b * attention.KV_HEADS >= 256:
+        return [{}, {"splits": 2}, {"stages": 3}, {"keys": 128}]
+    # Around the number of parts that fills the multiprocessors.
+    filling = 132 // (case.b * attention.KV_HEADS)
+    return [{}, *({"splits": splits} for splits in (filling, 2 * filling) if splits <= 32), {"stages": 4}]
+
+
+def latent(case: mla.Case) -> Trial:
+    q, pool, tables, lens, live = mla.inputs(case, mla.COLD if interpreted() is None else 1)
+    sample = mla.ragged(case, (q, pool, tables, lens, live))
+    true = mla.truth(sample)
+    options = case.options | {"interpret": interpreted()}
+
+    def call(tuning, table, q, pool, lens):
+        return tuned_latent(q, pool, table, lens, live, **options, tuning=tuning)[0]
+
+    def error_of(tuning):
+        out = tuned_latent(*sample[:2], sample[2][-1], *sample[3:], **options, tuning=tuning)
+        return mla.errors(true, out)["error_float64"]
+
+    key = latent_key(q, pool, tables[0], True)
+    return paged_trial(case.name, key, call, jnp.stack(tables), (q, pool, lens), case.floor_us, error_of, 8e-4)
+
+
+def latent_choices(case: mla.Case) -> list[Choice]:
+    """Parts for a quarter to all of the multiprocessors, where whole sequences do not fill them."""
+    if case.length < 4096:
+        return [{}, {"min_tiles": 1}]
+    tiles = case.b * -(-case.t * case.heads // 64)
+    splits = {max(round(132 / tiles * part), 1) for part in (0.5, 1)} if tiles < 100 else {2}
+    return [{}, *({"splits": count} for count in sorted(splits)), {"min_tiles": 1}]
+
+
 SUBJECTS = {
     "ragged_attention": Subject(
         PromptTuning, prefill.CASES, prefill.Case(1, 1, 64, 64, True, b=1, length=70), prompt_choices, prompts
-    )
-}
+    ),
+    "paged_attention": Subject(
+        PagedTuning, attention.PEER_CASES, attention.Case(1, 64, 1), paged_choices, paged
+    ),
+    "mla_attention": Subject(
+        LatentTuning, mla.PEER_CASES, mla.Case(1, 64, 1, 8), latent_choices, latent
+    ),
+}  # fmt: skip

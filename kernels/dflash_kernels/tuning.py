@@ -18,10 +18,12 @@ from typing import Any
 
 from dflash_kernels.target import target
 
-FARTHEST = 8.0  # times as large or small, all sizes together, that a measured call may be
+FARTHEST = 8.0
 
 
-def choose[T](op: str, make: type[T], *, exact: Mapping[str, Any], sizes: Mapping[str, int]) -> T:
+def choose[T](
+    op: str, make: type[T], *, exact: Mapping[str, Any], sizes: Mapping[str, int], farthest: float = FARTHEST
+) -> T:
     """The choice for a call on the device that is traced for.
 
     Args:
@@ -29,11 +31,12 @@ def choose[T](op: str, make: type[T], *, exact: Mapping[str, Any], sizes: Mappin
       make: what a choice becomes, from keyword arguments; without any it is the default. Raises ValueError for what is impossible.
       exact: properties that decide what a choice means: dtypes, head dims, kinds of mask.
       sizes: lengths and numbers, from 0 on, of which the nearest that were measured serve.
+      farthest: times as large or small, all sizes together, that the nearest may be.
 
     Raises:
       ValueError: the table holds a choice that `make` does not take.
     """
-    entry = nearest(table(op).get(target().kind, ()), exact, sizes)
+    entry = nearest(table(op).get(target().kind, ()), exact, sizes, farthest)
     if entry is None:
         return make()
     try:

@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from dflash_kernels import tuning
+from dflash_kernels.mla_attention import mosaic_gpu as latent
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning as LatentTuning
+from dflash_kernels.paged_attention import mosaic_gpu as paged
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
 from dflash_kernels.ragged_attention import mosaic_gpu as ragged
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
 
@@ -58,7 +62,30 @@ def ragged_call(entry: dict[str, Any]) -> Any:
     return ragged.tuned_paged, (q, k, v, lens, table, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
-CALLS = {"ragged_attention": (ragged_call, ragged, Tuning)}
+def paged_call(entry: dict[str, Any]) -> Any:
+    exact, sizes = entry["exact"], entry["sizes"]
+    kv_heads, pages = sizes["kv_heads"], (sizes["b"] * sizes["table_width"], sizes["kv_heads"], sizes["page_size"])
+    q = jax.ShapeDtypeStruct((sizes["b"], 1, kv_heads * sizes["rows"], exact["head_dim"]), jnp.dtype(exact["dtype"]))
+    pool = jax.ShapeDtypeStruct((*pages, exact["head_dim"]), jnp.dtype(exact["stored"]))
+    table = jax.ShapeDtypeStruct((sizes["b"], sizes["table_width"]), jnp.int32)
+    return paged.tuned, (q, pool, pool, table, *[jax.ShapeDtypeStruct((sizes["b"],), jnp.int32)] * 2)
+
+
+def latent_call(entry: dict[str, Any]) -> Any:
+    exact, sizes = entry["exact"], entry["sizes"]
+    q = jax.ShapeDtypeStruct((sizes["b"], 1, sizes["rows"], 576), jnp.dtype(exact["dtype"]))
+    pool = (sizes["b"] * sizes["table_width"], 1, sizes["page_size"], 576)
+    table = jax.ShapeDtypeStruct((sizes["b"], sizes["table_width"]), jnp.int32)
+    lens = [jax.ShapeDtypeStruct((sizes["b"],), jnp.int32)] * 2
+    return latent.tuned, (q, jax.ShapeDtypeStruct(pool, jnp.dtype(exact["stored"])), table, *lens)
+
+
+PAGED_MASK: dict[str, Any] = {"window": (None, None), "soft_cap": None, "sinks": None, "scale": 0.1}
+CALLS = {
+    "ragged_attention": (ragged_call, ragged, Tuning, MASK),
+    "paged_attention": (paged_call, paged, PagedTuning, PAGED_MASK),
+    "mla_attention": (latent_call, latent, LatentTuning, {"kv_lora_rank": 512, "scale": 0.1}),
+}
 
 
 @pytest.mark.parametrize(("op", "device", "entry"), ENTRIES)
@@ -66,7 +93,7 @@ def test_entries_are_valid_and_lower(
     op: str, device: str, entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call like the measured one takes the choice, and the kernel takes it too."""
-    call, module, make = CALLS[op]
+    call, module, make, mask = CALLS[op]
     function, arrays = call(entry)
     taken = []
     attend = module._attend
@@ -74,7 +101,7 @@ def test_entries_are_valid_and_lower(
         module, "_attend", lambda *args, **options: taken.append(options["tuning"]) or attend(*args, **options)
     )
     with on(device):
-        traced = jax.jit(lambda *args: function(*args, **MASK, causal=entry["exact"]["causal"])).trace(*arrays)
+        traced = jax.jit(lambda *args: function(*args, **mask, causal=entry["exact"]["causal"])).trace(*arrays)
         assert "@mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
     assert taken == [make(**entry["choice"])]
     assert entry["us"] <= entry["default_us"]
@@ -126,15 +153,20 @@ def test_tiles_that_do_not_fit() -> None:
         jax.eval_shape(lambda *args: ragged.tuned_dense(*args, **MASK, causal=True, tuning=Tuning(stages=4)), *arrays)
 
 
-def test_dry_run(tune: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", ["ragged_attention", "paged_attention", "mla_attention"])
+def test_dry_run(op: str, tune: Any, tmp_path: Path) -> None:
     """The script from end to end: inputs, kernels in the interpreter, checks, the table."""
-    tune.main(["--dry-run", "--out", str(tmp_path)])
-    for op, subject in tune.tune_subjects.SUBJECTS.items():
-        (device, (entry,)) = next(iter(json.loads((tmp_path / op / "tuning.json").read_text()).items()))
-        assert device == jax.devices()[0].device_kind
-        assert entry["choice"] in subject.candidates(subject.tiny)
-        assert 0 < entry["us"] <= entry["default_us"]
-        assert tuning.nearest([entry], entry["exact"], entry["sizes"]) == entry
+    tune.main(["--dry-run", "--out", str(tmp_path), op])
+    subject = tune.tune_subjects.SUBJECTS[op]
+    ((device, (entry,)),) = json.loads((tmp_path / op / "tuning.json").read_text()).items()
+    assert device == jax.devices()[0].device_kind
+    assert entry["choice"] in subject.candidates(subject.tiny)
+    assert 0 < entry["us"] <= entry["default_us"]
+    assert tuning.nearest([entry], entry["exact"], entry["sizes"]) == entry
+
+
+def test_every_table_can_be_written_again(tune: Any) -> None:
+    assert {path.parent.name for path in TABLES} <= set(tune.tune_subjects.SUBJECTS) == set(CALLS)
 
 
 def fake(tune: Any, results: dict[str, tuple[float, str | None]]) -> Any:

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import RANK, ROTATED, STORED, Tuning, plan
 from dflash_kernels.target import HOPPER, target
+from dflash_kernels.tuning import choose
 
-CHOSEN = Tuning()
+FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
 
 
 def mla_attention_mosaic_gpu(
@@ -44,15 +45,28 @@ def tuned(
     scale: float,
     causal: bool,
     latent_scale: Float[Array, ""] | None = None,
-    tuning: Tuning = CHOSEN,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
-    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
+
+    `tuning` None: from the table.
+    """
     _refuse_call(q, latent_pages, kv_lora_rank, scale)
+    exact, sizes = described(q, latent_pages, page_table, causal)
+    tuning = tuning or choose("mla_attention", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, latent_pages, page_table, seq_lens, q_lens, latent_scale, scale=scale, causal=causal, tuning=tuning,
         interpret=interpret,
     )  # fmt: skip
+
+
+def described(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the table of choices knows a call by."""
+    b, tokens, heads, _ = q.shape
+    exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}
+    page_size, table_width = latent_pages.shape[2], page_table.shape[1]
+    return exact, {"b": b, "rows": tokens * heads, "page_size": page_size, "table_width": table_width}
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.

@@ -27,6 +27,10 @@ class Tuning:
     splits: int | None = None
     min_tiles: int = 2
 
+    def __post_init__(self):
+        if min(1 if self.splits is None else self.splits, self.min_tiles) < 1:
+            raise ValueError(f"takes a part and a tile or more, not {self}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
+from dflash_kernels.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
 # Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
 KERNEL_MERGES = 8
-CHOSEN = Tuning()
+FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
 
 
 def paged_attention_mosaic_gpu(
@@ -61,15 +62,29 @@ def tuned(
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
-    tuning: Tuning = CHOSEN,
+    tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
+
+    `tuning` None: from the table.
+    """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
+    exact, sizes = described(q, k_pages, page_table, causal)
+    tuning = tuning or choose("paged_attention", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, causal=causal,
         window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, tuning=tuning, interpret=interpret,
     )  # fmt: skip
+
+
+def described(q: Array, k_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the table of choices knows a call by."""
+    b, tokens, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    exact = {"dtype": str(q.dtype), "stored": str(k_pages.dtype), "head_dim": head_dim, "causal": causal}
+    sizes = {"b": b, "rows": tokens * heads // kv_heads, "kv_heads": kv_heads}
+    return exact, sizes | {"page_size": page_size, "table_width": page_table.shape[1]}
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.

@@ -33,6 +33,15 @@ class Tuning:
     merge: str | None = None
     together: bool | None = None
 
+    def __post_init__(self):
+        stages, splits = (2 if self.stages is None else self.stages), (1 if self.splits is None else self.splits)
+        if self.keys not in (64, 128) or stages < 2 or min(splits, self.min_tiles) < 1:
+            raise ValueError(
+                f"takes tiles of 64 or 128 keys, 2 stages or more, and a part and a tile or more, not {self}"
+            )
+        if self.merge not in (None, "kernel", "xla"):
+            raise ValueError(f'merge is "kernel", "xla" or None, not {self.merge!r}')
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
