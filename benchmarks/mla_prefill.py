@@ -7,7 +7,7 @@ Three questions. How much dearer is a prompt of 32k tokens prefilled 2k at a tim
 for every 2k, than one attention over keys and values that are there already (both through the ragged kernel)? How much memory does
 that take, by the compiler's plan and by the allocator's count, and does it stay the same when the context is four times as long?
 And from how many new tokens is expanding faster than attending absorbed? Times are the host's clock around one compiled program on
-the device, a call's output being the next one's queries. Outputs are compared with float64 first.
+the device, each call waiting for the output of the one before. Outputs are compared with float64 first.
 
 The prompt's time is given over that of the one attention twice: as it is, expanding included, and for the same number of
 operations, where expanding counts as operations too.
@@ -58,8 +58,12 @@ class Layer:
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    make = jax.jit(lambda key: (jax.random.normal(key, shape) * scale).astype(jnp.bfloat16))
-    return make(jax.random.key(seed))
+    return _normal(jax.random.key(seed), jnp.float32(scale), shape)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _normal(key: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return (jax.random.normal(key, shape) * scale).astype(jnp.bfloat16)
 
 
 def inputs(tokens: int, length: int, heads: int = HEADS) -> dict[str, jax.Array]:
@@ -68,7 +72,7 @@ def inputs(tokens: int, length: int, heads: int = HEADS) -> dict[str, jax.Array]
     table = jax.random.permutation(jax.random.key(9), width + 8)[None, :width].astype(jnp.int32)
     return {
         "kv_b": normal(0, heads * (NOPE + CONFIG.v_head_dim), CONFIG.kv_lora_rank, scale=CONFIG.kv_lora_rank**-0.5),
-        "q_nope": normal(1, 1, tokens, heads, NOPE), "q_pe": normal(2, 1, tokens, heads, ROTATED),
+        "q": normal(1, 1, tokens, heads, NOPE + ROTATED),
         "pages": normal(4, width + 8, 1, PAGE, CONFIG.latent_width), "table": table,
     }  # fmt: skip
 
@@ -83,31 +87,28 @@ def seconds(program: Any, *args: Any, runs: int = 5) -> list[float]:
     return times
 
 
-def step(arrays: dict[str, jax.Array], q_nope: jax.Array, seen: jax.Array, chunk: int) -> jax.Array:
+def step(arrays: dict[str, jax.Array], q: jax.Array, seen: jax.Array, chunk: int) -> jax.Array:
     """The queries as the last of `seen` tokens, expanded."""
-    lens = jnp.array([q_nope.shape[1]], jnp.int32)
-    return chunked_prefill(
-        Layer(arrays["kv_b"]),
-        q_nope,
-        arrays["q_pe"],
-        arrays["pages"],
-        arrays["table"],
-        seen[None],
-        lens,
-        context_chunk=chunk,
-    )
+    lens, parts = jnp.array([q.shape[1]], jnp.int32), jnp.split(q, [NOPE], axis=-1)
+    layer, pages, table = Layer(arrays["kv_b"]), arrays["pages"], arrays["table"]
+    return chunked_prefill(layer, *parts, pages, table, seen[None], lens, context_chunk=chunk)
 
 
 def prompt_program(chunk: int, steps: int) -> Any:
     """`steps` prefills of `STEP` tokens, the context growing by that many each time."""
 
     def run(arrays: dict[str, jax.Array]) -> jax.Array:
-        def one(i: jax.Array, q_nope: jax.Array) -> jax.Array:
-            return step(arrays, q_nope, (i.astype(jnp.int32) + 1) * STEP, chunk)
+        def one(i: jax.Array, out: jax.Array) -> jax.Array:
+            return step(arrays, after(arrays["q"], out), (i.astype(jnp.int32) + 1) * STEP, chunk)
 
-        return jax.lax.fori_loop(0, steps, one, arrays["q_nope"])
+        return jax.lax.fori_loop(0, steps, one, arrays["q"][..., : CONFIG.v_head_dim])
 
     return jax.jit(run)
+
+
+def after(q: jax.Array, out: jax.Array) -> jax.Array:
+    """The queries, once there is an output."""
+    return jax.lax.optimization_barrier((q, out))[0]
 
 
 def dense_program() -> Any:
@@ -124,13 +125,13 @@ def check(chunk: int) -> float:
     """Error of the last tokens of a 6k prompt against float64, as a share of the largest output."""
     length = 3 * STEP
     arrays = inputs(STEP, length)
-    found = jax.jit(functools.partial(step, chunk=chunk))(arrays, arrays["q_nope"], jnp.int32(length))
+    found = jax.jit(functools.partial(step, chunk=chunk))(arrays, arrays["q"], jnp.int32(length))
     pages, table = np.asarray(arrays["pages"], np.float64), np.asarray(arrays["table"])[0]
     rows = pages[table].reshape(-1, CONFIG.latent_width)[:length]
     layer, picked = Layer(np.asarray(arrays["kv_b"], np.float64)), np.array([0, 1, STEP // 3, STEP - 1])
     k = np.einsum("sr,npr->snp", rows[:, : CONFIG.kv_lora_rank], layer.w_uk, optimize=True)
     v = np.einsum("sr,nvr->snv", rows[:, : CONFIG.kv_lora_rank], layer.w_uv, optimize=True)
-    q_nope, q_pe = (np.asarray(arrays[name][0], np.float64)[picked] for name in ("q_nope", "q_pe"))
+    q_nope, q_pe = np.split(np.asarray(arrays["q"][0], np.float64)[picked], [NOPE], axis=-1)
     scores = np.einsum("tnp,snp->nts", q_nope, k, optimize=True)
     scores += np.einsum("tnr,sr->nts", q_pe, rows[:, CONFIG.kv_lora_rank :], optimize=True)
     scores = np.where(np.arange(length) <= 2 * STEP + picked[:, None], scores * CONFIG.attention_scale, -np.inf)
@@ -175,10 +176,10 @@ def memory(record: Record, chunk: int) -> None:
     rows = chunk * HEADS * (NOPE + ROTATED + CONFIG.v_head_dim) * 2
     for length in (PROMPT, 4 * PROMPT):
         arrays = inputs(STEP, length)
-        run = jax.jit(functools.partial(step, chunk=chunk)).lower(arrays, arrays["q_nope"], jnp.int32(0)).compile()
+        run = jax.jit(functools.partial(step, chunk=chunk)).lower(arrays, arrays["q"], jnp.int32(0)).compile()
         plan = run.memory_analysis()
         before = device.memory_stats() or {}
-        jax.block_until_ready(run(arrays, arrays["q_nope"], jnp.int32(length)))
+        jax.block_until_ready(run(arrays, arrays["q"], jnp.int32(length)))
         after = device.memory_stats() or {}
         name = f"mla prefill memory {length // 1024}k chunk {chunk}"
         record.add(name, "temporary memory of 2k tokens", round(plan.temp_size_in_bytes / 2**20, 1), "MiB",
@@ -222,17 +223,19 @@ def _compiled(program: Any, arrays: dict[str, jax.Array], number: jax.Array) -> 
 
 
 def _many(form: Any, arrays: dict[str, jax.Array], length: jax.Array, count: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, count, lambda _, q: form(arrays, q, length), arrays["q_nope"])
+    def one(_: jax.Array, out: jax.Array) -> jax.Array:
+        return form(arrays, after(arrays["q"], out), length)
+
+    return jax.lax.fori_loop(0, count, one, arrays["q"][..., : CONFIG.v_head_dim])
 
 
-def _absorbed(arrays: dict[str, jax.Array], q_nope: jax.Array, length: jax.Array) -> jax.Array:
-    lens = jnp.array([q_nope.shape[1]], jnp.int32)
-    layer, q_pe = Layer(arrays["kv_b"]), arrays["q_pe"]
-    return absorbed_attention(layer, q_nope, q_pe, arrays["pages"], arrays["table"], length[None], lens)
+def _absorbed(arrays: dict[str, jax.Array], q: jax.Array, length: jax.Array) -> jax.Array:
+    lens, parts = jnp.array([q.shape[1]], jnp.int32), jnp.split(q, [NOPE], axis=-1)
+    return absorbed_attention(Layer(arrays["kv_b"]), *parts, arrays["pages"], arrays["table"], length[None], lens)
 
 
-def _expanded(arrays: dict[str, jax.Array], q_nope: jax.Array, length: jax.Array) -> jax.Array:
-    return step(arrays, q_nope, length, chunk_tokens(q_nope.shape[2]))
+def _expanded(arrays: dict[str, jax.Array], q: jax.Array, length: jax.Array) -> jax.Array:
+    return step(arrays, q, length, chunk_tokens(q.shape[2]))
 
 
 def chunk_tokens(heads: int) -> int:
