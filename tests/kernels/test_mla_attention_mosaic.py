@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, mla_attention
+from dflash_kernels.mla_attention import mosaic_gpu_schedule as schedule
 from dflash_kernels.mla_attention.mosaic_gpu import tuned
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits, plan
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits, longest_first, plan
 from dflash_kernels.mla_attention.reference import mla_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -103,6 +104,14 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(case, Tuning(splits=splits), interpret)
 
 
+def test_longest_sequences_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CTAs wait for each other, as on a GPU of one multiprocessor."""
+    monkeypatch.setattr(schedule, "MULTIPROCESSORS", 1)
+    case = latent_case([64, 5, 190, 0, 64], t=1, heads=3, page_size=64)
+    assert longest_first(jnp.asarray(case.seq_lens)).tolist() == [2, 0, 4, 1, 3]
+    check(case, Tuning(splits=1), plgpu.InterpretGPUParams())
+
+
 def quantised(case: Case) -> tuple[Case, np.ndarray]:
     """The same rows as e4m3 numbers, and what they stand for under a scale of 1/8; garbage stays NaN."""
     stored = (jnp.asarray(case.k_pages, jnp.float32) * 8).astype(jnp.float8_e4m3fn)
@@ -186,6 +195,7 @@ def test_schedule() -> None:
     assert planned(1, 1, 128, 32768).splits > 30
     assert planned(1, 1, 128).splits < 64
     assert best_splits(8, 64) == 1
+    assert [planned(128, 1, heads).ordered for heads in (16, 128)] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import RANK, ROTATED, STORED, Tuning, plan
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import RANK, ROTATED, STORED, Tuning, longest_first, plan
 from dflash_kernels.target import HOPPER, target
 from dflash_kernels.tuning import choose
 
@@ -93,7 +93,8 @@ def _attend(
     if launch.rows > rows:
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - rows), (0, 0)))
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
-    out, lse = kernel.attention(launch, folded, latent_pages, *integers, interpret=interpret)
+    order = longest_first(seq_lens) if launch.ordered else jnp.arange(b, dtype=jnp.int32)
+    out, lse = kernel.attention(launch, folded, latent_pages, *integers, order, interpret=interpret)
     if launch.direct:
         out, lse = out[:, :rows], lse[:, 0, :rows]
     else:

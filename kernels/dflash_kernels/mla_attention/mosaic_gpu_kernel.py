@@ -27,12 +27,12 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 # Rows of the exchanged statistics.
-_TOP, _TOTAL = 0, 2
+_TOP, _TOTAL, _SUM = 0, 2, 4
 
 
 def attention(
     launch: Launch, q: jax.Array, latent_pages: jax.Array, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array,
-    interpret: Any = None,
+    order: jax.Array, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
@@ -42,6 +42,7 @@ def attention(
       latent_pages: `[P, 1, p, R + r]`. Rows at or past `seq_lens` may hold anything.
       table: `[B, W]` int32. Entries past a sequence's last page are never read.
       seq_lens, q_lens: `[B]` int32.
+      order: `[B]` int32, the sequences in the order in which they begin, read where `launch.ordered`.
 
     Returns:
       Output `[B, rows, R]` where `launch.direct`, else float32 partial outputs `[B, splits, rows, R]`, each normalised, whose
@@ -53,9 +54,9 @@ def attention(
     else:
         out = jax.ShapeDtypeStruct((b, launch.splits, launch.rows, RANK), jnp.float32)
 
-    def body(q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, **buffers):
+    def body(q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, o_ref, lse_ref, **buffers):
         unpack_unions(buffers)
-        _Block(launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers).run()
+        _Block(launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, o_ref, lse_ref, buffers).run()
 
     return plgpu.kernel(
         body,
@@ -67,7 +68,7 @@ def attention(
         # by default, is several times what the hand-over between the warpgroups needs; `_together` stands where one is due.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(q, latent_pages, table, seq_lens, q_lens)  # fmt: skip
+    )(q, latent_pages, table, seq_lens, q_lens, order)  # fmt: skip
 
 
 class _Block(Tiles):
@@ -104,9 +105,8 @@ class _Block(Tiles):
         later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self._widen(0, stages=(0, 1))
-        carry = self._left_first(tile, carry[:3], masked)
+        acc, top, total = self._left_first(tile, carry[:3], masked)
         self._fill_half(0, 0, tile + 2, coming[0])
-        acc, top, total = carry
         plgpu.barrier_wait(memory["weights_in"].at[1])
         new_top = self._stat(_TOP + 1)
         kept = jnp.exp2(top - _finite(new_top))
@@ -125,7 +125,13 @@ class _Block(Tiles):
         """Scores and softmax of a first tile, handed to the other warpgroup, and its left values."""
         acc, top, total = carry
         memory = self.memory
-        new_top, kept, weights = self._softmax(*self._scores(0, tile, masked), top)
+
+        def multiply(scores):
+            self._multiply_keys(scores, 0)
+            return scores[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+        new_top, kept, weights = self._softmax(scores, tile, top, masked)
         total = total * kept + weights.sum(axis=1)
         weights = weights.astype(memory["q_sm"].dtype)
         # The rotated keys of this tile are used up: the weights take their place.
@@ -142,8 +148,7 @@ class _Block(Tiles):
             memory["staged"][...] = weights
             plgpu.commit_smem()
             weights = memory["staged"]
-        acc = self._add_values(acc, lambda: weights, 0, 0)
-        return acc, new_top, total
+        return self._add_values(acc, lambda: weights, 0, 0), new_top, total
 
     def _right_pair(self, pair, carry, *, masked=False):
         """The right warpgroup's part of two tiles: its softmax of the second runs under the product of the first."""
@@ -151,30 +156,41 @@ class _Block(Tiles):
         later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self._widen(1, stages=(0, 1))
-        scores, highest = self._scores(1, tile + 1, masked)
-        self._fill_rotated(1, tile + 3, coming[1])
-        acc, top, total = self._right_values(*carry[:3])
-        # Exponentials and the scaling of the sum keep different units of the multiprocessor busy: they stand together.
-        new_top, kept, weights = self._softmax(scores, highest, top)
-        total = total * kept + weights.sum(axis=1)
-        weights = weights.astype(memory["weights"].dtype)
 
-        def hand_over():
-            memory["weights"][...] = weights
+        def hand_over(scores, top):
+            new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
+            memory["weights"][...] = weights.astype(memory["weights"].dtype)
             memory["stats"].at[_TOP + 1][...] = new_top
+            memory["stats"].at[_SUM][...] = weights.sum(axis=1)
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory["weights_in"].at[1])
 
-        if masked:
-            self._clear_unused_values(1, 0, tile)
-        acc = self._add_values(acc, self._first_weights, 1, 0, hand_over)
+        def multiply(scores):
+            self._multiply_keys(scores, 1)
+            # The interpreter multiplies at once, and two accumulators are one too many for it.
+            found = scores[...] if "staged" in memory else None
+            acc, top, total = self._right_values(*carry[:3])
+            if masked:
+                self._clear_unused_values(1, 0, tile)
+
+            def softmax_meanwhile():
+                # The scores are there while the product of values goes on.
+                second = plgpu.wgmma_accumulator_load(scores, wait_n=1) if found is None else found
+                self._fill_rotated(1, tile + 3, coming[1])
+                hand_over(second, top)
+
+            return self._add_values(acc, self._first_weights, 1, 0, softmax_meanwhile), top, total
+
+        acc, top, total = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
         self._fill_half(1, 0, tile + 2, coming[0])
         self._fill_rotated(0, tile + 2, coming[0])
+        new_top = self._stat(_TOP + 1)
+        kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(1, 1, tile + 1)
         acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 1, 1)
         self._fill_half(1, 1, tile + 3, coming[1])
-        return acc, new_top, total, *later
+        return acc, new_top, total * kept + self._stat(_SUM), *later
 
     def _right_single(self, pair, carry):
         self.zero = opaque_zero(pair)
@@ -190,32 +206,26 @@ class _Block(Tiles):
         kept = jnp.exp2(top - _finite(new_top))
         return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), new_top, total * kept
 
-    def _scores(self, stage, tile, masked):
-        """`[64, 576] @ [64, 576].T` in float32, and each row's maximum; each product starts as its part arrives."""
-        memory = self.memory
+    def _multiply_keys(self, scores, stage):
+        """Starts to add `[64, 576] @ [64, 576].T` in float32; each product starts as its part arrives."""
+        memory, quantised = self.memory, self.launch.quantised
+        if quantised:
+            plgpu.barrier_wait(memory["widened"].at[stage])
+        for half in range(2):
+            if not quantised:
+                plgpu.barrier_wait(memory["halves_in"].at[2 * stage + half])
+            keys = memory["latents"].at[half, self.zero + stage].transpose((1, 0))
+            plgpu.wgmma(scores, memory["q_sm"].at[self.zero + half], keys)
+        if not quantised:
+            plgpu.barrier_wait(memory["rotated_in"].at[stage])
+        keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
+        plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
 
-        def multiply(scores):
-            if self.launch.quantised:
-                plgpu.barrier_wait(memory["widened"].at[stage])
-            for half in range(2):
-                if not self.launch.quantised:
-                    plgpu.barrier_wait(memory["halves_in"].at[2 * stage + half])
-                keys = memory["latents"].at[half, self.zero + stage].transpose((1, 0))
-                plgpu.wgmma(scores, memory["q_sm"].at[self.zero + half], keys)
-            if not self.launch.quantised:
-                plgpu.barrier_wait(memory["rotated_in"].at[stage])
-            keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
-            plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
-            return scores[...]
-
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+    def _softmax(self, scores, tile, top, masked):
+        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        return scores, scores.max(axis=1)
-
-    def _softmax(self, scores, highest, top):
-        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
-        new_top = jnp.maximum(top, highest * self.unit)
+        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
         base = _finite(new_top)
         weights = jnp.exp2(scores * self.unit - lax.broadcast_in_dim(base, scores.shape, [0]))
         return new_top, jnp.exp2(top - base), weights

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 STORED = jnp.float8_e4m3fn  # dtype of quantised rows
 ROWS = 64  # query rows of a CTA: the M of a Hopper matrix instruction
@@ -42,6 +43,7 @@ class Launch:
       row_tiles: CTAs that they are spread over. The last one starts early enough to be full.
       splits: parts that a sequence's visible rows are dealt to; min_tiles: fewest tiles worth a part of their own.
       quantised: rows are e4m3 numbers.
+      ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
     """
 
     tokens: int
@@ -53,6 +55,7 @@ class Launch:
     splits: int
     min_tiles: int
     quantised: bool
+    ordered: bool
     causal: bool
     scale: float
 
@@ -84,8 +87,21 @@ def plan(
         splits = best_splits(b * row_tiles, table_width * page_size)
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
-        splits=splits, min_tiles=tuning.min_tiles, quantised=quantised, causal=causal, scale=scale,
+        splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
+        ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS, causal=causal, scale=scale,
     )  # fmt: skip
+
+
+def longest_first(seq_lens: Int[Array, "B"]) -> Int[Array, "B"]:
+    """Indices of sequences from the longest to the shortest, equal ones as they come.
+
+    Two small reductions rather than a sort, and the same ones for all layers, so that a compiled step does them once.
+    """
+    index = jnp.arange(seq_lens.shape[0], dtype=jnp.int32)
+    longer = seq_lens[None, :] > seq_lens[:, None]
+    earlier = (seq_lens[None, :] == seq_lens[:, None]) & (index[None, :] < index[:, None])
+    place = jnp.sum(longer | earlier, axis=1)
+    return jnp.sum(jnp.where(place[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def best_splits(ctas: int, longest: int) -> int:

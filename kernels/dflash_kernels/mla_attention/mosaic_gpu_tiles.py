@@ -29,7 +29,7 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     buffers = {
         "q_sm": plgpu.SMEM((2, ROWS, HALF), dtype, **wide), "q_rotated": plgpu.SMEM((1, ROWS, ROTATED), dtype, **wide),
         "weights": plgpu.SMEM((ROWS, KEYS), dtype, **wide),
-        "stats": plgpu.SMEM((4, ROWS), jnp.float32),
+        "stats": plgpu.SMEM((5, ROWS), jnp.float32),
         "q_in": plgpu.Barrier(num_arrivals=3),
         "halves_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=4),
         "rotated_in": plgpu.Barrier(num_arrivals=launch.copies, num_barriers=2),
@@ -68,11 +68,12 @@ def opaque_zero(pair):
 class Tiles:
     """One CTA's part of a sequence. Scalars of its sequence and rows are read once, at construction."""
 
-    def __init__(self, launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, o_ref, lse_ref, buffers):
+    def __init__(self, launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, o_ref, lse_ref, buffers):
         self.launch, self.memory = launch, buffers
         self.q_ref, self.pages_ref, self.table_ref = q_ref, pages_ref, table_ref
         self.o_ref, self.lse_ref = o_ref, lse_ref
-        self.b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
+        b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
+        self.b = order_ref[b] if launch.ordered else b
         self.first_row = jnp.minimum(lax.axis_index("rows") * ROWS, max(launch.rows - ROWS, 0))
         self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
         # A sequence longer than its table is cut to it; positions still count from the true length.
