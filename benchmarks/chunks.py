@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import paged_attention
-from prefill import Case, inputs, looped, seconds_of_one
+from prefill import Case, in_turns, inputs, looped
 from record import Record, arguments
 
 from dflash_jax.attention.chunks import fills, long_chunks
@@ -63,8 +63,11 @@ def program(name: str, q: jax.Array, *pages: jax.Array) -> Callable[[], jax.Arra
 
 
 def main() -> None:
-    record = Record("chunks", arguments(__doc__).parse_args())
-    for b in sorted({b for b, _ in CHUNKS}):
+    parser = arguments(__doc__)
+    parser.add_argument("--sequences", type=int, nargs="+", default=sorted({b for b, _ in CHUNKS}), help="values of B")
+    options = parser.parse_args()
+    record = Record("chunks", options)
+    for b in options.sequences:
         case = Case(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, True, PAGE, b=b, length=LENGTH)
         (q, k, v), (k_pages, v_pages, _, table, lens) = inputs(case)
         pages = (k_pages, v_pages, table, lens)
@@ -78,22 +81,13 @@ def main() -> None:
             case_name = f"chunk B{b} T{t} of L{LENGTH} H{HEADS}/{KV_HEADS} bf16"
             ready = {name: programs[t, name].result() for name in KERNELS}
             errors = {name: check(case_name, run(), batches[t], k, v) for name, run in ready.items()}
-            times = timed(ready)
+            times = in_turns(ready, CALLS, ROUNDS)
             for name in KERNELS:
                 record.add(
                     case_name, f"time per call, kernel for {name}", round(statistics.median(times[name]) * 1e6, 1), "us",
                     chosen="prompts" if fills(b, t, HEADS) else "decoding", error_float64=errors[name],
                     spread=[round(min(times[name]) * 1e6, 1), round(max(times[name]) * 1e6, 1)],
                 )  # fmt: skip
-
-
-def timed(programs: dict[str, Callable[[], jax.Array]]) -> dict[str, list[float]]:
-    """Seconds of one call in each round; the programs take turns."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(ROUNDS):
-        for name, run in programs.items():
-            times[name].append(seconds_of_one(CALLS, run))
-    return times
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 
 A figure is the time of one call inside one compiled loop on the device, with everything the call launches: the host's clock around
 several calls, divided by their number. One element of a call's queries comes from the call before it. Keys and values are larger
-than the L2. A causal call counts half the multiplications. Correctness is checked first, in the same process: rows of the last
-sequence against float64.
+than the L2. A causal call counts half the multiplications. The kernel and the same run's peers take turns. Correctness is checked
+first, in the same process: rows of the last sequence against float64.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
 from record import Record, arguments
 
 ALLOWED = 0.02  # error
+CALLS, ROUNDS = 8, 7
 MATRIX = 790e12  # multiply-adds count twice; the best of XLA's own bf16 products on this kind of GPU
 QUOTED = "FA3, an earlier run on an H200"
 # TFLOP/s of FA3 for the same shapes: (head dim, value dim, causal).
@@ -141,15 +142,13 @@ def seconds_of_one(calls: int, many: Callable[[], Any]) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def measure(
-    call: Callable[..., jax.Array], *arrays: jax.Array, calls: int = 8, runs: int = 5
-) -> tuple[list[float], jax.Array]:
-    """Seconds of one call, in each of several runs, and the output of the last one."""
-    many = looped(call, calls)
-    out, times = many(*arrays).block_until_ready(), []
-    for _ in range(runs):
-        times.append(seconds_of_one(calls, functools.partial(many, *arrays)))
-    return times, out
+def in_turns(programs: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of one call of each program in each round: a GPU that grows hot slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            times[name].append(seconds_of_one(calls, program))
+    return times
 
 
 def cudnn(case: Case) -> Callable[..., jax.Array]:
@@ -164,8 +163,8 @@ def attention_mgpu(case: Case) -> Callable[..., jax.Array]:
     return lambda q, k, v: module.attention(q, k, v, config)
 
 
-def peers(case: Case, packed: tuple[jax.Array, ...]) -> dict[str, float]:
-    """TFLOP/s of other implementations on the same rows as a batch. jax's own kernel takes float16 only."""
+def peers(case: Case, packed: tuple[jax.Array, ...]) -> dict[str, Callable[[], Any]]:
+    """Programs of other implementations on the same rows as a batch. jax's own kernel takes float16 only."""
     found = {}
     batch = [array.reshape(case.b, case.length, *array.shape[1:]) for array in packed]
     half = [array.astype(jnp.float16) for array in batch]
@@ -173,8 +172,10 @@ def peers(case: Case, packed: tuple[jax.Array, ...]) -> dict[str, float]:
         ("cuDNN through jax.nn", cudnn, batch),
         ("jax attention_mgpu, float16", attention_mgpu, half),
     ):
+        program = functools.partial(looped(make(case), CALLS), *arrays)
         try:
-            found[name] = round(case.flops / statistics.median(measure(make(case), *arrays)[0]) / 1e12, 1)
+            jax.block_until_ready(program())
+            found[name] = program
         except Exception as reason:  # a peer that does not take the shape must not end the run
             print(f"{case.name:44s} {name} failed: {str(reason)[:120]}", flush=True)
     return found
@@ -189,8 +190,9 @@ def sweep(case: Case, packed: tuple[jax.Array, ...], rest: tuple[jax.Array, ...]
         {"kv_heads_at_once": 4},
     ):
         try:
-            times, out = measure(ours(case, Tuning(**change)), packed[0], *rest)
-            error, speed = check(case, packed, out), case.flops / statistics.median(times) / 1e12
+            program = functools.partial(looped(ours(case, Tuning(**change)), CALLS), packed[0], *rest)
+            error = check(case, packed, program())
+            speed = case.flops / statistics.median(in_turns({"": program}, CALLS, ROUNDS)[""]) / 1e12
         except Exception as reason:  # a variant that does not compile or fit must not end the sweep
             print(f"{case.name:44s} {change} failed: {str(reason)[:200]}", flush=True)
             continue
@@ -211,10 +213,13 @@ def main() -> None:
         if options.sweep:
             sweep(case, packed, rest)
             continue
-        times, out = measure(ours(case), packed[0], *rest)
-        error = check(case, packed, out)
-        speeds = [case.flops / seconds / 1e12 for seconds in times]
-        same_run = {} if case.page_size or options.without_peers else peers(case, packed)
+        program = functools.partial(looped(ours(case), CALLS), packed[0], *rest)
+        error = check(case, packed, program())
+        others = {} if case.page_size or options.without_peers else peers(case, packed)
+        seconds = in_turns({"ours": program} | others, CALLS, ROUNDS)
+        times = seconds.pop("ours")
+        speeds = [case.flops / second / 1e12 for second in times]
+        same_run = {name: round(case.flops / statistics.median(turns) / 1e12, 1) for name, turns in seconds.items()}
         peer = peer_value = None
         if not case.page_size and case.heads == case.kv_heads:
             peer, peer_value = QUOTED, FA3[case.head_dim, case.value_dim, case.causal]

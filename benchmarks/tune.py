@@ -48,7 +48,7 @@ class Timed:
         return statistics.median(self.seconds) * 1e6
 
 
-def tune(subject: tune_subjects.Subject, case: Any, rounds: int = ROUNDS) -> dict[str, Any]:
+def tune(subject: tune_subjects.Subject, case: Any, rounds: int = ROUNDS, commit: str | None = None) -> dict[str, Any]:
     """The entry of one case."""
     trial, right = subject.prepare(case), []
     # Compiling takes longer than measuring: on a GPU it goes on side by side, and it is over before anything is timed.
@@ -78,9 +78,12 @@ def tune(subject: tune_subjects.Subject, case: Any, rounds: int = ROUNDS) -> dic
     if best.microseconds > GAIN * default.microseconds:
         best = default
     exact, sizes = trial.key
-    measured = {"date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "commit": commit_here()}
+    # All that was measured, not what differs from defaults that may change.
+    choice = dataclasses.asdict(subject.make(**best.choice))
+    choice = {name: value for name, value in choice.items() if value is not None}
+    measured = {"date": time.strftime("%Y-%m-%d"), "jax": jax.__version__, "commit": commit or commit_here()}
     return {
-        "case": trial.name, "exact": exact, "sizes": sizes, "choice": best.choice, "us": round(best.microseconds, 1),
+        "case": trial.name, "exact": exact, "sizes": sizes, "choice": choice, "us": round(best.microseconds, 1),
         "default_us": round(default.microseconds, 1), "measured": measured,
     }  # fmt: skip
 
@@ -113,6 +116,7 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
     parser.add_argument("--out", type=Path, default=KERNELS, help="folder of the ops' folders")
+    parser.add_argument("--commit", default=None, help="commit measured, where the tree has no .git")
     parser.add_argument("--dry-run", action="store_true", help="tiny cases, interpreted on the CPU; needs --out")
     options = parser.parse_args(words)
     unknown = set(options.ops) - set(tune_subjects.SUBJECTS)
@@ -128,10 +132,10 @@ def main(words: Sequence[str] | None = None) -> None:
         for case in (subject.tiny,) if options.dry_run else subject.cases:
             if options.only and case.name not in options.only:
                 continue
-            entry = tune(subject, case, 1 if options.dry_run else ROUNDS)
+            entry = tune(subject, case, 1 if options.dry_run else ROUNDS, options.commit)
             table = json.loads(path.read_text()) if path.is_file() else {}
             write(path, merged(table, jax.devices()[0].device_kind, entry))
-            print(f"{path}: {entry['case']}: {entry['choice'] or 'the default'}", flush=True)
+            print(f"{path}: {entry['case']}: {entry['choice']}", flush=True)
 
 
 if __name__ == "__main__":

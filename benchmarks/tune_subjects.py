@@ -83,6 +83,11 @@ def prompt_choices(case: prefill.Case) -> list[Choice]:
     return [{}, *at_once, {"stages": 3}]
 
 
+def cold() -> int:
+    """Bytes of pages that follow one another: twice what the L2 holds, as little as possible under the interpreter."""
+    return 128 * 2**20 if interpreted() is None else 1
+
+
 def looped(call: Callable[..., Any], tables: jax.Array, rounds: int) -> Callable[..., Any]:
     """Compiled: `rounds` times a call with each of the tables, whose pages follow one another through more than the L2 holds."""
 
@@ -122,7 +127,7 @@ def paged_trial(
 
 
 def paged(case: attention.Case) -> Trial:
-    given = attention.inputs(case, attention.COLD if interpreted() is None else 1)
+    given = attention.inputs(case, cold())
     sample = attention.ragged(case, given)
     true = attention.truth(case, sample, given.scales)
     options = case.mask | {"interpret": interpreted()} | given.scales
@@ -150,7 +155,7 @@ def paged_choices(case: attention.Case) -> list[Choice]:
 
 
 def latent(case: mla.Case) -> Trial:
-    q, pool, tables, lens, live = mla.inputs(case, mla.COLD if interpreted() is None else 1)
+    q, pool, tables, lens, live = mla.inputs(case, cold())
     sample = mla.ragged(case, (q, pool, tables, lens, live))
     true = mla.truth(sample)
     options = case.options | {"interpret": interpreted()}
