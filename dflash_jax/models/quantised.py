@@ -11,6 +11,7 @@ from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import quantised_linear
 from jaxtyping import Array, Float, Int
 
 type WeightDtype = Literal["int8", "fp8"]
@@ -69,10 +70,8 @@ def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
 
 def product(x: Float[Array, "... D"], matrix: Quantised) -> Float[Array, "... F"]:
     """`x` times the dequantised rows: the product accumulates in float32 and is scaled before it is rounded."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    values = matrix.values.astype(x.dtype)
-    wide = jnp.einsum("...d,fd->...f", x, values, precision=precision, preferred_element_type=jnp.float32)
-    return (wide * matrix.scales).astype(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    return quantised_linear(rows, matrix.values, matrix.scales).reshape(*x.shape[:-1], -1)
 
 
 def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:

@@ -15,11 +15,13 @@ from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
 from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
+from dflash_kernels.quantised_linear.api import quantised_linear
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
     "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "chain_stream", "kv_write", "latent_decode",
-    "latent_encode", "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write",
-    "layer_chain", "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups",
-    "quantise_nvfp4", "quantise_tensor", "ragged_attention", "ragged_paged_attention", "swizzle_scales",
+    "latent_encode", "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack",
+    "latent_write", "layer_chain", "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention",
+    "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention",
+    "ragged_paged_attention", "swizzle_scales",
 ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Products with a matrix whose rows are eight bits and a scale."""

@@ -1,0 +1,42 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Shaped
+
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.quantised_linear.mosaic_gpu import quantised_linear_mosaic_gpu
+from dflash_kernels.quantised_linear.reference import quantised_linear_reference
+
+IMPLEMENTATIONS = {"mosaic_gpu": quantised_linear_mosaic_gpu, "xla": quantised_linear_reference}
+
+
+def quantised_linear(
+    x: Float[Array, "M D"],
+    values: Shaped[Array, "F D"],
+    scales: Float[Array, "F"],
+    *,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "M F"]:
+    """`y_mf = scales_f * sum_d x_md values_fd`: a linear map whose weights are eight bits, with activations left alone.
+
+    Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, section 2.1.
+
+    Args:
+      x: activations.
+      values: int8 or float8_e4m3fn.
+      scales: float32, of each row of `values`.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      In x's dtype; sums are float32 and are scaled before they are rounded.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if x.shape[1:] != values.shape[1:] or scales.shape != values.shape[:1]:
+        raise ValueError(f"x {x.shape}, values {values.shape} and scales {scales.shape} must be [M, D], [F, D] and [F]")
+    with jax.named_scope("quantised_linear"):
+        return first_fitting("quantised_linear", IMPLEMENTATIONS, implementation, x, values, scales)
