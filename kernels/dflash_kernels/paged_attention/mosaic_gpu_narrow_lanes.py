@@ -27,6 +27,12 @@ def scores_and_values(_ctx, keys, values, queries):
     return mgpu.optimization_barrier(scores.value), wide
 
 
+def widened_keys(_ctx, keys):
+    """A `[64, H]` tile of keys, or of any rows whose columns may be taken in the keys' order."""
+    (_, _, _, width), narrow = ir.MemRefType(keys.type).shape, ir.MemRefType(keys.type).element_type
+    return mgpu.optimization_barrier(_widened(keys, narrow, width, _key_loads))
+
+
 def any_above(values: Any, limit: int) -> Any:
     i32, f32 = th.i32(), ir.F32Type.get()
     elements = [vector.extract(register, [], [i]) for register in values.registers.flat for i in range(2)]

@@ -16,15 +16,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import FLOAT8_SHIFT, in_key_order
+from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 from dflash_kernels.quantised_linear.mosaic_gpu import BLOCK, ROWS, Plan
 
 _HALF = ROWS // 2  # rows of one matrix instruction
+_HALF_SHIFT = FLOAT8_SHIFT // 2  # of x, the result makes up for the rest: neither leaves the range of its type
 _MEMORY = 2  # the warpgroup that copies
 
 
 def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None) -> jax.Array:
     """`values @ x.T` in float32 `[splits, F, tokens]`: parts to be added; columns past x's rows hold zeros."""
     features = values.shape[0]
+    x = in_key_order(x)
+    if values.dtype != jnp.int8:
+        x = x * jnp.bfloat16(2.0**_HALF_SHIFT)
     if interpret is not None:  # copies past the end give zeros on a GPU
         x = jnp.pad(x, ((0, plan.tokens - x.shape[0]), (0, 0)))
 
@@ -51,10 +57,7 @@ def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None)
             def multiply(step, total):
                 slot = lax.rem(step - first, jnp.int32(plan.slots))
                 plgpu.barrier_wait(filled.at[slot])
-                weights = w_sm.at[slot, half][...]
-                if values.dtype != jnp.int8:  # Hopper widens float8 no further than to float16, and Mosaic from there
-                    weights = weights.astype(jnp.float32)
-                total = _add_product(total, weights.astype(x_sm.dtype), x_sm.at[slot], interpret)
+                total = _add_product(total, w_sm.at[slot, half], x_sm.at[slot], interpret)
                 pl.when(step + plan.slots < last)(lambda: plgpu.barrier_arrive(emptied.at[slot]))
                 return total
 
@@ -63,26 +66,33 @@ def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None)
             total = lax.fori_loop(first, last, multiply, zeros)
             out_gm.at[part, pl.ds(row + warpgroup * _HALF, _HALF)][...] = total
 
-    def swizzled(dtype):
-        return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
-
-    return plgpu.kernel(
+    parts = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((plan.splits, features, plan.tokens), jnp.float32),
         grid=(plan.tiles, plan.splits), grid_names=("tile", "part"), num_threads=3, thread_name="wg",
         scratch_types={
-            "w_sm": plgpu.SMEM((plan.slots, ROWS, BLOCK), values.dtype, transforms=swizzled(values.dtype)),
-            "x_sm": plgpu.SMEM((plan.slots, plan.tokens, BLOCK), x.dtype, transforms=swizzled(x.dtype)),
+            "w_sm": plgpu.SMEM((plan.slots, ROWS, BLOCK), values.dtype, transforms=swizzled(values.dtype, BLOCK)),
+            "x_sm": plgpu.SMEM((plan.slots, plan.tokens, BLOCK), x.dtype, transforms=swizzled(x.dtype, BLOCK)),
             "filled": plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
             "emptied": plgpu.Barrier(num_arrivals=2, num_barriers=plan.slots),
         },
         interpret=interpret,
     )(x, values)  # fmt: skip
+    return parts if values.dtype == jnp.int8 else parts * 2.0 ** (FLOAT8_SHIFT - _HALF_SHIFT)
 
 
 def _add_product(total, weights, x, interpret: Any):
-    """`total + weights @ x.T`; Pallas's interpreter takes no operand from registers."""
+    """`total + weights @ x.T`, columns of x in the order in which bytes widen; of float8 weights times 2^-120."""
     if interpret is not None:
-        return total + jnp.dot(weights.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
-    turned = x.transpose((1, 0))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, turned))(plgpu.ACC.init(total))
+        wide = in_key_order(weights[...].astype(jnp.float32))
+        shift = 1.0 if weights.dtype == jnp.int8 else 2.0**-FLOAT8_SHIFT
+        return total + jnp.dot(wide, x[...].astype(jnp.float32).T, precision="highest") * shift
+
+    from dflash_kernels.paged_attention.mosaic_gpu_narrow_lanes import widened_keys
+
+    widen = plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(swizzled(weights.dtype, BLOCK)),),
+        return_type=plgpu.ShapeDtypeStruct((_HALF, BLOCK), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA),
+    )(widened_keys)
+    wide, turned = widen(weights), x.transpose((1, 0))
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, wide, turned))(plgpu.ACC.init(total))
