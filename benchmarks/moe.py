@@ -60,6 +60,8 @@ def ways(tokens: int) -> dict[str, Callable[..., jax.Array]]:
         "time per call": lambda weights, *args: module(weights)(*args),
         "time per call, every expert": lambda weights, *args: module(weights).every(*args),
     }
+    if tokens * TAKEN > COUNT:
+        found["time per call, experts in blocks"] = lambda weights, *args: module(weights).grouped(*args)
     if tokens <= 16:
         found["time per call, gathered experts"] = lambda weights, *args: module(weights).chosen(*args)
     return found | {"time per call, ragged_dot": ragged}
@@ -98,8 +100,8 @@ def micros(
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16, 128, 512])
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 8, 16, 128, 512, 2048])
     parser.add_argument("--without-ragged", action="store_true", help="leave ragged_dot out")
     options = parser.parse_args()
     record, keys = Record("moe", options), jax.random.split(jax.random.key(0), 3)

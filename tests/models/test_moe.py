@@ -1,4 +1,4 @@
-"""Routing by hand, and both ways through the experts against loops over tokens in float64."""
+"""Routing by hand, and all ways through the experts against loops over tokens in float64."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.models.moe import Experts, MoE, route
+from dflash_jax.models.moe import Experts, MoE, _blocks, route
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
 SMALL = dataclasses.replace(
@@ -47,10 +47,25 @@ def test_each_token_goes_through_its_own_experts(tokens: int, dtype: Any, tolera
     chosen, weights = route(SMALL, jax.random.normal(jax.random.key(3), (tokens, SMALL.num_experts)) * 2)
     module = experts_with(SMALL, dtype)
     theirs = one_by_one(SMALL, module, x, chosen, weights)
-    for way in (module, module.chosen, module.every):
+    for way in (module, module.chosen, module.every, module.grouped):
         ours = way(x, chosen, weights)
         assert ours.dtype == dtype
         assert np.abs(np.asarray(ours, np.float64) - theirs).max() <= tolerance * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(("count", "rows", "tokens"), [(8, 4, 1), (8, 4, 50), (5, 16, 33)])
+def test_blocks_hold_every_row_once_and_one_expert_each(count: int, rows: int, tokens: int) -> None:
+    experts = jax.vmap(lambda key: jax.random.permutation(key, count)[:3])(
+        jax.random.split(jax.random.key(tokens), tokens)
+    )
+    blocks = _blocks(experts, count, rows)
+    places = np.asarray(blocks.places)
+    assert len(np.unique(places)) == places.size
+    assert (np.asarray(blocks.tokens)[places] == np.arange(tokens)[:, None]).all()
+    assert (np.asarray(blocks.experts)[places // rows] == np.asarray(experts)).all()
+    full = -(-np.bincount(np.asarray(experts).ravel(), minlength=count) // rows)
+    assert int(blocks.used) == full.sum() <= len(blocks.experts)
+    assert len(blocks.tokens) == rows * len(blocks.experts)
 
 
 def test_few_tokens_read_their_experts_alone() -> None:
