@@ -1,10 +1,10 @@
 """Mixture of experts: which experts a token takes (float32), and the experts themselves.
 
-A few tokens read the weights of the experts they take and of no other. Many tokens are sorted into blocks by expert and multiplied
-block by block where a kernel does that (`grouped_linear`). In between, and elsewhere, they go through every expert, and what a token
-did not take is left out of its sum. No expert has a capacity: nothing is dropped, and a token's result does not depend on the other tokens of the
-batch. `benchmarks/moe.py` measures all three, and `jax.lax.ragged_dot`, which XLA computes as every expert on every row of the
-sorted tokens: the work of every expert times a token's experts.
+A few tokens read the weights of the experts they take and of no other. Many tokens are sorted into blocks by expert and
+multiplied block by block where a kernel does that (`grouped_linear`). In between, and elsewhere, they go through every expert,
+and what a token did not take is left out of its sum. No expert has a capacity: nothing is dropped, and a token's result does not
+depend on the other tokens of the batch. `benchmarks/moe.py` measures all three, and `jax.lax.ragged_dot`, which XLA computes as
+every expert on every row of the sorted tokens: the work of every expert times a token's experts.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
