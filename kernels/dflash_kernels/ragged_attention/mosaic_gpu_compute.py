@@ -1,6 +1,15 @@
 """The warpgroups of the Hopper kernel that compute: 64 query rows each over the tiles of keys and values that are copied in.
 
 Scores, weights and sums stay in registers; the softmax is online, in base 2, in float32.
+
+What bounds it, on an H200 that was kept busy, all programs in turns in one process, TFLOP/s for two prompts of 8,192 tokens, 16
+heads of 128, bfloat16, without a causal mask: 566; without exponentials (a maximum and a subtraction in their place) 621; without
+any softmax 660, which is what two warpgroups in turns make of the products alone; cuDNN 588 and jax's own kernel (float16) 560.
+With the mask: 549, cuDNN 497, jax's own 504. Elsewhere, while the clock stayed at its highest, 638 without and 626 with the mask.
+
+Tried there and not kept: scores of the next tile on their way beside this tile's values, within one warpgroup (514, although the
+compiled code has them in flight), no turns (491 with the mask), three stages and two or four key heads at once (the same within
+a fiftieth).
 """
 
 # Pallas declares ACC less public than it documents it.
