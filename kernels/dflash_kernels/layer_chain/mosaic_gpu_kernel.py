@@ -23,9 +23,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_ops import (
+    TILED,
+    copied,
+    copy_rows,
     counter_value,
     div,
-    fence,
     meet,
     rem,
     rows_of,
@@ -35,7 +37,6 @@ from dflash_kernels.layer_chain.mosaic_gpu_ops import (
 from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, ROWS, Plan, Product
 
 _WGMMA = plgpu.Layout.WGMMA
-_TILED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
 
 
 def stages_of(plan: Plan) -> tuple[Product | str, ...]:
@@ -47,14 +48,13 @@ def stages_of(plan: Plan) -> tuple[Product | str, ...]:
 def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
     buffers: dict[str, Any] = {
-        "w_sm": plgpu.SMEM((plan.slots, plan.slot_rows, BLOCK), dtype, transforms=_TILED),
-        "x_sm": plgpu.SMEM((plan.x_slots, plan.blocks, plan.tokens, BLOCK), dtype, transforms=_TILED),
+        "w_sm": plgpu.SMEM((plan.slots, plan.slot_rows, BLOCK), dtype, transforms=TILED),
+        "x_sm": plgpu.SMEM((plan.x_slots, plan.blocks, plan.tokens, BLOCK), dtype, transforms=TILED),
         "w_out": plgpu.Barrier(num_barriers=plan.slots), "x_out": plgpu.Barrier(num_barriers=plan.x_slots),
-        "met": plgpu.Barrier(),
+        "x_in": plgpu.Barrier(num_barriers=plan.x_slots), "met": plgpu.Barrier(),
     }  # fmt: skip
     for product in plan.products:
         buffers[f"{product.name}_in"] = plgpu.Barrier(num_arrivals=product.copies, num_barriers=plan.slots)
-        buffers[f"{product.name}_x"] = plgpu.Barrier(num_arrivals=product.blocks, num_barriers=plan.x_slots)
     return buffers
 
 
@@ -132,13 +132,17 @@ class _Share:
     def _first_column(self, product: Product):
         return rem(self.cta, product.splits) * (product.steps * product.blocks * BLOCK)
 
+    def _units(self, product: Product):
+        """Blocks of activations that this CTA takes."""
+        return jnp.where(self.cta < product.ctas, product.units, 0).astype(jnp.int32)
+
     def _products(self):
-        """Products with their place among the stages and the number of slots that this CTA has taken before each."""
-        taken = jnp.int32(0)
+        """Products with their place among the stages and what this CTA has taken before each: slots of weights, of activations."""
+        taken, x_taken = jnp.int32(0), jnp.int32(0)
         for place, stage in enumerate(self.stages):
             if isinstance(stage, Product):
-                yield place, stage, taken
-                taken = taken + self._steps(stage)
+                yield place, stage, taken, x_taken
+                taken, x_taken = taken + self._steps(stage), x_taken + self._units(stage)
 
     def _tiles(self, product: Product, step):
         """Where the copies of one step come from: rows and columns of the weights, block by block, gate before up."""
@@ -149,8 +153,9 @@ class _Share:
                 yield rows, pl.ds(column + block * BLOCK, BLOCK)
 
     def _bring_weights(self):
-        for _, product, taken in self._products():
-            source, filled = self.refs[product.name], self.buffers[f"{product.name}_in"]
+        reads = self._reads()
+        for product, source, taken in reads[: sum(isinstance(stage, Product) for stage in self.stages)]:
+            filled = self.buffers[f"{product.name}_in"]
 
             def bring(step, _, product=product, taken=taken, source=source, filled=filled):
                 slot = rem(taken + step, self.plan.slots)
@@ -159,97 +164,138 @@ class _Share:
                 def _():
                     plgpu.barrier_wait(self.buffers["w_out"].at[slot])
 
+                if self.syncs and self.plan.flight:
+                    self._landed(reads, taken + step - self.plan.flight)
                 for copy, (rows, columns) in enumerate(self._tiles(product, step)):
                     target = self.buffers["w_sm"].at[slot, pl.ds(copy * product.rows, product.rows)]
                     plgpu.copy_gmem_to_smem(source.at[rows, columns], target, filled.at[slot])
+                if self.syncs and self.plan.lead:
+                    self._prefetch(reads, taken + step + self.plan.lead)
 
             lax.fori_loop(0, self._steps(product), bring, None)
-        if self.syncs and "ahead" in self.refs:
-            self._prefetch(self.plan.products[0], self.refs["ahead"])
 
-    def _prefetch(self, product: Product, source):
-        """Brings to the cache what the next launch reads first: memory is idle while other kernels run in between."""
+    def _reads(self):
+        """Products, their weights and the slots taken before each, the next launch's first product after this launch's."""
+        taken, reads = jnp.int32(0), []
+        for product in self.plan.products:
+            if product in self.stages:
+                reads.append((product, self.refs[product.name], taken))
+                taken = taken + self._steps(product)
+        if "ahead" in self.refs:
+            reads.append((self.plan.products[0], self.refs["ahead"], taken))
+        return reads
 
-        def bring(step, _):
-            for rows, columns in self._tiles(product, step):
-                plgpu.async_prefetch(source.at[rows, columns])
+    def _landed(self, reads, index):
+        """Waits for the weights of one slot: more requests at once would only make everybody's wait longer."""
+        for product, _, taken in reads[: len(self.plan.products)]:
 
-        lax.fori_loop(0, self._steps(product), bring, None)
+            @pl.when((index >= taken) & (index < taken + self._steps(product)))
+            def _(product=product):
+                plgpu.barrier_wait(self.buffers[f"{product.name}_in"].at[rem(index, self.plan.slots)])
+
+    def _prefetch(self, reads, index):
+        """Brings the weights of one slot to the cache: it keeps memory busy where the ring is full and its CTA has to wait."""
+        for product, source, taken in reads:
+
+            @pl.when((index >= taken) & (index < taken + self._steps(product)))
+            def _(product=product, source=source, taken=taken):
+                for rows, columns in self._tiles(product, index - taken):
+                    plgpu.async_prefetch(source.at[rows, columns])
 
     def _bring_activations(self):
         source = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
-        place = 0
-        for later, product, taken in self._products():
+        place, lag, buffers = 0, self.plan.x_slots // 2, self.buffers
+        for later, product, _, taken in self._products():
             for _ in range(later - place):
                 if self.syncs:
-                    plgpu.barrier_wait(self.buffers["met"])
+                    plgpu.barrier_wait(buffers["met"])
             place = later
-            if self.syncs:
-                fence()
             column, held = self._first_column(product), self.refs[source[product.name]]
-            filled = self.buffers[f"{product.name}_x"]
 
-            def bring(step, _, product=product, taken=taken, column=column, held=held, filled=filled):
-                slot = rem(taken + step, self.plan.x_slots)
+            def arrive(index, taken=taken):
+                plgpu.barrier_arrive(buffers["x_in"].at[rem(taken + index, self.plan.x_slots)])
 
-                @pl.when(taken + step >= self.plan.x_slots)
+            def bring(unit, _, product=product, taken=taken, column=column, held=held, arrive=arrive):
+                slot = rem(taken + unit, self.plan.x_slots)
+
+                @pl.when(taken + unit >= self.plan.x_slots)
                 def _():
-                    plgpu.barrier_wait(self.buffers["x_out"].at[slot])
+                    plgpu.barrier_wait(buffers["x_out"].at[slot])
 
-                for block in range(product.blocks):
-                    columns = pl.ds(column + (step * product.blocks + block) * BLOCK, BLOCK)
-                    target = self.buffers["x_sm"].at[slot, block]
-                    plgpu.copy_gmem_to_smem(held.at[pl.ds(0, self.plan.tokens), columns], target, filled.at[slot])
+                target = buffers["x_sm"].at[slot, pl.ds(0, product.unit_blocks)]
+                first = column + unit * (product.unit_blocks * BLOCK)
+                copy_rows(held, first, target, rows=self.plan.live, interpret=self.interpret)
 
-            lax.fori_loop(0, self._steps(product), bring, None)
+                @pl.when(unit >= lag)
+                def _():
+                    copied(lag, self.interpret)
+                    arrive(unit - lag)
+
+            units = self._units(product)
+            lax.fori_loop(0, units, bring, None)
+            copied(0, self.interpret)
+            lax.fori_loop(jnp.maximum(units - lag, 0), units, lambda unit, _, arrive=arrive: arrive(unit), None)
 
     def _multiply(self):
         before = jnp.int32(0)
         if self.syncs:
             # Earlier launches have left whole meetings, and this one's first is not complete without this CTA.
             before = div(counter_value(self.refs["counter"].at[0]), self.plan.ctas) * self.plan.ctas
-        taken = {place: count for place, _, count in self._products()}
+        taken = {place: counts for place, _, *counts in self._products()}
         for place, stage in enumerate(self.stages):
             if isinstance(stage, Product):
-                self._product(stage, taken[place])
+                self._product(stage, *taken[place])
             else:
                 pl.when(self.cta < self.plan.reducers)(lambda stage=stage: self._add(stage))
             if self.syncs and place + 1 < len(self.stages):
                 meet(self.refs["counter"].at[0], before + (place + 1) * self.plan.ctas)
                 plgpu.barrier_arrive(self.buffers["met"])
 
-    def _product(self, product: Product, taken):
+    def _product(self, product: Product, taken, x_taken):
         pieces = [(part, offset) for part in range(product.parts) for offset in product.offsets]
-        shape, steps = (ROWS, self.plan.tokens), self._steps(product)
+        shape, units, factors = (ROWS, self.plan.tokens), self._units(product), None
+        if product.name in ("gate_up", "next"):
+            factors = self._factors()
 
         def multiply(*accs):
-            def step(index, _):
-                slot, x_slot = rem(taken + index, self.plan.slots), rem(taken + index, self.plan.x_slots)
-                plgpu.barrier_wait(self.buffers[f"{product.name}_in"].at[slot])
-                plgpu.barrier_wait(self.buffers[f"{product.name}_x"].at[x_slot])
-                for block in range(product.blocks):
-                    x = self.buffers["x_sm"].at[x_slot, block].transpose((1, 0))
-                    for acc, (part, offset) in zip(accs, pieces, strict=True):
-                        first = (block * product.parts + part) * product.rows + offset
-                        plgpu.wgmma(acc, self.buffers["w_sm"].at[slot, pl.ds(first, ROWS)], x)
-                # All but this slot's instructions are done: the slot before can be filled again.
-                plgpu.wgmma_wait(product.blocks * len(pieces))
-                pl.when(index > 0)(lambda: self._release(taken + index - 1))
+            def step(unit, _):
+                x_slot = rem(x_taken + unit, self.plan.x_slots)
+                plgpu.barrier_wait(self.buffers["x_in"].at[x_slot])
+                for part_of_unit in range(product.steps // product.units):
+                    index = taken + unit * (product.steps // product.units) + part_of_unit
+                    slot = rem(index, self.plan.slots)
+                    plgpu.barrier_wait(self.buffers[f"{product.name}_in"].at[slot])
+                    for block in range(product.blocks):
+                        x = self.buffers["x_sm"].at[x_slot, part_of_unit * product.blocks + block].transpose((1, 0))
+                        for acc, (part, offset) in zip(accs, pieces, strict=True):
+                            first = (block * product.parts + part) * product.rows + offset
+                            plgpu.wgmma(acc, self.buffers["w_sm"].at[slot, pl.ds(first, ROWS)], x)
+                    # All but this slot's instructions are done: the slot before can be filled again.
+                    plgpu.wgmma_wait(product.blocks * len(pieces))
+                    pl.when(index > taken)(lambda index=index: self._release(index - 1))
+                pl.when(unit > 0)(lambda: self._release_x(x_taken + unit - 1))
 
-            lax.fori_loop(0, steps, step, None)
+            lax.fori_loop(0, units, step, None)
             results = tuple(acc[...] for acc in accs)
-            pl.when(steps > 0)(lambda: self._release(taken + steps - 1))
+
+            @pl.when(units > 0)
+            def _():
+                self._release(taken + product.steps - 1)
+                self._release_x(x_taken + product.units - 1)
+
             return results
 
         tiles = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32) for _ in pieces])
         finish = {"o": self._write_parts, "down": self._write_parts, "gate_up": self._gate, "next": self._write_next}
-        pl.when(self.cta < product.ctas)(lambda: finish[product.name](product, tiles))
+        pl.when(self.cta < product.ctas)(lambda: finish[product.name](product, tiles, factors))
 
     def _release(self, index):
         plgpu.barrier_arrive(self.buffers["w_out"].at[rem(index, self.plan.slots)])
+
+    def _release_x(self, index):
         plgpu.barrier_arrive(self.buffers["x_out"].at[rem(index, self.plan.x_slots)])
 
-    def _write_parts(self, product: Product, tiles):
+    def _write_parts(self, product: Product, tiles, _):
         part, row = rem(self.cta, product.splits), self._first_row(product)
         for offset, tile in zip(product.offsets, tiles, strict=True):
             self.refs["parts"].at[part, pl.ds(row + offset, ROWS)][...] = tile
@@ -270,16 +316,14 @@ class _Share:
         """Writes the first rows of a tile as features of the first tokens."""
         store_turned(self.refs[name], first_feature, tile, rows=rows, tokens=tokens, interpret=self.interpret)
 
-    def _gate(self, product: Product, tiles):
-        factors = self._factors()
+    def _gate(self, product: Product, tiles, factors):
         count = len(product.offsets)
         for offset, gate, up in zip(product.offsets, tiles[:count], tiles[count:], strict=True):
             gate = gate * factors
             gated, first = gate * sigmoid(gate) * (up * factors), self._first_row(product) + offset
-            self._store("gated", first, gated, min(product.rows - offset, ROWS), self.plan.tokens)
+            self._store("gated", first, gated, min(product.rows - offset, ROWS), self.plan.live)
 
-    def _write_next(self, product: Product, tiles):
-        factors = self._factors()
+    def _write_next(self, product: Product, tiles, factors):
         for offset, tile in zip(product.offsets, tiles, strict=True):
             first, rows = self._first_row(product) + offset, min(product.rows - offset, ROWS)
             self._store("projected", first, tile * factors, rows, self.plan.live)
@@ -299,4 +343,4 @@ class _Share:
             return
         weight = rows_of(self.refs[f"{norm}_norm"].at[rows], _WGMMA.reduce(1)).astype(jnp.float32)
         scaled = stream * lax.broadcast_in_dim(weight, stream.shape, [0])
-        self._store("scaled", self.cta * ROWS, scaled, ROWS, self.plan.tokens)
+        self._store("scaled", self.cta * ROWS, scaled, ROWS, self.plan.live)

@@ -10,12 +10,80 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, memref, scf
+from jax._src.lib.mlir.dialects import arith, llvm, memref, scf
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of matrix instructions
 _SCALAR = plgpu.Layout.WG_SPLAT
+_WARPGROUP = 128
+_CHUNK = 16  # bytes that one thread copies at once
+
+
+def copy_rows(source, column, target, *, rows: int, interpret: Any) -> None:
+    """Starts copies of the first rows of `source`, some columns of them, to shared memory; rows that are not there become zeros.
+
+    They do not go through the tensor memory accelerator, where they would wait behind all weights asked for before.
+
+    Args:
+      source: `[rows or more, columns]` in global memory, two bytes an element.
+      column: first column, int32 scalar.
+      target: `[blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
+      rows: how many rows count.
+      interpret: not None under Pallas's interpreter.
+    """
+    blocks, tokens, width = target.shape
+    if interpret is not None:
+        for block in range(blocks):
+            held = source[pl.ds(0, rows), pl.ds(column + block * width, width)]
+            target.at[block][...] = jnp.pad(held, ((0, tokens - rows), (0, 0)))
+        return
+    pitch, chunks = source.shape[1] * 2, blocks * tokens * width * 2 // _CHUNK
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType(TILED)))
+    def start(_, source, column, target):
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+
+        def number(value):
+            return mgpu.c(value, i32)
+
+        first = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(source))
+        shared = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target))
+        thread = arith.remui(mgpu.utils.thread_idx(), number(_WARPGROUP))
+        for start in range(0, chunks, _WARPGROUP):
+            chunk = arith.addi(thread, number(start))
+            line, place = arith.divui(chunk, number(8)), arith.remui(chunk, number(8))
+            block, token = arith.divui(line, number(tokens)), arith.remui(line, number(tokens))
+            there = arith.cmpi(arith.CmpIPredicate.ult, token, number(rows))
+            size = arith.select(there, number(_CHUNK), number(0))
+            row = arith.muli(arith.select(there, token, number(0)), number(pitch))
+            columns = arith.addi(column.registers.item(), arith.muli(block, number(width)))
+            offset = arith.addi(arith.addi(row, arith.muli(columns, number(2))), arith.muli(place, number(_CHUNK)))
+            swizzled = arith.muli(arith.xori(place, arith.remui(token, number(8))), number(_CHUNK))
+            to = arith.addi(arith.addi(shared, arith.muli(line, number(width * 2))), swizzled)
+            inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, number(chunks))
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [inside, to, arith.addi(first, arith.extui(i64, offset)), size],
+                f"@$0 cp.async.cg.shared.global [$1], [$2], {_CHUNK}, $3;", "b,r,l,r", has_side_effects=True,
+            )  # fmt: skip
+        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
+
+    start(source, jnp.asarray(column, jnp.int32), target)
+
+
+def copied(later: int, interpret: Any) -> None:
+    """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
+    if interpret is not None:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mgpu.utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    wait()
 
 
 def store_turned(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any) -> None:
@@ -81,29 +149,17 @@ def counter_value(counter):
 def meet(counter, target) -> None:
     """Waits until all CTAs are here: adds one to the counter, then waits for it to reach `target`.
 
-    What a warpgroup wrote to global memory before is seen by all after, by loads and by asynchronous copies.
+    What a warpgroup wrote to global memory before is seen by all after, but for the tensor memory accelerator.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
     def sync(_, counter, target):
         semaphore = mgpu.SemaphoreRef(mgpu.utils.memref_ptr(counter))
-        mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         mgpu.utils.warpgroup_barrier()
         semaphore.signal(1, memory_scope="gpu")
         semaphore.wait(target.registers.item(), decrement=False, memory_scope="gpu")
-        mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     sync(counter, target)
-
-
-def fence() -> None:
-    """Orders what this warpgroup has learnt so far before asynchronous copies that it starts next."""
-
-    @plgpu.inline_mgpu()
-    def order(_):
-        mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
-
-    order()
 
 
 def rows_of(ref, layout):

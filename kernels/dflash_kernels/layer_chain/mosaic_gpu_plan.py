@@ -41,6 +41,15 @@ class Product:
         return self.depth // (self.splits * self.blocks * BLOCK)
 
     @property
+    def units(self) -> int:
+        """Slots of activations that a CTA takes: two blocks each where that comes out even."""
+        return self.steps // 2 if self.blocks == 1 and self.steps % 2 == 0 else self.steps
+
+    @property
+    def unit_blocks(self) -> int:
+        return self.steps * self.blocks // self.units
+
+    @property
     def copies(self) -> int:
         """Copies that fill one slot."""
         return self.parts * self.blocks
@@ -79,11 +88,13 @@ class Plan:
     slot_rows: int
     x_slots: int
     eps: float
+    lead: int = 0
+    flight: int = 0
 
     @property
     def blocks(self) -> int:
-        """Most blocks of one slot."""
-        return max(product.blocks for product in self.products)
+        """Most blocks of one slot of activations."""
+        return max(product.unit_blocks for product in self.products)
 
     @property
     def reducers(self) -> int:
@@ -93,7 +104,7 @@ class Plan:
 
 def padded_rows(live: int) -> int:
     """Tokens of a launch: what the matrix instruction and the copies of activations take."""
-    return next((tokens for tokens in (16, 32, 64) if live <= tokens), live)
+    return next((tokens for tokens in (8, 16, 32, 64) if live <= tokens), live)
 
 
 def plan(
@@ -115,7 +126,7 @@ def plan(
         products.append(whole_product("next", next_width, hidden, 1, ctas))
     tokens = padded_rows(live)
     slot_rows = max(product.slot_rows for product in products)
-    x_slots = 6
+    x_slots = 8 if tokens <= 16 else 4
     slots = (SHARED_MEMORY - SPARE - x_slots * 2 * tokens * BLOCK * 2) // (slot_rows * BLOCK * 2)
     if slots < 2:
         raise NotImplementedError(f"tiles of {slot_rows} rows do not fit into shared memory twice")
