@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels import chain_counters, chain_stream, layer_chain, layer_chain_refusal
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -63,7 +63,7 @@ def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) 
 def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
     """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
     projected: Any
-    rows, counter = x.shape[0] * x.shape[1], jax.new_ref(jnp.zeros((1,), jnp.int32))
+    rows, counter = x.shape[0] * x.shape[1], jax.new_ref(chain_counters())
     stream = chain_stream(x.reshape(rows, -1))
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):

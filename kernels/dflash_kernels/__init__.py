@@ -11,7 +11,7 @@ from dflash_kernels.grouped_linear.api import grouped_linear, grouped_linear_ref
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
 from dflash_kernels.latent_expand.api import latent_expand
 from dflash_kernels.latent_gather.api import latent_gather
-from dflash_kernels.layer_chain.api import chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.layer_chain.api import chain_counters, chain_stream, layer_chain, layer_chain_refusal
 from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
@@ -20,9 +20,10 @@ from dflash_kernels.quantised_linear.api import quantised_linear
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
-    "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "chain_stream", "grouped_linear",
-    "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand", "latent_gather",
-    "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain", "layer_chain_refusal",
-    "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4",
-    "quantise_tensor", "quantised_linear", "ragged_attention", "ragged_paged_attention", "swizzle_scales",
+    "KvWritten", "NoImplementationError", "QkvWritten", "cache_write", "chain_counters", "chain_stream",
+    "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
+    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
+    "layer_chain_refusal", "merge_states", "mla_attention", "paged_attention", "qkv_write", "quantise_groups",
+    "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention", "ragged_paged_attention",
+    "swizzle_scales",
 ]  # fmt: skip

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
-from dflash_kernels.layer_chain.mosaic_gpu_plan import padded_rows
+from dflash_kernels.layer_chain.mosaic_gpu_plan import COUNTERS, padded_rows
 from dflash_kernels.layer_chain.reference import layer_chain_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}
@@ -29,6 +29,11 @@ def layer_chain_refusal(
 def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
     """A residual stream as `layer_chain` keeps it: float32, a column for each token, and columns of zeros up to `n`."""
     return jnp.pad(x.astype(jnp.float32), ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0))).T
+
+
+def chain_counters() -> Int[Array, "n w"]:
+    """What the Ref that counts arrivals starts with: one for all layers of a step."""
+    return jnp.zeros(COUNTERS, jnp.int32)
 
 
 def layer_chain(
@@ -57,7 +62,7 @@ def layer_chain(
       o, gate_up, down, following: weights `[rows, columns]`; gate rows lie before up rows.
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
-      counter: a Ref of one int32 that is 0 before its first call and passed to one call after the other.
+      counter: a Ref of `chain_counters`, passed to one call after the other.
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

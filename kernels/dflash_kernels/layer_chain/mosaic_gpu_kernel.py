@@ -24,38 +24,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_ops import (
     TILED,
+    arrive,
+    await_count,
     copied,
     copy_rows,
     counter_value,
     div,
-    meet,
     rem,
     rows_of,
     sigmoid,
     store_turned,
 )
-from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, ROWS, Plan, Product
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, ROWS, X_BLOCKS, Plan, Product
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
-def stages_of(plan: Plan) -> tuple[Product | str, ...]:
-    """Products and the additions between them, in order; the grid meets between two."""
+def interpreted_stages(plan: Plan) -> tuple[Product | str, ...]:
+    """Products and the additions of their parts, in order."""
     o, gate_up, down, *following = plan.products
-    return (o, "post", gate_up, down, "next", *following)
+    return (o, "o", gate_up, down, "down", *following)
 
 
 def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
-    buffers: dict[str, Any] = {
+    return {
         "w_sm": plgpu.SMEM((plan.slots, plan.slot_rows, BLOCK), dtype, transforms=TILED),
-        "x_sm": plgpu.SMEM((plan.x_slots, plan.blocks, plan.tokens, BLOCK), dtype, transforms=TILED),
-        "w_out": plgpu.Barrier(num_barriers=plan.slots), "x_out": plgpu.Barrier(num_barriers=plan.x_slots),
-        "x_in": plgpu.Barrier(num_barriers=plan.x_slots), "met": plgpu.Barrier(),
+        "x_sm": plgpu.SMEM((plan.x_slots, X_BLOCKS, plan.tokens, BLOCK), dtype, transforms=TILED),
+        "w_in": plgpu.Barrier(num_arrivals=COPIES, num_barriers=plan.slots),
+        "w_out": plgpu.Barrier(num_barriers=plan.slots), "x_in": plgpu.Barrier(num_barriers=plan.x_slots),
+        "x_out": plgpu.Barrier(num_barriers=plan.x_slots), "met": plgpu.Barrier(),
     }  # fmt: skip
-    for product in plan.products:
-        buffers[f"{product.name}_in"] = plgpu.Barrier(num_arrivals=product.copies, num_barriers=plan.slots)
-    return buffers
 
 
 def results(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -66,7 +65,7 @@ def results(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
         "stream": ((plan.hidden, plan.tokens), jnp.float32),
         "projected": ((plan.live, following[0].features) if following else (1, ROWS), dtype),
         "parts": ((splits, plan.hidden, plan.tokens), jnp.float32),
-        "squares": ((-(-plan.reducers // ROWS) * ROWS, plan.tokens), jnp.float32),
+        "squares": ((-(-plan.owners // ROWS) * ROWS, plan.tokens), jnp.float32),
         "scaled": ((plan.tokens, plan.hidden), dtype), "gated": ((plan.tokens, gate_up.features), dtype),
     }  # fmt: skip
     return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
@@ -81,14 +80,13 @@ def chain(
       plan: shapes and schedule.
       inputs: `x [live, heads]`, `before [hidden, tokens]` float32, weights `o`, `gate_up`, `down`, `next`, norms `post_norm`,
         `next_norm`.
-      counter: Ref of `[1]` int32 that no other launch uses at the same time; holds whole launches' counts, 0 at first.
+      counter: Ref of `COUNTERS` int32 that no other launch uses at the same time, 0 at first.
 
     Returns:
       The residual stream `[hidden, tokens]` float32, and the next projection `[live, features]`, None without `next`.
     """
     dtype, outputs = inputs["x"].dtype, results(plan, inputs["x"].dtype)
     names, out_names = list(inputs), list(outputs)
-    stages = stages_of(plan)
     options: dict[str, Any] = {
         "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
         "scratch_types": scratch(plan, dtype),
@@ -99,12 +97,12 @@ def chain(
         _Share(plan, run, dict(zip(held, refs, strict=True)), buffers, interpret).run()
 
     if interpret is None:
-        whole = functools.partial(body, run=stages, held=(*names, "counter", *out_names))
+        whole = functools.partial(body, run=plan.products, held=(*names, "counter", *out_names))
         out = plgpu.kernel(whole, out_type=tuple(outputs.values()), **options)(*inputs.values(), counter)
         return out[0], out[1] if "next" in inputs else None
     # The interpreter cannot make CTAs wait for each other: one launch for each stage, which share their results.
     shared = [jax.new_ref(jnp.full(out.shape, jnp.nan, out.dtype)) for out in outputs.values()]
-    for stage in stages:
+    for stage in interpreted_stages(plan):
         one = functools.partial(body, run=(stage,), held=(*names, *out_names))
         plgpu.kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *shared)
     return shared[0][...], shared[1][...] if "next" in inputs else None
@@ -122,19 +120,28 @@ class _Share:
         for thread, work in enumerate((self._multiply, self._bring_weights, self._bring_activations)):
             pl.when(lax.axis_index("wg") == thread)(work)
 
+    def _part(self, product: Product):
+        """Which part of the depth is this CTA's."""
+        return rem(self.cta, product.splits)
+
+    def _first_step(self, product: Product, part):
+        return div(part * product.steps, product.splits)
+
     def _steps(self, product: Product):
         """Slots that this CTA takes: none where there are more CTAs than tiles."""
-        return jnp.where(self.cta < product.ctas, product.steps, 0).astype(jnp.int32)
+        part = self._part(product)
+        steps = self._first_step(product, part + 1) - self._first_step(product, part)
+        return jnp.where(self.cta < product.ctas, steps, 0).astype(jnp.int32)
+
+    def _units(self, product: Product):
+        """Slots of activations that this CTA takes."""
+        return div(self._steps(product), product.unit)
 
     def _first_row(self, product: Product):
         return jnp.minimum(div(self.cta, product.splits) * product.rows, product.features - product.rows)
 
     def _first_column(self, product: Product):
-        return rem(self.cta, product.splits) * (product.steps * product.blocks * BLOCK)
-
-    def _units(self, product: Product):
-        """Blocks of activations that this CTA takes."""
-        return jnp.where(self.cta < product.ctas, product.units, 0).astype(jnp.int32)
+        return self._first_step(product, self._part(product)) * (product.blocks * BLOCK)
 
     def _products(self):
         """Products with their place among the stages and what this CTA has taken before each: slots of weights, of activations."""
@@ -153,107 +160,83 @@ class _Share:
                 yield rows, pl.ds(column + block * BLOCK, BLOCK)
 
     def _bring_weights(self):
-        reads = self._reads()
-        for product, source, taken in reads[: sum(isinstance(stage, Product) for stage in self.stages)]:
-            filled = self.buffers[f"{product.name}_in"]
+        arrived, left = self.buffers["w_in"], self.buffers["w_out"]
+        for _, product, taken, _ in self._products():
 
-            def bring(step, _, product=product, taken=taken, source=source, filled=filled):
-                slot = rem(taken + step, self.plan.slots)
-
-                @pl.when(taken + step >= self.plan.slots)
-                def _():
-                    plgpu.barrier_wait(self.buffers["w_out"].at[slot])
-
-                if self.syncs and self.plan.flight:
-                    self._landed(reads, taken + step - self.plan.flight)
+            def bring(step, _, product=product, taken=taken):
+                index = taken + step
+                slot = rem(index, self.plan.slots)
+                pl.when(index >= self.plan.slots)(lambda: plgpu.barrier_wait(left.at[slot]))
+                if self.syncs:
+                    # With more requests at once, everybody else's would wait longer for memory.
+                    landed = index - self.plan.flight
+                    pl.when(landed >= 0)(lambda: plgpu.barrier_wait(arrived.at[rem(landed, self.plan.slots)]))
                 for copy, (rows, columns) in enumerate(self._tiles(product, step)):
                     target = self.buffers["w_sm"].at[slot, pl.ds(copy * product.rows, product.rows)]
-                    plgpu.copy_gmem_to_smem(source.at[rows, columns], target, filled.at[slot])
-                if self.syncs and self.plan.lead:
-                    self._prefetch(reads, taken + step + self.plan.lead)
+                    plgpu.copy_gmem_to_smem(self.refs[product.name].at[rows, columns], target, arrived.at[slot])
 
             lax.fori_loop(0, self._steps(product), bring, None)
+        if self.syncs and self.plan.ahead and "ahead" in self.refs:
+            self._prefetch(self.plan.products[0], self.refs["ahead"])
 
-    def _reads(self):
-        """Products, their weights and the slots taken before each, the next launch's first product after this launch's."""
-        taken, reads = jnp.int32(0), []
-        for product in self.plan.products:
-            if product in self.stages:
-                reads.append((product, self.refs[product.name], taken))
-                taken = taken + self._steps(product)
-        if "ahead" in self.refs:
-            reads.append((self.plan.products[0], self.refs["ahead"], taken))
-        return reads
+    def _prefetch(self, product: Product, source):
+        """Brings to the cache what the next launch reads first: memory is idle while other kernels run in between."""
 
-    def _landed(self, reads, index):
-        """Waits for the weights of one slot: more requests at once would only make everybody's wait longer."""
-        for product, _, taken in reads[: len(self.plan.products)]:
+        def bring(step, _):
+            for rows, columns in self._tiles(product, step):
+                plgpu.async_prefetch(source.at[rows, columns])
 
-            @pl.when((index >= taken) & (index < taken + self._steps(product)))
-            def _(product=product):
-                plgpu.barrier_wait(self.buffers[f"{product.name}_in"].at[rem(index, self.plan.slots)])
-
-    def _prefetch(self, reads, index):
-        """Brings the weights of one slot to the cache: it keeps memory busy where the ring is full and its CTA has to wait."""
-        for product, source, taken in reads:
-
-            @pl.when((index >= taken) & (index < taken + self._steps(product)))
-            def _(product=product, source=source, taken=taken):
-                for rows, columns in self._tiles(product, index - taken):
-                    plgpu.async_prefetch(source.at[rows, columns])
+        lax.fori_loop(0, self._steps(product), bring, None)
 
     def _bring_activations(self):
         source = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
-        place, lag, buffers = 0, self.plan.x_slots // 2, self.buffers
-        for later, product, _, taken in self._products():
-            for _ in range(later - place):
-                if self.syncs:
-                    plgpu.barrier_wait(buffers["met"])
-            place = later
+        lag, buffers, launches = self.plan.x_slots // 2, self.buffers, jnp.int32(0)
+        if self.syncs:
+            # Every launch leaves a count for each CTA at the second meeting, which is not complete without this CTA.
+            launches = div(counter_value(self.refs["counter"].at[1, 0]), self.plan.ctas)
+        for place, product, _, taken in self._products():
+            if self.syncs and place > 0:
+                arriving = (self.plan.owners, self.plan.ctas, self.plan.owners)[place - 1]
+                await_count(self.refs["counter"].at[place - 1, 0], (launches + 1) * arriving)
+                plgpu.barrier_arrive(buffers["met"])
             column, held = self._first_column(product), self.refs[source[product.name]]
 
-            def arrive(index, taken=taken):
+            def ready(index, taken=taken):
                 plgpu.barrier_arrive(buffers["x_in"].at[rem(taken + index, self.plan.x_slots)])
 
-            def bring(unit, _, product=product, taken=taken, column=column, held=held, arrive=arrive):
+            def bring(unit, _, product=product, taken=taken, column=column, held=held, ready=ready):
                 slot = rem(taken + unit, self.plan.x_slots)
 
                 @pl.when(taken + unit >= self.plan.x_slots)
                 def _():
                     plgpu.barrier_wait(buffers["x_out"].at[slot])
 
-                target = buffers["x_sm"].at[slot, pl.ds(0, product.unit_blocks)]
-                first = column + unit * (product.unit_blocks * BLOCK)
-                copy_rows(held, first, target, rows=self.plan.live, interpret=self.interpret)
+                first = column + unit * (X_BLOCKS * BLOCK)
+                copy_rows(held, first, buffers["x_sm"].at[slot], rows=self.plan.live, interpret=self.interpret)
 
                 @pl.when(unit >= lag)
                 def _():
                     copied(lag, self.interpret)
-                    arrive(unit - lag)
+                    ready(unit - lag)
 
             units = self._units(product)
             lax.fori_loop(0, units, bring, None)
             copied(0, self.interpret)
-            lax.fori_loop(jnp.maximum(units - lag, 0), units, lambda unit, _, arrive=arrive: arrive(unit), None)
+            lax.fori_loop(jnp.maximum(units - lag, 0), units, lambda unit, _, ready=ready: ready(unit), None)
 
     def _multiply(self):
-        before = jnp.int32(0)
-        if self.syncs:
-            # Earlier launches have left whole meetings, and this one's first is not complete without this CTA.
-            before = div(counter_value(self.refs["counter"].at[0]), self.plan.ctas) * self.plan.ctas
         taken = {place: counts for place, _, *counts in self._products()}
         for place, stage in enumerate(self.stages):
+            if self.syncs and place > 0:
+                plgpu.barrier_wait(self.buffers["met"])
             if isinstance(stage, Product):
                 self._product(stage, *taken[place])
             else:
-                pl.when(self.cta < self.plan.reducers)(lambda stage=stage: self._add(stage))
-            if self.syncs and place + 1 < len(self.stages):
-                meet(self.refs["counter"].at[0], before + (place + 1) * self.plan.ctas)
-                plgpu.barrier_arrive(self.buffers["met"])
+                self._add_up(next(product for product in self.plan.products if product.name == stage), None)
 
     def _product(self, product: Product, taken, x_taken):
         pieces = [(part, offset) for part in range(product.parts) for offset in product.offsets]
-        shape, units, factors = (ROWS, self.plan.tokens), self._units(product), None
+        shape, units, steps, factors = (ROWS, self.plan.tokens), self._units(product), self._steps(product), None
         if product.name in ("gate_up", "next"):
             factors = self._factors()
 
@@ -261,10 +244,10 @@ class _Share:
             def step(unit, _):
                 x_slot = rem(x_taken + unit, self.plan.x_slots)
                 plgpu.barrier_wait(self.buffers["x_in"].at[x_slot])
-                for part_of_unit in range(product.steps // product.units):
-                    index = taken + unit * (product.steps // product.units) + part_of_unit
+                for part_of_unit in range(product.unit):
+                    index = taken + unit * product.unit + part_of_unit
                     slot = rem(index, self.plan.slots)
-                    plgpu.barrier_wait(self.buffers[f"{product.name}_in"].at[slot])
+                    plgpu.barrier_wait(self.buffers["w_in"].at[slot])
                     for block in range(product.blocks):
                         x = self.buffers["x_sm"].at[x_slot, part_of_unit * product.blocks + block].transpose((1, 0))
                         for acc, (part, offset) in zip(accs, pieces, strict=True):
@@ -280,14 +263,16 @@ class _Share:
 
             @pl.when(units > 0)
             def _():
-                self._release(taken + product.steps - 1)
-                self._release_x(x_taken + product.units - 1)
+                self._release(taken + steps - 1)
+                self._release_x(x_taken + units - 1)
 
             return results
 
         tiles = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32) for _ in pieces])
-        finish = {"o": self._write_parts, "down": self._write_parts, "gate_up": self._gate, "next": self._write_next}
+        finish = {"o": self._split, "down": self._split, "gate_up": self._gate, "next": self._write_next}
         pl.when(self.cta < product.ctas)(lambda: finish[product.name](product, tiles, factors))
+        if self.syncs and product.name == "gate_up":
+            arrive(self.refs["counter"].at[1, 0])
 
     def _release(self, index):
         plgpu.barrier_arrive(self.buffers["w_out"].at[rem(index, self.plan.slots)])
@@ -295,19 +280,55 @@ class _Share:
     def _release_x(self, index):
         plgpu.barrier_arrive(self.buffers["x_out"].at[rem(index, self.plan.x_slots)])
 
-    def _write_parts(self, product: Product, tiles, _):
-        part, row = rem(self.cta, product.splits), self._first_row(product)
-        for offset, tile in zip(product.offsets, tiles, strict=True):
-            self.refs["parts"].at[part, pl.ds(row + offset, ROWS)][...] = tile
+    def _split(self, product: Product, tiles, _):
+        """Leaves a part of the sum of 64 features, or adds to it what others have left: the CTA of the depth's first part does."""
+        (tile,) = tiles
+        part, ready = self._part(product), self.refs["counter"].at[3 + div(self.cta, product.splits), 0] if self.syncs else None
+
+        @pl.when((part > 0) | (not self.syncs))
+        def _():
+            self.refs["parts"].at[part, pl.ds(self._first_row(product), ROWS)][...] = tile
+            if self.syncs:
+                arrive(ready)
+
+        if self.syncs:
+            pl.when(part == 0)(lambda: self._add_up(product, tile, ready))
+
+    def _add_up(self, product: Product, tile, ready=None):
+        """Adds the parts of 64 features to the residual stream, in order, and leaves what the next product's norm needs."""
+        norm = "post" if product.name == "o" else "next"
+        # Under the interpreter all parts are in memory, and CTAs without features are here too.
+        tile_index = self.cta if tile is None else div(self.cta, product.splits)
+        add = functools.partial(self._add, product, norm, tile_index * ROWS, tile, ready)
+        pl.when(tile_index < self.plan.owners)(add) if tile is None else add()
+
+    def _add(self, product: Product, norm: str, first, tile, ready):
+        rows, last = pl.ds(first, ROWS), norm == "next" and len(self.plan.products) == 3
+        stream = rows_of(self.refs["before" if norm == "post" else "stream"].at[rows], _WGMMA)
+        weight = None if last else rows_of(self.refs[f"{norm}_norm"].at[rows], _WGMMA.reduce(1)).astype(jnp.float32)
+        if ready is not None and product.splits > 1:
+            await_count(ready, product.splits - 1, reset=True)
+        if tile is None:
+            tile = rows_of(self.refs["parts"].at[0, rows], _WGMMA)
+        for part in range(1, product.splits):
+            tile = tile + rows_of(self.refs["parts"].at[part, rows], _WGMMA)
+        stream = stream + tile
+        self.refs["stream"].at[rows][...] = stream
+        if not last:
+            self.refs["squares"].at[div(first, ROWS)][...] = (stream * stream).sum(axis=0)
+            scaled = stream * lax.broadcast_in_dim(weight, stream.shape, [0])
+            self._store("scaled", first, scaled, ROWS, self.plan.live)
+        if self.syncs:
+            arrive(self.refs["counter"].at[0 if norm == "post" else 2, 0])
 
     def _factors(self):
         """What the norm multiplies each token with: over all features, from the sums of squares of 64 each."""
         total = jnp.zeros((self.plan.tokens,), jnp.float32)
         for first in range(0, self.refs["squares"].shape[0], ROWS):
             squares = rows_of(self.refs["squares"].at[pl.ds(first, ROWS)], _WGMMA)
-            if self.plan.reducers - first < ROWS:
+            if self.plan.owners - first < ROWS:
                 index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, squares.shape, 0), _WGMMA)
-                squares = jnp.where(index < self.plan.reducers - first, squares, 0.0)
+                squares = jnp.where(index < self.plan.owners - first, squares, 0.0)
             total = total + squares.sum(axis=0)
         factors = lax.rsqrt(total * (1 / self.plan.hidden) + self.plan.eps)
         return lax.broadcast_in_dim(factors, (ROWS, self.plan.tokens), [1])
@@ -327,20 +348,3 @@ class _Share:
         for offset, tile in zip(product.offsets, tiles, strict=True):
             first, rows = self._first_row(product) + offset, min(product.rows - offset, ROWS)
             self._store("projected", first, tile * factors, rows, self.plan.live)
-
-    def _add(self, norm: str):
-        """The parts of 64 features, added in order to the residual stream."""
-        rows = pl.ds(self.cta * ROWS, ROWS)
-        before = self.refs["before" if norm == "post" else "stream"]
-        split = self.plan.products[0 if norm == "post" else 2].splits
-        total = rows_of(self.refs["parts"].at[0, rows], _WGMMA)
-        for part in range(1, split):
-            total = total + rows_of(self.refs["parts"].at[part, rows], _WGMMA)
-        stream = rows_of(before.at[rows], _WGMMA) + total
-        self.refs["stream"].at[rows][...] = stream
-        self.refs["squares"].at[self.cta][...] = (stream * stream).sum(axis=0)
-        if norm == "next" and len(self.plan.products) == 3:
-            return
-        weight = rows_of(self.refs[f"{norm}_norm"].at[rows], _WGMMA.reduce(1)).astype(jnp.float32)
-        scaled = stream * lax.broadcast_in_dim(weight, stream.shape, [0])
-        self._store("scaled", self.cta * ROWS, scaled, ROWS, self.plan.live)

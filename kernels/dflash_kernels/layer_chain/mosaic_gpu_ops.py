@@ -146,20 +146,29 @@ def counter_value(counter):
     return read(counter)
 
 
-def meet(counter, target) -> None:
-    """Waits until all CTAs are here: adds one to the counter, then waits for it to reach `target`.
+def arrive(counter) -> None:
+    """Adds one to a counter in global memory; whoever waits for it sees what this warpgroup wrote to global memory before."""
 
-    What a warpgroup wrote to global memory before is seen by all after, but for the tensor memory accelerator.
-    """
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def signal(_, counter):
+        mgpu.utils.warpgroup_barrier()
+        mgpu.SemaphoreRef(mgpu.utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    signal(counter)
+
+
+def await_count(counter, target, *, reset: bool = False) -> None:
+    """Waits for a counter in global memory to reach `target`, then sets it back to 0 with `reset`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
-    def sync(_, counter, target):
-        semaphore = mgpu.SemaphoreRef(mgpu.utils.memref_ptr(counter))
-        mgpu.utils.warpgroup_barrier()
-        semaphore.signal(1, memory_scope="gpu")
-        semaphore.wait(target.registers.item(), decrement=False, memory_scope="gpu")
+    def wait(_, counter, target):
+        pointer = mgpu.utils.memref_ptr(counter)
+        mgpu.SemaphoreRef(pointer).wait(target.registers.item(), decrement=False, memory_scope="gpu")
+        if reset:
+            with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
+                mgpu.utils.inline_ptx("st.relaxed.gpu.global.b32 [$0], 0;", pointer, has_side_effects=True)
 
-    sync(counter, target)
+    wait(counter, jnp.asarray(target, jnp.int32))
 
 
 def rows_of(ref, layout):

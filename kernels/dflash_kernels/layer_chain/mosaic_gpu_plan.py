@@ -3,9 +3,12 @@
 import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of shared memory
+COPIES = 2  # that fill one slot of weights: two blocks, or one of gate and one of up rows
+X_BLOCKS = 2  # of activations in one slot
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
 SHARED_MEMORY = 227 * 1024
+COUNTERS = (3 + 253, 32)  # meetings, then one for each 64 features of the residual stream; each alone in 128 bytes
 SPARE = 6 * 1024  # barriers and the scratch of reductions
 
 
@@ -17,7 +20,6 @@ class Product:
       parts: 2 where gate and up rows of the same features are multiplied by the same CTA.
       rows: weight rows of a part in one tile; tiles: CTAs side by side, the last one shifted back to end with the matrix.
       splits: CTAs that share the depth of a tile.
-      blocks: blocks of the depth in one slot of the ring; steps: slots that a CTA takes.
     """
 
     name: str
@@ -26,7 +28,6 @@ class Product:
     parts: int
     rows: int
     splits: int
-    blocks: int
 
     @property
     def tiles(self) -> int:
@@ -38,26 +39,23 @@ class Product:
 
     @property
     def steps(self) -> int:
-        return self.depth // (self.splits * self.blocks * BLOCK)
+        """Slots of the whole depth; the CTAs that share it take as many each, or one more."""
+        return self.depth // (self.blocks * BLOCK)
 
     @property
-    def units(self) -> int:
-        """Slots of activations that a CTA takes: two blocks each where that comes out even."""
-        return self.steps // 2 if self.blocks == 1 and self.steps % 2 == 0 else self.steps
+    def blocks(self) -> int:
+        """Blocks of the depth in one slot of the ring."""
+        return COPIES // self.parts
 
     @property
-    def unit_blocks(self) -> int:
-        return self.steps * self.blocks // self.units
-
-    @property
-    def copies(self) -> int:
-        """Copies that fill one slot."""
-        return self.parts * self.blocks
+    def unit(self) -> int:
+        """Slots of weights for one of activations."""
+        return X_BLOCKS // self.blocks
 
     @property
     def slot_rows(self) -> int:
         """Rows of a slot that instructions read; with less than 64 weight rows those after them belong to nobody."""
-        return (self.copies - 1) * self.rows + max(self.rows, ROWS)
+        return (COPIES - 1) * self.rows + max(self.rows, ROWS)
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -88,17 +86,12 @@ class Plan:
     slot_rows: int
     x_slots: int
     eps: float
-    lead: int = 0
-    flight: int = 0
+    flight: int = 3
+    ahead: int = 1
 
     @property
-    def blocks(self) -> int:
-        """Most blocks of one slot of activations."""
-        return max(product.unit_blocks for product in self.products)
-
-    @property
-    def reducers(self) -> int:
-        """CTAs that add the parts of a split product, 64 features each."""
+    def owners(self) -> int:
+        """CTAs that add up a split product and the residual stream, 64 features each."""
         return self.hidden // ROWS
 
 
@@ -113,10 +106,11 @@ def plan(
     """Raises NotImplementedError with the reason for shapes that do not tile."""
     if not 0 < live <= MOST_ROWS:
         raise NotImplementedError(f"takes 1 to {MOST_ROWS} rows, not {live}")
-    for name, size in {"hidden": hidden, "heads": heads_width, "inner": inner, "next": next_width or BLOCK}.items():
-        if size % BLOCK:
-            raise NotImplementedError(f"takes widths that {BLOCK} divides, not {name} {size}")
-    if hidden // ROWS > ctas:
+    widths, even = {"hidden": hidden, "heads": heads_width, "inner": inner, "next": next_width or 128}, X_BLOCKS * BLOCK
+    for name, size in widths.items():
+        if size % even:
+            raise NotImplementedError(f"takes widths that {even} divides, not {name} {size}")
+    if hidden // ROWS > min(ctas, COUNTERS[0] - 3):
         raise NotImplementedError(f"hidden {hidden} needs {hidden // ROWS} multiprocessors to add up, there are {ctas}")
     products = [
         split_product("o", hidden, heads_width, ctas), whole_product("gate_up", inner, hidden, 2, ctas),
@@ -127,7 +121,7 @@ def plan(
     tokens = padded_rows(live)
     slot_rows = max(product.slot_rows for product in products)
     x_slots = 8 if tokens <= 16 else 4
-    slots = (SHARED_MEMORY - SPARE - x_slots * 2 * tokens * BLOCK * 2) // (slot_rows * BLOCK * 2)
+    slots = (SHARED_MEMORY - SPARE - x_slots * X_BLOCKS * tokens * BLOCK * 2) // (slot_rows * BLOCK * 2)
     if slots < 2:
         raise NotImplementedError(f"tiles of {slot_rows} rows do not fit into shared memory twice")
     return Plan(live, tokens, hidden, tuple(products), ctas, min(slots, 16), slot_rows, x_slots, eps)
@@ -136,20 +130,10 @@ def plan(
 def whole_product(name: str, features: int, depth: int, parts: int, ctas: int) -> Product:
     """Every CTA has its own rows over the whole depth."""
     rows = max(-(-features // ctas // 8) * 8, 8)
-    blocks = 2 if parts == 1 and depth % (2 * BLOCK) == 0 else 1
-    return Product(name, features, depth, parts, rows, 1, blocks)
+    return Product(name, features, depth, parts, rows, 1)
 
 
 def split_product(name: str, features: int, depth: int, ctas: int) -> Product:
-    """Rows and a part of the depth for every CTA: as many CTAs as possible, then as few parts."""
-    blocks = 2 if depth % (2 * BLOCK) == 0 else 1
-    found = []
-    for rows in range(ROWS, 2 * ROWS + 1, 8):
-        for splits in range(1, 9):
-            even = features % rows == 0 and depth % (splits * blocks * BLOCK) == 0
-            if even and features // rows * splits <= ctas:
-                found.append((features // rows * splits, -splits, rows))
-    if not found:
-        raise NotImplementedError(f"{name} [{features}, {depth}] does not tile over {ctas} multiprocessors")
-    _, splits, rows = max(found)
-    return Product(name, features, depth, 1, rows, -splits, blocks)
+    """64 rows and a part of the depth for every CTA."""
+    splits = min(ctas // (features // ROWS), depth // (COPIES * BLOCK))
+    return Product(name, features, depth, 1, ROWS, splits)
