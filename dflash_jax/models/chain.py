@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from dflash_kernels import chain_counters, chain_stream, layer_chain, layer_chain_refusal
 from flax import nnx
 from jaxtyping import Array, Float

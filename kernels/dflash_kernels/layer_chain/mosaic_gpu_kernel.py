@@ -283,7 +283,10 @@ class _Share:
     def _split(self, product: Product, tiles, _):
         """Leaves a part of the sum of 64 features, or adds to it what others have left: the CTA of the depth's first part does."""
         (tile,) = tiles
-        part, ready = self._part(product), self.refs["counter"].at[3 + div(self.cta, product.splits), 0] if self.syncs else None
+        part, ready = (
+            self._part(product),
+            self.refs["counter"].at[3 + div(self.cta, product.splits), 0] if self.syncs else None,
+        )
 
         @pl.when((part > 0) | (not self.syncs))
         def _():
