@@ -2,12 +2,12 @@
 
 Weights are the left operand of the matrix instruction, tokens the right one, so that few tokens waste nothing. One warpgroup
 does nothing but start copies of weights into a ring of shared memory: it depends on no result, runs ahead of everybody
-across the products, and keeps memory busy while the grid waits for itself. A second one copies blocks of activations, the third
-multiplies. Between two products all CTAs meet at a counter in global memory.
+across the products, and keeps memory busy while the grid waits. A second one copies blocks of activations, past the queue of
+the weights' copies, the third multiplies. Between two products CTAs meet at a counter in global memory.
 
-The output and down projections are split over their depth, or they would not fill the machine: each part is written in float32,
-and after a meeting CTAs of 64 features each add the parts in a fixed order to the residual stream. They leave the stream times the
-norm's weight; the factor that the norm still lacks, one for a token, is known only when all have met again, and multiplies the
+The output and down projections are split over their depth, or they would not fill the machine. The CTA of the first part waits
+for the others' parts, in float32, and adds all in a fixed order to 64 features of the residual stream. It leaves the stream times
+the norm's weight; the factor that the norm still lacks, one for a token, is known only when all have met, and multiplies the
 product instead of its input.
 """
 
@@ -35,7 +35,7 @@ from dflash_kernels.layer_chain.mosaic_gpu_ops import (
     sigmoid,
     store_turned,
 )
-from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, ROWS, X_BLOCKS, Plan, Product
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, FLIGHT, ROWS, X_BLOCKS, Plan, Product
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -169,14 +169,14 @@ class _Share:
                 pl.when(index >= self.plan.slots)(lambda: plgpu.barrier_wait(left.at[slot]))
                 if self.syncs:
                     # With more requests at once, everybody else's would wait longer for memory.
-                    landed = index - self.plan.flight
+                    landed = index - FLIGHT
                     pl.when(landed >= 0)(lambda: plgpu.barrier_wait(arrived.at[rem(landed, self.plan.slots)]))
                 for copy, (rows, columns) in enumerate(self._tiles(product, step)):
                     target = self.buffers["w_sm"].at[slot, pl.ds(copy * product.rows, product.rows)]
                     plgpu.copy_gmem_to_smem(self.refs[product.name].at[rows, columns], target, arrived.at[slot])
 
             lax.fori_loop(0, self._steps(product), bring, None)
-        if self.syncs and self.plan.ahead and "ahead" in self.refs:
+        if self.syncs and "ahead" in self.refs:
             self._prefetch(self.plan.products[0], self.refs["ahead"])
 
     def _prefetch(self, product: Product, source):

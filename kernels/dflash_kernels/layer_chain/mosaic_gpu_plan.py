@@ -5,6 +5,7 @@ import dataclasses
 BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of shared memory
 COPIES = 2  # that fill one slot of weights: two blocks, or one of gate and one of up rows
 X_BLOCKS = 2  # of activations in one slot
+FLIGHT = 3  # slots of weights that a CTA asks for at once
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
 SHARED_MEMORY = 227 * 1024
@@ -86,8 +87,6 @@ class Plan:
     slot_rows: int
     x_slots: int
     eps: float
-    flight: int = 3
-    ahead: int = 1
 
     @property
     def owners(self) -> int:
