@@ -1,7 +1,7 @@
 """Steps of the chain that Pallas has no words for, and what stands for them in its interpreter."""
 
 # Pallas declares what it inlines with the context that it passes itself.
-# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import contextlib
 from collections.abc import Iterator
