@@ -9,7 +9,6 @@ import pytest
 from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
-from jaxlib.mlir import ir
 
 THREAD = np.arange(128)
 LANE, WARP = THREAD % 32, THREAD // 32
@@ -65,9 +64,9 @@ def fragments(tile: np.ndarray, loads: Any, transposed: bool) -> np.ndarray:
     row, column = LANE // 4, LANE % 4 * 2
     for offset, places in steps:
         for word, of_word in zip(load_matrices(memory, offset, transposed), places, strict=True):
-            for (tile_row, tile_column, half), first in zip(of_word, (0, 1), strict=True):
+            for (tile_row, tile_column, half), pair in zip(of_word, lanes._paired(transposed), strict=True):
                 for element in range(2):
-                    value = word >> 8 * (first + 2 * element) & 255
+                    value = word >> 8 * pair[element] & 255
                     found[64 * tile_row + 16 * WARP + 8 * half + row, 8 * tile_column + column + element] = value
     return found
 
@@ -95,17 +94,91 @@ def test_places_in_a_swizzled_tile(columns: int, width: int) -> None:
     assert sorted(expected) == list(range(0, 64 * columns * 2, 16))
 
 
+def run_ptx(ptx: str, *arguments: np.ndarray, result_types: Any) -> Any:
+    """The few instructions that widening is written in, on arrays of 32-bit words."""
+    results = len(result_types) if isinstance(result_types, list) else 1
+    held: dict[str, Any] = {f"${results + i}": argument for i, argument in enumerate(arguments)}
+
+    def value(name: str) -> Any:
+        return held[name] if name in held else np.full(1, int(name, 0), np.int64)
+
+    def halves(name: str) -> np.ndarray:
+        return np.stack([value(name) >> 16 * i & 0xFFFF for i in range(2)]).astype(np.uint16).view(np.float16)
+
+    def permuted(low: Any, high: Any, selector: Any) -> Any:
+        both, word = low | high << 32, 0
+        for i in range(4):
+            nibble = int(selector[0]) >> 4 * i & 15
+            byte = both >> 8 * (nibble & 7) & 255
+            word |= (np.where(byte > 127, 255, 0) if nibble & 8 else byte) << 8 * i
+        return word
+
+    def joined(pair: np.ndarray) -> np.ndarray:
+        return pair[0].view(np.uint16).astype(np.int64) | pair[1].view(np.uint16).astype(np.int64) << 16
+
+    def widened(name: str) -> np.ndarray:
+        stored = np.stack([value(name) >> 8 * i & 255 for i in range(2)]).astype(np.uint8)
+        return stored.view(jnp.float8_e4m3fn).astype(np.float16)
+
+    for step in ptx.strip("{ }").split(";"):
+        opcode, _, names = step.strip().partition(" ")
+        given = [name.strip(" {}") for name in names.split(",")]
+        if opcode == "prmt.b32":
+            held[given[0]] = permuted(*map(value, given[1:]))
+        elif opcode == "shl.b32":
+            held[given[0]] = value(given[1]) << value(given[2]) & MASK
+        elif opcode == "and.b32":
+            held[given[0]] = value(given[1]) & value(given[2])
+        elif opcode == "mov.b32" and len(given) == 3:
+            held |= {given[i]: value(given[2]) >> 16 * i & 0xFFFF for i in range(2)}
+        elif opcode == "mov.b32":
+            held[given[0]] = value(given[1])
+        elif opcode == "cvt.rn.f16x2.e4m3x2":
+            held[given[0]] = joined(widened(given[1]))
+        elif opcode in ("mul.rn.f16x2", "sub.rn.f16x2"):
+            combine = np.multiply if opcode.startswith("mul") else np.subtract
+            held[given[0]] = joined(combine(halves(given[1]), halves(given[2])))
+        else:
+            assert opcode in ("", ".reg"), step
+    found = tuple(held[f"${i}"] for i in range(results))
+    return found if isinstance(result_types, list) else found[0]
+
+
 @pytest.mark.usefixtures("threads")
-def test_float8_bits_are_the_value_times_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("stored", ["float8", "float8-finite", "int8"])
+def test_every_byte_widens_exactly(stored: str, across: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Float8:
         pass
 
-    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(IntegerType=ir.IntegerType, Float8E4M3FNType=Float8))
+    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
+    monkeypatch.setattr(lanes.utils, "inline_ptx", run_ptx, raising=False)
+    monkeypatch.setattr(th, "i32", lambda: None)
+    held = np.arange(256, dtype=np.uint8)
+    words = held.view(np.uint32).astype(np.int64)
+    narrow = None if stored == "int8" else Float8()
+    found = np.empty(256)
+    pairs = lanes._pairs(words, narrow, across, stored.endswith("finite"))
+    for bytes_of_pair, pair in zip(lanes._paired(across), pairs, strict=True):
+        for element, byte in enumerate(bytes_of_pair):
+            found[byte::4] = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(np.float16)
+    true = held.view(np.int8 if narrow is None else jnp.float8_e4m3fn).astype(np.float64)
+    if stored == "float8-finite":
+        true = np.where(np.isnan(true), np.copysign(480.0, true), true)
+    np.testing.assert_array_equal(found, true)
+
+
+@pytest.mark.usefixtures("threads")
+def test_float8_bits_in_bfloat16_are_the_value_times_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Float8:
+        pass
+
+    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
     monkeypatch.setattr(th, "i32", lambda: None)
     stored = np.arange(256, dtype=np.uint8)
     words = stored.view(np.uint32).astype(np.int64)
     found = np.empty(256)
-    for first, pair in zip((0, 1), lanes._pairs(words, Float8()), strict=True):
+    for first, pair in zip((0, 1), lanes._bfloat16_pairs(words, Float8()), strict=True):
         for element in range(2):
             wide = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(jnp.bfloat16)
             found[first + 2 * element :: 4] = wide.astype(np.float64) * 2.0**120

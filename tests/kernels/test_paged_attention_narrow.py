@@ -62,19 +62,36 @@ def test_nothing_unused_is_read(stored: Any, interpret: Any) -> None:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, results[0], strict=True))
 
 
-def test_every_float8_value_is_exact(interpret: Any) -> None:
-    """Each of the finite ones as a key and as a value, the subnormals and zeros too: one key, so the output is the value."""
+@pytest.mark.parametrize("length", [1, 65])
+def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
+    """Each finite one as a key and as a value, the subnormals and zeros too: all keys are the same, so the output is the value."""
     bits = np.arange(256, dtype=np.uint8)
     values = np.where((bits & 0x7F) == 0x7F, 0, bits).astype(np.uint8).view(FP8).reshape(4, 64)
-    case = make_case([1] * 4, t=1, kv_heads=1, group=1, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=FP8)
+    case = make_case([length] * 4, t=1, kv_heads=1, group=1, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=FP8)
     for row in range(4):
-        page = case.page_table[row, 0]
-        case.k_pages[page, 0, 0] = case.v_pages[page, 0, 0] = values[row]
+        for at in range(length):
+            page = case.page_table[row, at // 64]
+            case.k_pages[page, 0, at % 64] = case.v_pages[page, 0, at % 64] = values[row]
     case.options |= {"k_scale": np.ones(1, np.float32), "v_scale": np.ones(1, np.float32)}
     out, lse = run(case, Tuning(splits=1), interpret)
     np.testing.assert_array_equal(out[:, 0, 0].astype(np.float32), values.astype(np.float32))
-    true = (case.q[:, 0, 0].astype(np.float64) * values.astype(np.float64)).sum(axis=1) * case.scale
+    true = (case.q[:, 0, 0].astype(np.float64) * values.astype(np.float64)).sum(axis=1) * case.scale + np.log(length)
     np.testing.assert_allclose(lse[:, 0, 0], true, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_of_any_size(interpret: Any) -> None:
+    """Far outside of float16's range, each row for itself; what one holds harms no other."""
+    case = make_case([100], t=4, kv_heads=1, group=2, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=FP8)
+    sizes = 2.0 ** np.array([[40, 0], [20, -60], [43, 39], [-120, 41]])
+    case.q *= sizes[None, :, :, None].astype(jnp.bfloat16)
+    case.options["scale"] = 2.0**-43
+    check(case, Tuning(splits=1), interpret)
+    expected, _ = run(case, Tuning(splits=1), interpret)
+    case.q[0, 1, 1] = np.inf
+    case.q[0, 2, 0] = np.nan
+    found, _ = run(case, Tuning(splits=1), interpret)
+    spared = np.array([[1, 1], [1, 0], [0, 1], [1, 1]], bool)
+    np.testing.assert_array_equal(found[0][spared], expected[0][spared])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Every function stands for code that all 128 threads of a warpgroup run together.
 
 import functools
 import math
-from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -17,20 +16,16 @@ from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 _STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 
 
-def load_queries(source, target, first_row, rows: int, interleaved: bool, exponent: int) -> None:
-    """Query rows from `source [T, G, H]` to shared memory, zeros where `rows` are over; then all threads may read them.
-
-    Where `interleaved`, every 16 columns are stored as the even ones and then the odd ones, times two to the `exponent`.
-    """
+def load_queries(source, target, first_row, rows: int) -> None:
+    """Query rows from `source [T, G, H]` to shared memory, zeros where `rows` are over; then all threads may read them."""
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
     width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
-    at_once = 2 * th.CHUNK if interleaved else th.CHUNK  # bytes
-    units = 2 * columns // at_once
+    units = 2 * columns // th.CHUNK
     lane, warp = th.lane_and_warp()
     base, place, first = th.address(source), th.address(target, space=3), first_row.registers.item()
     for start in range(0, count * units, 128):
         unit = th.add(th.add(th.mul(warp, 32), lane), start)
-        row, column = th.div(unit, units), th.mul(th.rem(unit, units), at_once)
+        row, column = th.div(unit, units), th.mul(th.rem(unit, units), th.CHUNK)
         inside = th.below(row, count)
         exists = arith.andi(inside, th.below(th.add(first, row), rows))
         if columns > head_dim:
@@ -39,13 +34,8 @@ def load_queries(source, target, first_row, rows: int, interleaved: bool, expone
         offset = th.mul(token, token_stride)
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        words = [word for i in range(at_once // th.CHUNK) for word in _load_if(exists, th.add(address, i * th.CHUNK))]
-        if interleaved:
-            pairs = list(zip(words[::2], words[1::2], strict=True))
-            words = [_scaled(_permuted(*pair, selector), exponent) for selector in (0x5410, 0x7632) for pair in pairs]
-        for i in range(at_once // th.CHUNK):
-            inner = th.within(row, th.add(column, i * th.CHUNK), columns, width)
-            th.when(inside, _STORE, th.add(place, inner), *words[4 * i : 4 * i + 4])
+        words = th.load_if(exists, address)
+        th.when(inside, _STORE, th.add(place, th.within(row, column, columns, width)), *words)
     mgpu.commit_shared()
 
 
@@ -130,26 +120,3 @@ def _load_peer(address, rank: int, count: int):
 
 def _exp2(value):
     return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
-
-
-def _load_if(predicate, address) -> tuple[Any, ...]:
-    """Sixteen bytes of global memory, zeros without the predicate."""
-    i32 = th.i32()
-    return utils.inline_ptx(
-        "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        " @there ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        address, arith.extui(i32, predicate), result_types=[i32] * 4,
-    )  # type: ignore  # fmt: skip
-
-
-def _permuted(low, high, selector: int):
-    i32 = th.i32()
-    return utils.inline_ptx(f"prmt.b32 $0, $1, $2, {selector};", low, high, result_types=i32)
-
-
-def _scaled(pair, exponent: int):
-    """A pair of bfloat16 times a power of two."""
-    if exponent == 0:
-        return pair
-    i32, bits = th.i32(), (127 + exponent) << 7
-    return utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", pair, utils.c(bits << 16 | bits, i32), result_types=i32)

@@ -2,12 +2,15 @@
 
 A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
 lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
+Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
+each row (`load_queries`), weights by the base that they are taken from.
 
-The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. Weights are float32
-and bfloat16, whose range is far larger than one tile can need: a base is kept instead, and only raised when some score exceeds it
-by `HEADROOM` powers of two. One vote among the threads finds that out.
+The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
+instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
+While the weights of a tile are made, the product for the scores of the next one runs.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -17,21 +20,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention import mosaic_gpu_narrow_ops as ops
-from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, alibi_share, load_queries, precise_tanh, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, alibi_share, precise_tanh, swizzled
 from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch
 
-HEADROOM = 20
+# Weight of the highest score when a base is raised, and what weights may add up to until it is raised again: float16 ends at 2^16,
+# and below 2^-14 it has fewer bits.
+RAISED_TO = 2**5
+LIMIT = 2**15
 # A base that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value for each query row
 _KEY = plgpu.Layout.WGMMA.reduce(1)
-
-
-def boost(dtype: Any) -> int:
-    """Power of two that queries and weights are multiplied with against float8's 2^-120, half of it each."""
-    return ops.FLOAT8_SHIFT // 2 if dtype == jnp.float8_e4m3fn else 0
 
 
 def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
@@ -40,8 +41,10 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
         (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
     )  # fmt: skip
     buffers: dict[str, Any] = {
-        "q_sm": plgpu.SMEM((launch.rows, launch.head_dim), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.head_dim)),
-        "p_sm": plgpu.SMEM((launch.keys, launch.rows), jnp.bfloat16, transforms=swizzled(jnp.bfloat16, launch.rows)),
+        "q_sm": plgpu.SMEM((launch.rows, launch.head_dim), jnp.float16, transforms=swizzled(jnp.float16, launch.head_dim)),
+        "q_factor_sm": plgpu.SMEM((launch.rows,), jnp.float32),
+        # Two, so that one barrier a tile is enough: the slowest warp may still multiply with the one before.
+        "p_sm": plgpu.SMEM((2, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
         "k_sm": ring, "v_sm": ring,
     }  # fmt: skip
     streams = ["k", "v"]
@@ -99,12 +102,16 @@ def attention(
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
 
 
+def _nothing():
+    return None
+
+
 class _Block(Part):
     """One CTA's work."""
 
     def __init__(self, launch, refs, buffers, dtype, interpret):
         super().__init__(launch, refs, buffers)
-        self.dtype, self.interpret, self.boost = dtype, interpret, boost(dtype)
+        self.dtype, self.interpret = dtype, interpret
         self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
 
     def run(self):
@@ -113,14 +120,22 @@ class _Block(Part):
         @pl.when(self.begin < self.end)
         def _():
             self.fill_ring(self.streams)
-            load_queries(
-                self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"], self.first_row,
-                launch.tokens * launch.group, self.interpret, interleaved=True, exponent=self.boost,
+            # Rows of dead tokens may hold anything.
+            live = jnp.minimum(self.q_len, launch.tokens) * launch.group
+            ops.load_queries(
+                self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"], self.buffers["q_factor_sm"],
+                self.first_row, live, self.interpret,
             )  # fmt: skip
+            unit = launch.scale * (1.0 if launch.soft_cap else LOG2E)
+            if self.dtype != jnp.int8:
+                unit *= self.refs["k_scale"][self.head]
+            self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], _COLUMN) * unit
             acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX)
             total = plgpu.layout_cast(jnp.zeros((launch.keys, launch.rows), jnp.float32), _MATRIX)
             base = plgpu.layout_cast(jnp.full((launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
-            self._finish(*self.walk(self._step, (acc, base, total)))
+            plgpu.barrier_wait(self.buffers["k_in"].at[0])
+            first = self._scores(self.begin)
+            self._finish(*self.walk(self._step, (acc, base, total, first))[:3])
 
         @pl.when(self.begin >= self.end)
         def _():
@@ -128,53 +143,73 @@ class _Block(Part):
             if launch.direct:
                 self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX))
 
+    def _scores(self, tile, meanwhile=_nothing):
+        """Scores of a tile that is there, and what `meanwhile` returns."""
+        keys = ops.widened_keys(self.buffers["k_sm"].at[self.stage(tile)], self.interpret)
+        scores, result = ops.scores(keys, self.buffers["q_sm"], self.interpret, meanwhile)
+        return scores if meanwhile is _nothing else (scores, result)
+
     def _step(self, tile, carry, *, masked):
-        """One tile of keys: scores, weights, values. The running sum of weights stays apart in every thread."""
-        stage, (acc, base, total) = self.stage(tile), carry
-        coming = self.pages(tile + self.launch.stages)
-        for stream in self.streams:
-            plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
-        keys, values = (self.buffers[name].at[stage] for name in ("k_sm", "v_sm"))
-        scores, values = ops.scores_and_values(keys, values, self.buffers["q_sm"], self.dtype, self.interpret)
+        """One tile of keys: weights and values, while the scores of the next one are made.
 
-        def above(base):
-            exponents = self._in_base_2(scores, stage, tile) - (0.0 if base is None else self._spread(base))
-            return jnp.where(self._mask(tile), exponents, -jnp.inf) if masked else exponents
-
-        def raised(acc, base, total, exponents):
-            """Base at the highest score so far, and everything that counts from it."""
-            del exponents
-            higher = jnp.maximum(base, above(None).max(axis=0) - self.boost)
-            kept = jnp.exp2(base - higher)
-            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            return acc, higher, total * self._spread(kept), above(higher)
-
-        exponents = above(base)
-        over = ops.any_above(exponents, self.boost + HEADROOM, self.interpret)
-        acc, base, total, exponents = lax.cond(over, raised, _as_it_is, acc, base, total, exponents)
-        weights = jnp.exp2(exponents)
-        total = ops.add_weights(total, weights, self.interpret)
-        self.buffers["p_sm"][...] = weights.astype(jnp.bfloat16)
-        plgpu.commit_smem()
-        # All threads have read the tile.
+        The running sum of weights stays apart in every thread.
+        """
+        stage, (acc, base, total, scores) = self.stage(tile), carry
         following = tile + self.launch.stages
+        coming = self.pages(following)
+        shared = self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(2))]
 
-        @pl.when(following < self.end)
+        @pl.when(tile + 1 < self.end)
         def _():
-            for stream in self.streams:
-                self.fill(stream, following, coming)
+            plgpu.barrier_wait(self.buffers["k_in"].at[self.stage(tile + 1)])
 
-        return ops.add_values(acc, values, self.buffers["p_sm"], self.dtype, self.interpret), base, total
+        def exponents(scores):
+            scores = self._in_base_2(scores, stage, tile)
+            return jnp.where(self._mask(tile), scores, -jnp.inf) if masked else scores
+
+        def raised(acc, base, total, weights):
+            """Base so that the highest score so far weighs `RAISED_TO`, and everything that counts from it."""
+            del weights
+            # Made again: there are no registers to keep them in.
+            scores = exponents(self._scores(tile))
+            higher = jnp.maximum(base, scores.max(axis=0) - math.log2(RAISED_TO))
+            kept = jnp.exp2(base - higher)
+            weights = jnp.exp2(scores - self._spread(higher))
+            ops.publish(weights, shared, LIMIT, self.interpret)
+            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
+            return acc, higher, ops.add_weights(total * self._spread(kept), weights, self.interpret)
+
+        def as_it_is(acc, base, total, weights):
+            return acc, base, ops.add_weights(total, weights, self.interpret)
+
+        def refill():
+            @pl.when(following < self.end)
+            def _():
+                for stream in self.streams:
+                    self.fill(stream, following, coming)
+
+        def weigh():
+            for stream in self.streams[1:]:
+                plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
+            weights = jnp.exp2(exponents(scores) - self._spread(base))
+            # Only where rows are unused can they hold NaN.
+            over, values = ops.publish_and_widen(
+                weights, shared, LIMIT, self.buffers["v_sm"].at[stage], self.interpret, finite=masked
+            )  # fmt: skip
+            sums = lax.cond(over, raised, as_it_is, acc, base, total, weights)
+            return ops.add_values(sums[0], values, shared, self.interpret, refill), *sums[1:]
+
+        # Past the last tile what lies in its place is multiplied, and nobody looks.
+        coming_scores, sums = self._scores(tile + 1, weigh)
+        return *sums, coming_scores
 
     def _in_base_2(self, scores, stage, tile):
         """Scores as exponents of two: scaled, capped, and ALiBi's share added."""
-        launch, unit = self.launch, self.launch.scale * 2.0**self.boost
+        launch = self.launch
+        scores = scores * self._spread(self.unit)
         if self.dtype == jnp.int8:
             of_keys = plgpu.layout_cast(self.buffers["k_scale_sm"].at[stage][...], _KEY)
-            factor = lax.broadcast_in_dim(of_keys * (unit if launch.soft_cap else unit * LOG2E), scores.shape, [0])
-        else:
-            factor = self.refs["k_scale"][self.head] * (unit if launch.soft_cap else unit * LOG2E)
-        scores = scores * factor
+            scores = scores * lax.broadcast_in_dim(of_keys, scores.shape, [0])
         if launch.soft_cap is not None:
             scores = precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
         if "slopes" not in self.refs:
@@ -212,9 +247,7 @@ class _Block(Part):
         live = (self._tokens() < self.q_len) & (total != 0)
         counted = jnp.where(live, total, 1.0)
         self._write_lse(jnp.where(live, (base + jnp.log2(counted)) * (1 / LOG2E), -jnp.inf))
-        scale = 2.0 ** (2 * self.boost)
-        if self.dtype != jnp.int8:
-            scale *= self.refs["v_scale"][self.head]
+        scale = 1.0 if self.dtype == jnp.int8 else self.refs["v_scale"][self.head]
         factor = lax.broadcast_in_dim(jnp.where(live, scale / counted, 0.0), acc.shape, [1])
         # Not a product alone: rows past the live ones may hold NaN.
         self._write(jnp.where(factor != 0, acc * factor, 0.0))
@@ -227,7 +260,3 @@ class _Block(Part):
         target = target.at[:, self.head] if self.launch.direct else target.at[self.head, self.split]
         factors = self.refs["v_scale"].at[self.head] if self.dtype == jnp.int8 else None
         ops.store(out, target, self.first_row, self.launch.tokens * self.launch.group, factors, self.interpret)
-
-
-def _as_it_is(*carry):
-    return carry

@@ -1,19 +1,20 @@
 """Steps of the kernel for one-byte pages that Pallas has no words for, each with what the interpreter runs in its place.
 
-Keys and values go from shared memory to registers as bytes, widen to bfloat16 there, and are the matrix products' first operand:
-nothing widened is ever stored. A thread gets four bytes at a time. The bytes at 0 and 2 become one pair of bfloat16 and those at
-1 and 3 another, which fixes the order in which a product sees them:
+Keys and values go from shared memory to registers as bytes, widen to float16 there, and are the matrix products' first operand:
+nothing widened is ever stored. A thread gets four bytes at a time, of which two at a time become a pair. That fixes the order in
+which a product sees them:
 
-* along a key's head dim, each 16 columns come as `[parity, column // 2]`, and so must the queries' (`in_key_order`);
+* along a key's head dim, each 16 columns come as `[half, column // 4, column % 2]`, and so must the queries' (`in_key_order`);
 * loaded transposed, a value's columns become rows of the product, each 16 as `[parity, column // 2]` (`store` puts them back).
 
-float8_e4m3fn bits shifted to bfloat16's places are the value times 2^-120, exactly, subnormals included (`FLOAT8_SHIFT`). A float8
-NaN, which has no infinity beside it, reads as 480: what lies in unused rows can therefore do no harm.
+Both are exact. Where rows may be unused, a float8 NaN, which has no infinity beside it, reads as 480 among the values: nothing in
+such rows can then do harm. Among the keys it may stay, because scores of unused rows are replaced.
 """
 
 # Pallas declares ACC less public than it documents it, and what it inlines as if it were called as written.
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,15 +25,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 
+FLOAT8_SHIFT = (
+    120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
+)
 KEYS = 64  # of a tile: the M of the product that makes scores
-FLOAT8_SHIFT = 120
 _MATRIX = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+_VOTE = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
 
 
 def in_key_order(q: jax.Array) -> jax.Array:
     """`[..., H]` in the order in which products see a key's columns."""
-    return q.reshape(*q.shape[:-1], -1, 8, 2).swapaxes(-1, -2).reshape(q.shape)
+    return q.reshape(*q.shape[:-1], -1, 4, 2, 2).swapaxes(-2, -3).reshape(q.shape)
+
+
+def in_parity_order(x: jax.Array) -> jax.Array:
+    """`[..., H]` in the order in which rows widened to bfloat16 come: each 16 columns as `[parity, column // 2]`."""
+    return x.reshape(*x.shape[:-1], -1, 8, 2).swapaxes(-1, -2).reshape(x.shape)
 
 
 def _in_value_order(values: jax.Array) -> jax.Array:
@@ -50,59 +59,122 @@ def _plain(stored: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(wide), 480.0, wide)
 
 
-def scores_and_values(keys, values, queries, dtype: Any, interpret: Any):
-    """`[64, H] @ [N, H].T` in float32 and the values `[H, 64]` in bfloat16, in the product's order of rows.
+def load_queries(source, target, factors, first_row, rows, interpret: Any):
+    """Query rows in the keys' order and in float16, each times the power of two that brings it into float16's range.
 
     Args:
-      keys, values: a tile of the ring, one byte each, both there.
-      queries: `[N, H]` bfloat16 in shared memory, in the keys' order.
-      dtype: of the tiles.
-
-    Returns:
-      Of float8, both come times 2^-120 (interpreted, the values come plain and in float32).
+      source: `[T, G, H]` bfloat16, of whose rows `t * G + g` the first `rows` are wanted.
+      target: `[N, H]` float16 in shared memory, given rows `first_row` and on, zeros where there are none.
+      factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
     """
-    head_dim, columns = keys.shape[1], queries.shape[0]
     if interpret is not None:
-        shift = 2.0**-FLOAT8_SHIFT if dtype == jnp.float8_e4m3fn else 1.0
-        wide = queries[...].astype(jnp.float32) * shift
-        scores = jnp.dot(in_key_order(_plain(keys[...])), wide.T, precision=lax.Precision.HIGHEST)
-        return scores, _in_value_order(_plain(values[...]).T)
+        plain = source[...].reshape(-1, source.shape[2])
+        plain = jnp.pad(plain, ((0, -plain.shape[0] % target.shape[0] + target.shape[0]), (0, 0)))
+        plain = lax.dynamic_slice_in_dim(plain, first_row, target.shape[0]).astype(jnp.float32)
+        plain = jnp.where((first_row + jnp.arange(target.shape[0]) < rows)[:, None], plain, 0.0)
+        top = jnp.max(jnp.where(jnp.isfinite(plain), jnp.abs(plain), 0.0), axis=1)
+        exponent = jnp.clip(jnp.frexp(top)[1] - 1, -107, 127) - 14
+        target[...] = in_key_order(jnp.ldexp(plain, -exponent[:, None])).astype(target.dtype)
+        factors[...] = jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent)
+        return
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    tile = plgpu.RefType(swizzled(dtype, head_dim))
-    multiply = plgpu.inline_mgpu(
-        arg_types=(tile, tile, plgpu.RefType(swizzled(jnp.bfloat16, head_dim))),
-        return_type=(
-            plgpu.ShapeDtypeStruct((KEYS, columns), jnp.dtype(jnp.float32), layout=_MATRIX),
-            plgpu.ShapeDtypeStruct((head_dim, KEYS), jnp.dtype(jnp.bfloat16), layout=_MATRIX),
-        ),
-    )(lanes.scores_and_values)
-    return multiply(keys, values, queries)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tile_of(target), plgpu.RefType(), _SCALAR, _SCALAR))
+    def load(_ctx, source, target, factors, first_row, rows):
+        lanes.load_queries(source, target, factors, first_row, rows)
+
+    load(source, target, factors, first_row, rows)
 
 
-def add_values(acc, values, weights, dtype: Any, interpret: Any):
-    """`acc + values @ weights`: `[H, N]`, the values from `scores_and_values`, the weights `[64, N]` in shared memory."""
-    if interpret is None:
-        return pl.run_state(lambda total: plgpu.wgmma(total, values, weights))(plgpu.ACC.init(acc))
-    shift = 2.0**-FLOAT8_SHIFT if dtype == jnp.float8_e4m3fn else 1.0
-    return acc + jnp.dot(values, weights[...].astype(jnp.float32) * shift, precision=lax.Precision.HIGHEST)
-
-
-def any_above(values, limit: int, interpret: Any):
-    """Whether any of `values [64, N]` is greater than `limit`; NaN is not. All threads wait for each other."""
+def widened_keys(tile, interpret: Any):
+    """A `[64, H]` tile of the ring in registers, the columns in the keys' order, for `scores`."""
     if interpret is not None:
-        return jnp.max(jnp.where(jnp.isnan(values), -jnp.inf, values)) > limit
+        return in_key_order(tile[...].astype(jnp.float32))
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(
-        arg_types=(_MATRIX,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
-    )  # fmt: skip
-    def vote(_ctx, values):
-        return lanes.any_above(values, limit)
+        arg_types=(_tile_of(tile),),
+        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float16), layout=_MATRIX),
+    )
+    def widen(_ctx, tile):
+        return lanes.widened_keys(tile)
 
-    return vote(values) != 0
+    return widen(tile)
+
+
+def scores(keys, queries, interpret: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
+    """`keys @ queries.T` in float32, `[64, N]`, and what `meanwhile` returns, which runs while the product does.
+
+    Args:
+      keys: from `widened_keys`.
+      queries: `[N, H]` float16 in shared memory, in the keys' order.
+    """
+    if interpret is not None:
+        result = meanwhile()
+        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST), result
+
+    def multiply(product):
+        plgpu.wgmma(product, keys, queries.transpose((1, 0)))
+        result = meanwhile()
+        return product[...], result
+
+    return pl.run_scoped(multiply, plgpu.ACC((KEYS, queries.shape[0]), jnp.float32))
+
+
+def add_values(acc, values, weights, interpret: Any, meanwhile: Callable[[], None]):
+    """`acc + values @ weights`: `[H, N]`, the values from `publish_and_widen`, the weights `[64, N]` in shared memory."""
+    if interpret is not None:
+        meanwhile()
+        return acc + jnp.dot(values, weights[...].astype(jnp.float32), precision=lax.Precision.HIGHEST)
+
+    def multiply(total):
+        plgpu.wgmma(total, values, weights)
+        meanwhile()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def publish(weights, target, limit: int, interpret: Any):
+    """Weights `[64, N]` to shared memory; whether any column may exceed `limit`. All threads wait for each other."""
+    if interpret is not None:
+        target[...] = weights.astype(target.dtype)
+        plgpu.commit_smem()
+        return jnp.max(jnp.where(jnp.isnan(weights), jnp.inf, weights)) > limit
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target)), return_type=_VOTE)
+    def store_and_vote(_ctx, weights, target):
+        return lanes.publish(weights, target, limit)
+
+    return store_and_vote(weights, target) != 0
+
+
+def publish_and_widen(weights, target, limit: int, values, interpret: Any, *, finite: bool):
+    """`publish`, and a tile of values read before threads waited: transposed, `[H, 64]`, in the product's order of rows.
+
+    Waits for products under way. With `finite`, values may be NaN and do not become so.
+    """
+    if interpret is not None:
+        wide = _in_value_order(_plain(values[...]).T)
+        return publish(weights, target, limit, interpret), wide
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    wide = plgpu.ShapeDtypeStruct(values.shape[::-1], jnp.dtype(jnp.float16), layout=_MATRIX)
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target), _tile_of(values)), return_type=(_VOTE, wide))
+    def store_vote_and_widen(_ctx, weights, target, values):
+        return lanes.publish_and_widen(weights, target, limit, values, finite)
+
+    over, wide = store_vote_and_widen(weights, target, values)
+    return over != 0, wide
+
+
+def _tile_of(memory):
+    return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
 
 
 def add_weights(total, weights, interpret: Any):

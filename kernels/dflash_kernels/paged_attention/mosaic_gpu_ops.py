@@ -37,23 +37,19 @@ def precise_tanh(x):
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
 
 
-def load_queries(source, target, first_row, rows: int, interpret: Any, *, interleaved: bool = False, exponent: int = 0):
+def load_queries(source, target, first_row, rows: int, interpret: Any):
     """Query rows, one head's for one token after the other, from global to shared memory; zeros where there are none.
 
     Args:
       source: `[T, G, H]`, of whose rows `t * G + g` the first `rows` exist.
       target: `[N, H or more]` in shared memory, given rows `first_row` and on, zeros in further columns.
-      interleaved: store every 16 columns as the even ones and then the odd ones.
-      exponent: times two to this.
     """
     if interpret is not None:
         plain = source[...].reshape(-1, source.shape[2])
         more = target.shape[1] - plain.shape[1]
         plain = jnp.pad(plain, ((0, -plain.shape[0] % target.shape[0] + target.shape[0]), (0, more)))
         plain = lax.dynamic_slice_in_dim(plain, first_row, target.shape[0])
-        if interleaved:
-            plain = plain.reshape(plain.shape[0], -1, 8, 2).swapaxes(-1, -2).reshape(plain.shape)
-        target[...] = plain * jnp.asarray(2.0**exponent, plain.dtype)
+        target[...] = plain
         return
 
     from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
@@ -62,7 +58,7 @@ def load_queries(source, target, first_row, rows: int, interpret: Any, *, interl
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), swizzle, plgpu.Layout.WG_SPLAT(())))
     def load(_ctx, source, target, first_row):
-        lanes.load_queries(source, target, first_row, rows, interleaved, exponent)
+        lanes.load_queries(source, target, first_row, rows)
 
     load(source, target, first_row)
 

@@ -15,6 +15,15 @@ def when(predicate, ptx: str, *operands) -> None:
     utils.inline_ptx(ptx, *operands, predicate=predicate, has_side_effects=True)
 
 
+def load_if(predicate, address):
+    """Sixteen bytes of global memory as four words, zeros without the predicate."""
+    return utils.inline_ptx(
+        "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @there ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        address, arith.extui(i32(), predicate), result_types=[i32()] * 4,
+    )  # fmt: skip
+
+
 def within(row, column, columns: int, width: int):
     """Byte offset in a tile of two-byte elements, swizzled over `width` bytes; `column` in bytes."""
     of_8, in_8 = mul(div(row, 8), 16 * columns), mul(rem(row, 8), width)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import FLOAT8_SHIFT, in_key_order
+from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import FLOAT8_SHIFT, in_parity_order
 from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 from dflash_kernels.quantised_linear.mosaic_gpu import BLOCK, ROWS, Plan
 
@@ -28,7 +28,7 @@ _MEMORY = 2  # the warpgroup that copies
 def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None) -> jax.Array:
     """`values @ x.T` in float32 `[splits, F, tokens]`: parts to be added; columns past x's rows hold zeros."""
     features = values.shape[0]
-    x = in_key_order(x)
+    x = in_parity_order(x)
     if values.dtype != jnp.int8:
         x = x * jnp.bfloat16(2.0**_HALF_SHIFT)
     if interpret is not None:  # copies past the end give zeros on a GPU
@@ -84,15 +84,15 @@ def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None)
 def _add_product(total, weights, x, interpret: Any):
     """`total + weights @ x.T`, columns of x in the order in which bytes widen; of float8 weights times 2^-120."""
     if interpret is not None:
-        wide = in_key_order(weights[...].astype(jnp.float32))
+        wide = in_parity_order(weights[...].astype(jnp.float32))
         shift = 1.0 if weights.dtype == jnp.int8 else 2.0**-FLOAT8_SHIFT
         return total + jnp.dot(wide, x[...].astype(jnp.float32).T, precision="highest") * shift
 
-    from dflash_kernels.paged_attention.mosaic_gpu_narrow_lanes import widened_keys
+    from dflash_kernels.paged_attention.mosaic_gpu_narrow_lanes import widened_rows
 
     widen = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(weights.dtype, BLOCK)),),
         return_type=plgpu.ShapeDtypeStruct((_HALF, BLOCK), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA),
-    )(widened_keys)
+    )(widened_rows)
     wide, turned = widen(weights), x.transpose((1, 0))
     return pl.run_state(lambda acc: plgpu.wgmma(acc, wide, turned))(plgpu.ACC.init(total))
