@@ -62,7 +62,7 @@ def test_nothing_unused_is_read(stored: Any, interpret: Any) -> None:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, results[0], strict=True))
 
 
-@pytest.mark.parametrize("length", [1, 65])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.gpu), 65])
 def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
     """Each finite one as a key and as a value, the subnormals and zeros too: all keys are the same, so the output is the value."""
     bits = np.arange(256, dtype=np.uint8)

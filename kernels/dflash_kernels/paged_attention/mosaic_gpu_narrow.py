@@ -112,6 +112,7 @@ class _Block(Part):
     def __init__(self, launch, refs, buffers, dtype, interpret):
         super().__init__(launch, refs, buffers)
         self.dtype, self.interpret = dtype, interpret
+        self.unit: Any = None  # what a score is multiplied with, by query row
         self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
 
     def run(self):
