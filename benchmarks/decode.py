@@ -6,6 +6,7 @@ Measured through the engine a user runs: `cycles` cycles for each question from 
 Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -96,8 +97,9 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--calls", type=int, default=8)
     parser.add_argument(
-        "--attention", default="best", choices=["best", *IMPLEMENTATIONS], help="implementation of paged attention"
-    )
+        "--attention", nargs="+", default=["best"], choices=["best", *IMPLEMENTATIONS],
+        help="implementations of paged attention, one after the other",
+    )  # fmt: skip
     parser.add_argument(
         "--chain", action="store_true", help="one launch between two layers' attention, where it takes the rows"
     )
@@ -105,39 +107,45 @@ def main() -> None:
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     options = parser.parse_args()
-    if options.attention != "best":
-        for name in set(IMPLEMENTATIONS) - {options.attention}:
-            del IMPLEMENTATIONS[name]
     chain.CHAIN_LAYERS = options.chain
-    suffix = "" if options.attention == "best" else f" {options.attention}"
-    suffix += " chain" if options.chain else ""
+    suffix = " chain" if options.chain else ""
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
-    record = Record("decode" + suffix.replace(" ", "_"), options)
-    for name in options.models:
-        for context in options.context:
-            engine = build(name, context, max(options.batch), options.weight_dtype)
-            for batch in options.batch:
-                for kind, draft in (("step", False), ("cycle", True)):
-                    started = time.perf_counter()
-                    times = measure(engine, draft=draft, context=context, batch=batch, calls=options.calls)
-                    model = name if not draft else f"{name}-b16"
-                    record.add(
-                        f"{kind} {model} ctx{context // 1024}k B{batch}{suffix}", "time per " + kind,
-                        round(statistics.median(times), 3), "ms",
-                        floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
-                        peer="vLLM 0.23.0, an earlier run on an H200" if context == 1024 and batch in PEER[name, kind] else None,
-                        peer_value=PEER[name, kind].get(batch) if context == 1024 else None,
-                        spread=[round(min(times), 3), round(max(times), 3)],
-                        wall_s=round(time.perf_counter() - started, 1),
-                    )  # fmt: skip
-            record.add(
-                f"compile {name} ctx{context // 1024}k{suffix}",
-                "compile time, all programs",
-                round(engine.programs.compile_s, 1),
-                "s",
-            )
-            del engine
+    every = dict(IMPLEMENTATIONS)
+    named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
+    record = Record("decode" + (named + suffix).replace(" ", "_"), options)
+    for attention in options.attention:
+        IMPLEMENTATIONS.clear()
+        IMPLEMENTATIONS.update(every if attention == "best" else {attention: every[attention]})
+        jax.clear_caches()
+        for name in options.models:
+            for context in options.context:
+                add(record, options, name, context, ("" if attention == "best" else f" {attention}") + suffix)
     print(record.write())
+
+
+def add(record: Record, options: argparse.Namespace, name: str, context: int, suffix: str) -> None:
+    """Rows of one model and context: a step and a cycle for each batch, and the time of compiling."""
+    engine = build(name, context, max(options.batch), options.weight_dtype)
+    for batch in options.batch:
+        for kind, draft in (("step", False), ("cycle", True)):
+            started = time.perf_counter()
+            times = measure(engine, draft=draft, context=context, batch=batch, calls=options.calls)
+            model = name if not draft else f"{name}-b16"
+            record.add(
+                f"{kind} {model} ctx{context // 1024}k B{batch}{suffix}", "time per " + kind,
+                round(statistics.median(times), 3), "ms",
+                floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
+                peer="vLLM 0.23.0, an earlier run on an H200" if context == 1024 and batch in PEER[name, kind] else None,
+                peer_value=PEER[name, kind].get(batch) if context == 1024 else None,
+                spread=[round(min(times), 3), round(max(times), 3)],
+                wall_s=round(time.perf_counter() - started, 1),
+            )  # fmt: skip
+    record.add(
+        f"compile {name} ctx{context // 1024}k{suffix}",
+        "compile time, all programs",
+        round(engine.programs.compile_s, 1),
+        "s",
+    )
 
 
 if __name__ == "__main__":

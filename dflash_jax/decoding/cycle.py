@@ -43,20 +43,30 @@ def cycle(
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
-        draft_logits, draft_pages = draft_block(drafter, target, draft_pages, page_table, state)
-        proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, None if noise is None else noise[:, :-1])
+        proposing, draft_pages = draft_block(drafter, target, draft_pages, page_table, state)
+        with jax.named_scope("propose"):
+            if setup.mode == "greedy":
+                proposals = drafter.best(proposing, target.head_weight)
+            else:
+                draft_logits = drafter.logits(proposing, target.head_weight)
+                draft_noise = None if noise is None else noise[:, :-1]
+                proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
         ids = jnp.concatenate([ids, proposals], axis=1)
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
         attend = PagedAttend(state.target_pages, page_table, positions, jnp.where(live, setup.width, 0))
         hidden, features = target(ids, positions, attend, setup.taps)
-        raw = target.logits(hidden)
+        # The greatest logits alone are found without writing all of them.
+        raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
 
     with jax.named_scope("accept"):
-        logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
-        logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
-        chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
+        if raw is None:
+            chosen = target.best(hidden)
+        else:
+            logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
+            logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
+            chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
         if draft_logits is not None and setup.proposals == "rejection" and setup.mode != "greedy":
             drafted = filtered_logits(draft_logits, state.request, setup.mode)
@@ -102,7 +112,7 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
 
 
 def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):
-    """The drafter's logits for the tokens after the pending one, and its pages.
+    """The drafter's hidden states of the slots that predict the tokens after the pending one, and its pages.
 
     The block's own keys go to the slots after the committed ones. No later query sees them: the next cycle's context and block
     overwrite every slot below its own lengths.
@@ -112,7 +122,7 @@ def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], sta
         positions = state.seq_lens[:, None] + jnp.arange(size)
         attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size))
         hidden = drafter(drafter.block_embeddings(state.pending, target.embed.weight[...]), positions, attend)
-        return drafter.logits(drafter.proposing(hidden), target.head_weight), attend.pages
+        return drafter.proposing(hidden), attend.pages
 
 
 def propose(
@@ -122,11 +132,11 @@ def propose(
     state: DecodeState,
     noise: Float[Array, "B g V"] | None = None,
 ) -> Int[Array, "B g"]:
-    """One token for each place. Any choice is lossless; how often it is the target's own decides the speed.
+    """One token for each place where requests sample. Any choice is lossless; how often it is the target's decides the speed.
 
     `noise` is the target's at these positions, where the caller has it already.
     """
-    if setup.mode == "greedy" or setup.proposals == "argmax":
+    if setup.proposals == "argmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if setup.proposals == "shared_noise":
         scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
@@ -138,10 +148,10 @@ def propose(
 
 
 def log_probabilities(
-    setup: Setup, raw: Float[Array, "B T V"], tokens: Int[Array, "B T"]
+    setup: Setup, raw: Float[Array, "B T V"] | None, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T"], Int[Array, "B T k"], Float[Array, "B T k"]]:
     """Log-probabilities of the emitted tokens and of the most probable ones, from the target's unfiltered logits."""
-    if not setup.logprobs:
+    if raw is None or not setup.logprobs:
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
         return jnp.full(tokens.shape, jnp.nan), empty.astype(jnp.int32), empty
     table = jax.nn.log_softmax(raw, axis=-1)

@@ -10,9 +10,12 @@ from jaxtyping import Array, Float
 
 from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
 from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.rows import fits, run_rows
 
 # Off: on an H200 a decode step of Qwen3-4B takes as long as with separate operations, not less (benchmarks/decode.py --chain).
 CHAIN_LAYERS = False
+# Products with what follows them as one launch, for a few hundred rows (`dflash_jax.models.rows`).
+DENSE_ROWS = True
 
 
 def run_layers(
@@ -37,6 +40,8 @@ def run_layers(
     """
     if getattr(attend, "decodes", False) and _chains(layers, x, implementation):
         return _chained(layers, x, rotary, attend, implementation)
+    if getattr(attend, "decodes", False) and DENSE_ROWS and fits(layers, x):
+        return run_rows(layers, x, rotary, attend)
     streams = []
     for layer in layers:
         x = layer(x, rotary, attend)

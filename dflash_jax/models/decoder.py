@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.models.chain import run_layers
-from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, linear, rotary_tables
+from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, best_rows, linear, rotary_tables
 from dflash_jax.models.quantised import Quantised
 
 
@@ -59,3 +59,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """float32 logits of hidden states after the final norm."""
         return linear(hidden, self.head_weight).astype(jnp.float32)
+
+    def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:
+        """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written."""
+        return best_rows(hidden, self.head_weight)

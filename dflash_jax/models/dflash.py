@@ -19,6 +19,7 @@ from dflash_jax.models.layers import (
     Linear,
     RMSNorm,
     Rotary,
+    best_rows,
     decoder_parameters,
     linear,
     rms_norm,
@@ -110,6 +111,11 @@ class DFlash(nnx.Module):
             return out
         targets = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
         return jnp.full((*out.shape[:-1], c.vocab_size), -jnp.inf).at[..., targets].set(out)
+
+    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
+        """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
+        rows = best_rows(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...])
+        return rows if self.d2t is None else rows + self.d2t[...][rows]
 
     def proposing(self, hidden: Float[Array, "B G D"]) -> Float[Array, "B g D"]:
         """The slots that predict a drafted token: all but the anchor, or all with `sample_from_anchor`."""

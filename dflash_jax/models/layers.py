@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dflash_kernels import dense_best
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -53,6 +54,13 @@ def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) ->
         return product(x, weight)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("...d,fd->...f", x, weight, precision=precision)
+
+
+def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Int[Array, "..."]:
+    """The row of the weight that has the largest product with x, the first of equal ones."""
+    if isinstance(weight, Quantised):
+        return jnp.argmax(product(x, weight), axis=-1).astype(jnp.int32)
+    return dense_best(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:

@@ -1,4 +1,4 @@
-"""A model's layers through `layer_chain` against the same layers called one by one."""
+"""A model's layers through operations of several steps against the same layers called one by one."""
 
 from typing import Any
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.config import Qwen3Config
 from dflash_jax.models.chain import run_layers
+from dflash_jax.models.rows import fits, run_rows
 
 from .test_parity_qwen3 import CASES, golden
 
@@ -32,6 +34,17 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
     x, rotary = model.embed(ids), model.rotary(positions)
     plain = run_layers(model.layers, x, rotary, dense_attend())
     chained = run_layers(model.layers, x, rotary, Decodes(), implementation="xla")
-    assert len(plain) == len(chained) == config.num_layers
-    for ours, theirs in zip(chained, plain, strict=True):
-        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+    fitting = type(config) is Qwen3Config and not config.attention_bias
+    assert fits(model.layers, x, "xla") == fitting
+    rows = run_rows(model.layers, x, rotary, Decodes(), "xla") if fitting else plain
+    assert len(plain) == len(chained) == len(rows) == config.num_layers
+    for theirs, *ours in zip(plain, chained, rows, strict=True):
+        for found in ours:
+            np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
+    _, model, inputs, _ = golden(case)
+    hidden = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())[0]
+    np.testing.assert_array_equal(np.asarray(model.best(hidden)), np.argmax(np.asarray(model.logits(hidden)), axis=-1))

@@ -121,6 +121,15 @@ def test_window_one_token_wider_is_noticed() -> None:
             assert difference(observed(wider, params, inputs)["hidden"], expected["hidden"]) > 1e-3
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
+    """In the target's ids, whatever head and vocabulary the drafter brings."""
+    config, params, inputs, expected = golden(case)
+    unused = jnp.full((config.vocab_size, config.target_hidden_size), jnp.nan)
+    best = bind(config, params).best(jnp.asarray(expected["hidden"]), inputs.get("head", unused))
+    np.testing.assert_array_equal(np.asarray(best), np.argmax(expected["logits"], axis=-1))
+
+
 def test_only_the_anchor_slot_is_left_out_of_the_proposal() -> None:
     config, params, _, expected = golden("dflash_full")
     assert bind(config, params).proposing(jnp.asarray(expected["hidden"])).shape[1] == config.num_drafts == 7

@@ -1,0 +1,56 @@
+"""Layers for a few hundred rows: products with what follows them, the residual stream with its norm, each as one operation."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import jax.numpy as jnp
+from dflash_kernels import add_norm, dense, dense_gated, dense_parts, dense_refusal
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
+from dflash_jax.models.quantised import Quantised
+
+
+class Named(TypedDict):
+    """What all operations here are called with."""
+
+    implementation: str | None
+
+
+def fits(layers: Sequence[nnx.Module], x: Float[Array, "B T D"], implementation: str | None = None) -> bool:
+    """Whether `run_rows` can stand for calling the layers one by one, and is faster or asked for by name."""
+    if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
+        return False
+    first: Any = layers[0]
+    weights = [
+        part.weight[...]
+        for part in (first.attn.qkv_proj, first.attn.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj)
+    ]
+    if first.attn.config.attention_bias or any(isinstance(weight, Quantised) for weight in weights):
+        return False
+    if implementation is not None:
+        return True
+    rows = x.shape[0] * x.shape[1]
+    return all(dense_refusal(rows, x.dtype, weight.shape[1]) is None for weight in weights)
+
+
+def run_rows(
+    layers: Sequence[Any], x: Float[Array, "B T D"], rotary: Rotary, attend: Any, implementation: str | None = None
+) -> list[Float[Array, "B T D"]]:
+    """The residual stream after each layer; arguments as of `run_layers`."""
+    rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
+    stream, normed, streams = x.reshape(rows, -1), layers[0].input_norm(x).reshape(rows, -1), []
+    for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        attn, gates, down = layer.attn, layer.mlp.gate_up_proj.weight[...], layer.mlp.down_proj.weight[...]
+        qkv = dense(normed, attn.qkv_proj.weight[...], **named)
+        heads = attend(attn, qkv.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
+        parts = dense_parts(heads, attn.o_proj.weight[...], **named)
+        stream, normed = add_norm(parts, stream, layer.post_norm.weight[...], eps=layer.post_norm.eps, **named)
+        parts = dense_parts(dense_gated(normed, gates, **named), down, **named)
+        if later is None:
+            streams.append((stream + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape))
+            break
+        stream, normed = add_norm(parts, stream, later.input_norm.weight[...], eps=later.input_norm.eps, **named)
+        streams.append(stream.reshape(x.shape))
+    return streams

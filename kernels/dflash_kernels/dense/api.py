@@ -1,0 +1,100 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.dense import mosaic_gpu, reference
+from dflash_kernels.dispatch import first_fitting
+
+IMPLEMENTATIONS = {
+    "dense": {"mosaic_gpu": mosaic_gpu.dense_mosaic_gpu, "xla": reference.dense_reference},
+    "dense_gated": {"mosaic_gpu": mosaic_gpu.dense_gated_mosaic_gpu, "xla": reference.dense_gated_reference},
+    "dense_parts": {"mosaic_gpu": mosaic_gpu.dense_parts_mosaic_gpu, "xla": reference.dense_parts_reference},
+    "dense_best": {"mosaic_gpu": mosaic_gpu.dense_best_mosaic_gpu, "xla": reference.dense_best_reference},
+    "add_norm": {"mosaic_gpu": mosaic_gpu.add_norm_mosaic_gpu, "xla": reference.add_norm_reference},
+}
+
+type Implementation = str | Sequence[str] | None
+
+
+def dense(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "F D"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`x @ weight.T`, summed in float32.
+
+    Args:
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    return _call("dense", implementation, x, weight)
+
+
+def dense_gated(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "twoF D"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`silu(x @ gate.T) * (x @ up.T)` for a weight of gate rows before up rows. Arguments and errors: see `dense`."""
+    if weight.shape[0] % 2:
+        raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
+    return _call("dense_gated", implementation, x, weight)
+
+
+def dense_parts(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "F D"],
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "S M F"]:
+    """Parts whose sum is `x @ weight.T`, for `add_norm`: in float32, or one in x's dtype. Arguments and errors: see `dense`."""
+    return _call("dense_parts", implementation, x, weight)
+
+
+def dense_best(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, implementation: Implementation = None
+) -> Int[Array, "M"]:
+    """The row of the weight with the largest product in x's dtype, the first of equal ones. Errors: see `dense`."""
+    return _call("dense_best", implementation, x, weight)
+
+
+def add_norm(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """`stream + sum(parts)` in stream's dtype, and its root-mean-square norm times `weight`.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:]:
+        raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
+    with jax.named_scope("add_norm"):
+        return first_fitting("add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps)
+
+
+def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
+    """Why `dense` and its kin have nothing faster than XLA for products of these sizes; None where they have."""
+    try:
+        mosaic_gpu.refuse_other_than_hopper()
+        mosaic_gpu.refuse(rows, dtype, depth)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def _call(op: str, implementation: Implementation, x: Array, weight: Array, *rest: Any) -> Any:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [M, D] and the weight [F, D], not {x.shape} and {weight.shape}")
+    with jax.named_scope(op):
+        return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, *rest)

@@ -1,0 +1,107 @@
+"""Products on Hopper: what the kernels take."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, Form, Plan, best_plan
+from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.target import target
+
+PLAIN_ROWS = 256
+
+
+def dense_mosaic_gpu(x: Array, weight: Array) -> Array:
+    """See `dense`."""
+    refuse_other_than_hopper()
+    if x.shape[0] > PLAIN_ROWS:
+        raise NotImplementedError(
+            f"products of more than {PLAIN_ROWS} rows with nothing after them are faster elsewhere"
+        )
+    return launch("plain", x, weight, multiprocessors=target().multiprocessors)[0]
+
+
+def dense_gated_mosaic_gpu(x: Array, weight: Array) -> Array:
+    """See `dense_gated`."""
+    refuse_other_than_hopper()
+    return launch("gated", x, weight, multiprocessors=target().multiprocessors)[0]
+
+
+def dense_parts_mosaic_gpu(x: Array, weight: Array) -> Array:
+    """See `dense_parts`."""
+    refuse_other_than_hopper()
+    return launch("parts", x, weight, multiprocessors=target().multiprocessors)[0]
+
+
+def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
+    """See `dense_best`."""
+    refuse_other_than_hopper()
+    return best(x, weight, multiprocessors=target().multiprocessors)
+
+
+def best(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, multiprocessors: int, interpret: Any = None
+) -> Int[Array, "M"]:
+    """`dense_best` without the device check."""
+    rows = x.shape[0]
+    if rows <= ROWS // 2:
+        raise NotImplementedError(f"{rows} rows are padded to {ROWS}: other products are as fast")
+    padded = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))
+    values, ids = launch("best", padded, weight, multiprocessors=multiprocessors, interpret=interpret)
+    tile = jnp.argmax(values, axis=0)
+    return jnp.take_along_axis(ids, tile[None], axis=0)[0, :rows]
+
+
+def refuse(rows: int, dtype: Any, depth: int) -> None:
+    """Raises NotImplementedError, with the reason, where the kernels do not take a product of these sizes."""
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16, not {dtype}")
+    if rows % ROWS or rows > 8 * ROWS:
+        raise NotImplementedError(f"takes {ROWS} to {8 * ROWS} rows in steps of {ROWS}, not {rows}")
+    if depth % BLOCK:
+        raise NotImplementedError(f"takes a depth of whole blocks of {BLOCK}, not {depth}")
+
+
+def launch(form: Form, x: Array, weight: Array, *, multiprocessors: int, interpret: Any = None) -> tuple[Array, ...]:
+    """The kernel without the device check: for tests on the CPU (`interpret`)."""
+    if not isinstance(weight, jax.Array) or weight.dtype != x.dtype:
+        raise NotImplementedError(f"takes weights in x's dtype, not {weight.dtype}")
+    refuse(x.shape[0], x.dtype, weight.shape[1])
+    features = weight.shape[0] // (2 if form == "gated" else 1)
+    if features % 16:
+        raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
+    schedule = best_plan(x.shape[0], features, weight.shape[1], form, multiprocessors=multiprocessors)
+    return _run(schedule, x, weight, interpret)
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _run(schedule: Plan, x: Array, weight: Array, interpret: Any) -> tuple[Array, ...]:
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.dense import mosaic_gpu_kernel as kernel
+
+    return tuple(kernel.dense(schedule, x, weight, interpret))
+
+
+def add_norm_mosaic_gpu(parts: Array, stream: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
+    """See `add_norm`."""
+    refuse_other_than_hopper()
+    return add_norm_launch(parts, stream, weight, eps=eps)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def add_norm_launch(
+    parts: Array, stream: Array, weight: Array, *, eps: float, interpret: Any = None
+) -> tuple[Array, Array]:
+    """`add_norm` without the device check."""
+    from dflash_kernels.dense import mosaic_gpu_norm as kernel
+
+    if stream.shape[1] % (kernel.LANES * kernel.VECTOR) or stream.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"takes bfloat16 rows of a multiple of {kernel.LANES * kernel.VECTOR}, not {stream.dtype} of {stream.shape[1]}"
+        )
+    added, normed = kernel.add_norm(parts, stream, weight, eps=eps, interpret=interpret)
+    return added, normed

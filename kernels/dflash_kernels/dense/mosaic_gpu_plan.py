@@ -1,0 +1,161 @@
+"""How the Hopper kernel cuts a product into tiles."""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 64  # columns of one copy: 128 bytes
+ROWS = 64  # of a tile at least
+MULTIPLIERS = 2  # warpgroups that multiply
+SHARED = 220 * 1024
+
+type Form = Literal["plain", "parts", "gated", "best"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes and schedule.
+
+    Attributes:
+      rows, features, depth: of the product `[rows, depth] x [features, depth]`; gate and up have `features` each.
+      form: see `results`.
+      tile_rows: 64, or a multiple of 128.
+      step: features of a tile; gate and up have so many each.
+      splits: parts of the depth.
+      ctas: at most one for each multiprocessor.
+      slots: of the ring.
+      rounded: dtype that "best" compares in.
+    """
+
+    rows: int
+    features: int
+    depth: int
+    form: Form
+    tile_rows: int
+    step: int
+    splits: int
+    ctas: int
+    slots: int
+    rounded: Any
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.form == "gated" else 1
+
+    @property
+    def tile_features(self) -> int:
+        return self.step * self.parts
+
+    @property
+    def row_tiles(self) -> int:
+        return self.rows // self.tile_rows
+
+    @property
+    def feature_tiles(self) -> int:
+        return -(-self.features // self.step)
+
+    @property
+    def tiles(self) -> int:
+        return self.row_tiles * self.splits * self.feature_tiles
+
+    @property
+    def steps(self) -> int:
+        """Blocks of one tile."""
+        return self.depth // BLOCK // self.splits
+
+    @property
+    def by_rows(self) -> int:
+        """1 where warpgroups share a tile's rows, 0 where they share its features."""
+        return int(self.tile_rows > ROWS)
+
+    @property
+    def own_rows(self) -> int:
+        """Of one warpgroup."""
+        return self.tile_rows // MULTIPLIERS if self.by_rows else self.tile_rows
+
+    @property
+    def own_step(self) -> int:
+        return self.step if self.by_rows else self.step // MULTIPLIERS
+
+    @property
+    def own_features(self) -> int:
+        return self.own_step * self.parts
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """Copies of a block of weights: row in the weights before the tile's first feature is added, row in the block, rows.
+
+        A warpgroup's gate rows and up rows lie side by side.
+        """
+        if self.parts == 1:
+            return ((0, 0, self.step),)
+        halves = range(1 if self.by_rows else MULTIPLIERS)
+        return tuple(
+            (
+                part * self.features + half * self.own_step,
+                half * self.own_features + part * self.own_step,
+                self.own_step,
+            )
+            for half in halves
+            for part in range(self.parts)
+        )
+
+    def results(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; best: the largest product
+        of every warpgroup's features and row, and its place.
+        """
+        if self.form == "best":
+            shape = (self.feature_tiles * (1 if self.by_rows else MULTIPLIERS), self.rows)
+            return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
+        if self.form == "parts":
+            return (jax.ShapeDtypeStruct((self.splits, self.rows, self.features), jnp.float32),)
+        return (jax.ShapeDtypeStruct((self.rows, self.features), dtype),)
+
+
+def plan(
+    rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, tile_rows: int, step: int, splits: int = 1,
+    rounded: Any = jnp.bfloat16,
+) -> Plan:  # fmt: skip
+    """A plan of the given tiles."""
+    parts = 2 if form == "gated" else 1
+    slots = min(8, SHARED // (2 * BLOCK * (tile_rows + parts * step)))
+    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded)
+    return dataclasses.replace(made, ctas=min(made.tiles, multiprocessors))
+
+
+@functools.lru_cache(maxsize=256)
+def best_plan(
+    rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, rounded: Any = jnp.bfloat16
+) -> Plan:
+    """The plan of the least estimated time."""
+    parts, made = 2 if form == "gated" else 1, []
+    for tile_rows in (64, 128, 256):
+        for splits in (1, 2, 4) if form == "parts" else (1,):
+            # Tall tiles leave "best" too few registers for its comparisons.
+            if rows % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
+                continue
+            # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
+            widest, unit = (160 if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
+            made += [
+                plan(
+                    rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
+                    splits=splits, rounded=rounded,
+                )
+                for step in range(unit, min(widest, features) + 1, unit)
+            ]  # fmt: skip
+    return min(made, key=_estimate)
+
+
+def _estimate(plan: Plan) -> float:
+    """Microseconds: the slowest of the matrix units, shared memory, the way into a multiprocessor, and memory."""
+    turns, depth, wide = -(-plan.tiles // plan.ctas), plan.steps * BLOCK, plan.tile_features
+    products = plan.tile_rows * wide * depth * 2 / 5.7e6
+    # Each warpgroup reads its rows once for every 64 of them, and its features.
+    operands = (plan.own_rows + plan.own_rows // ROWS * plan.own_features) * MULTIPLIERS * 2 * depth / 210e3
+    arriving = (plan.tile_rows + wide) * 2 * depth / 95e3
+    streamed = 2 * plan.features * plan.parts * plan.depth / 4.2e6
+    written = plan.splits * plan.rows * plan.features * 8 / 5e6 if plan.splits > 1 else 0.0
+    return max(turns * max(products, operands, arriving), streamed) + written + 0.5 * turns

@@ -1,0 +1,37 @@
+"""The definitions in jnp, each result rounded as separate operations round it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def dense_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Float[Array, "M F"]:
+    """See `dense`."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("md,fd->mf", x, weight, precision=precision)
+
+
+def dense_gated_reference(x: Float[Array, "M D"], weight: Float[Array, "twoF D"]) -> Float[Array, "M F"]:
+    """See `dense_gated`."""
+    gate, up = jnp.split(dense_reference(x, weight), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def dense_parts_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Float[Array, "S M F"]:
+    """See `dense_parts`."""
+    return dense_reference(x, weight)[None]
+
+
+def dense_best_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Int[Array, "M"]:
+    """See `dense_best`."""
+    return jnp.argmax(dense_reference(x, weight), axis=-1).astype(jnp.int32)
+
+
+def add_norm_reference(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `add_norm`."""
+    stream = (stream + jnp.sum(parts, axis=0)).astype(stream.dtype)
+    wide = stream.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return stream, weight * (wide * factor).astype(stream.dtype)

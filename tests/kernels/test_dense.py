@@ -1,0 +1,233 @@
+"""Products and what follows them: the definitions, and the Hopper kernels in Pallas's interpreter, lowered for an H200, and for
+real (`-m gpu`)."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import (
+    NoImplementationError,
+    add_norm,
+    dense,
+    dense_best,
+    dense_gated,
+    dense_parts,
+    dense_refusal,
+)
+from dflash_kernels.dense.mosaic_gpu import add_norm_launch, best, launch
+from dflash_kernels.dense.mosaic_gpu_kernel import dense as kernel
+from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan, plan
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+EPS = 1e-6
+INTERPRET = plgpu.InterpretGPUParams()
+FORMS = {"plain": dense, "gated": dense_gated, "parts": dense_parts}
+# Features and depth of a layer's products, and of the head.
+QWEN3_4B = {"plain": (6144, 2560), "gated": (9728, 2560), "parts": (2560, 9728), "best": (151936, 2560)}
+QWEN3_8B = {"plain": (6144, 4096), "gated": (12288, 4096), "parts": (4096, 4096), "best": (151936, 4096)}
+
+
+def make(form: str, rows: int, features: int, depth: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    """x and a weight."""
+    keys = jax.random.split(jax.random.key(rows + features), 2)
+    weight = jax.random.normal(keys[1], (features * (2 if form == "gated" else 1), depth)) * depth**-0.5
+    return jax.random.normal(keys[0], (rows, depth)).astype(dtype), weight.astype(dtype)
+
+
+def truth(form: str, x: jax.Array, weight: jax.Array) -> np.ndarray:
+    product = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    if form != "gated":
+        return product
+    gate, up = np.split(product, 2, axis=-1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def whole(form: str, out: Any) -> np.ndarray:
+    """A result as one matrix in float64."""
+    return np.asarray(out, np.float64).sum(axis=0) if form == "parts" else np.asarray(out, np.float64)
+
+
+def check(form: str, x: jax.Array, weight: jax.Array, out: Any) -> None:
+    """An error of at most twice that of the definition, and two units in the last place."""
+    rows = np.unique(np.linspace(0, len(x) - 1, 24).astype(int))  # float64 is slow
+    true, theirs = truth(form, x[rows], weight), whole(form, FORMS[form](x, weight, implementation="xla"))[rows]
+    bound = 2 * np.abs(theirs - true).max() + 2 * float(jnp.finfo(x.dtype).eps) * np.abs(true).max()
+    assert np.abs(whole(form, out)[rows] - true).max() <= bound
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_definitions(form: str, dtype: Any) -> None:
+    x, weight = make(form, 5, 24, 64, dtype)
+    out = FORMS[form](x, weight, implementation="xla")
+    np.testing.assert_allclose(whole(form, out), truth(form, x, weight), atol=1e-5 if dtype == jnp.float32 else 0.06)
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "features", "depth", "tiles"),
+    [
+        # Several turns of a cluster, a last tile that overlaps, a ring that is used again.
+        ("plain", 256, 136, 704, {"tile_rows": 128, "step": 24}),
+        ("gated", 128, 88, 128, {"tile_rows": 128, "step": 24}),
+        ("parts", 256, 96, 256, {"tile_rows": 256, "step": 48, "splits": 2}),
+        ("gated", 64, 88, 128, {"tile_rows": 64, "step": 32}), ("plain", 192, 72, 128, {"tile_rows": 64, "step": 48}),
+    ],
+)  # fmt: skip
+def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, int]) -> None:
+    x, weight = make(form, rows, features, depth)
+    schedule = plan(rows, features, depth, form, multiprocessors=4, **tiles)
+    check(form, x, weight, kernel(schedule, x, weight, INTERPRET)[0])
+
+
+def test_the_plan_that_is_chosen_runs() -> None:
+    x, weight = make("parts", 128, 48, 256)
+    check("parts", x, weight, launch("parts", x, weight, multiprocessors=4, interpret=INTERPRET)[0])
+
+
+def test_best_is_the_first_of_the_largest() -> None:
+    """Rows that do not fill a tile, equal products in one tile and in several."""
+    x, weight = make("best", 40, 608, 64)
+    weight = weight.at[jnp.array([17, 300, 599])].set(weight[17] * 8)
+    out = best(x, weight, multiprocessors=2, interpret=INTERPRET)
+    assert out.shape == (40,)
+    products = jnp.einsum("md,fd->mf", x.astype(jnp.float32), weight.astype(jnp.float32)).astype(jnp.bfloat16)
+    expected = np.asarray(jnp.argmax(products, axis=-1))
+    assert {17} < set(expected.tolist())
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    np.testing.assert_array_equal(np.asarray(dense_best(x, weight, implementation="xla")), expected)
+
+
+def norm_call(parts: int, rows: int, width: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(width), 3)
+    kind = jnp.float32 if parts > 1 else dtype
+    return (
+        jax.random.normal(keys[0], (parts, rows, width)).astype(kind),
+        jax.random.normal(keys[1], (rows, width)).astype(dtype),
+        (1 + 0.1 * jax.random.normal(keys[2], (width,))).astype(dtype),
+    )
+
+
+def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) -> None:
+    parts, stream, weight = (np.asarray(x, np.float64) for x in call)
+    true = stream + parts.sum(axis=0)
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS) * weight
+    for found, expected in zip(out, (true, normed), strict=True):
+        wide = np.asarray(found, np.float64)
+        assert np.abs(wide - expected).max() <= 3 * float(jnp.finfo(found.dtype).eps) * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_add_norm(parts: int) -> None:
+    call = norm_call(parts, 3, 512)
+    check_norm(call, add_norm_launch(*call, eps=EPS, interpret=INTERPRET))
+    check_norm(call, add_norm(*call, eps=EPS, implementation="xla"))
+    wide = norm_call(parts, 3, 512, jnp.float32)
+    check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
+
+
+def h200() -> contextlib.AbstractContextManager[Any]:
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(128, QWEN3_4B), (512, QWEN3_8B)])
+def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
+    """Every form at full size, through the public functions."""
+    calls = {form: jax.eval_shape(lambda form=form: make(form, rows, *sizes[form])) for form in sizes}
+
+    def run(calls: dict[str, Any]) -> Any:
+        (x, qkv), (_, gates), (wide, down), (_, head) = calls.values()
+        parts = dense_parts(wide, down)
+        stream, normed = add_norm(parts, x, qkv[0], eps=EPS)
+        return dense(normed, qkv), dense_gated(normed, gates), dense_best(stream, head)
+
+    with h200():
+        text = jax.jit(run).trace(calls).lower(lowering_platforms=("cuda",)).as_text()
+    # A product of 512 rows with nothing after it is left to XLA.
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == (5 if rows <= 256 else 4)
+
+
+@pytest.mark.parametrize("rows", [64, 128, 256, 512])
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
+    """Every plan covers its product and keeps the multiprocessors busy."""
+    for form, (features, depth) in sizes.items():
+        made = best_plan(rows, features, depth, form, multiprocessors=132)
+        assert made.step * made.feature_tiles >= features
+        assert made.splits * made.steps * 64 == depth
+        assert made.row_tiles * made.tile_rows == rows
+        assert 128 * made.slots * (made.tile_rows + made.tile_features) <= SHARED
+        turns = -(-made.tiles // made.ctas)
+        assert made.tiles / (turns * 132) > 0.8
+
+
+def test_refusals_name_their_reason() -> None:
+    x, weight = make("plain", 128, 64, 64)
+    for arguments, reason in (
+        ((x[:32], weight), "takes 64 to 512 rows in steps of 64, not 32"), ((x, weight[:56]), "a multiple of 16 features, not 56"),
+        ((x.astype(jnp.float32), weight), "in x's dtype, not bfloat16"), ((x[:, :48], weight[:, :48]), "blocks of 64, not 48"),
+        ((x.astype(jnp.float16), weight.astype(jnp.float16)), "takes bfloat16, not float16"),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=reason):
+            launch("plain", *arguments, multiprocessors=132)
+    with pytest.raises(NotImplementedError, match="32 rows are padded to 64"):
+        best(x[:32], weight, multiprocessors=132)
+    with pytest.raises(NotImplementedError, match="rows of a multiple of 512, not bfloat16 of 256"):
+        add_norm_launch(*norm_call(1, 2, 256), eps=EPS)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    x, weight = make("plain", 4, 64, 64)
+    with pytest.raises(ValueError, match="as many rows each, not 63 together"):
+        dense_gated(x, weight[:63])
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    assert "needs a Hopper GPU" in str(dense_refusal(128, jnp.bfloat16, 2560))
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        dense(*make("plain", 128, 64, 64), implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize("form", FORMS)
+def test_full_size_agrees_with_float64(form: str, rows: int) -> None:
+    x, weight = make(form, rows, *QWEN3_4B[form])
+    call = jax.jit(lambda x, weight: FORMS[form](x, weight, implementation="mosaic_gpu"))
+    out = call(x, weight)
+    check(form, x, weight, out)
+    assert np.asarray(out).tobytes() == np.asarray(call(x, weight)).tobytes()
+
+
+@pytest.mark.gpu
+def test_a_row_has_the_bits_it_has_among_others() -> None:
+    """Products of 128 rows and of their first ones among 512: what a sequence gets does not depend on its neighbours' values."""
+    x, weight = make("plain", 512, *QWEN3_4B["plain"])
+    call = jax.jit(lambda x, weight: dense(x, weight, implementation="mosaic_gpu"))
+    other = x.at[64:].set(0)
+    np.testing.assert_array_equal(
+        np.asarray(call(x, weight)[:64], np.float32), np.asarray(call(other, weight)[:64], np.float32)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [120, 512])
+def test_full_size_best(rows: int) -> None:
+    x, weight = make("best", rows, *QWEN3_4B["best"])
+    out, theirs = (np.asarray(dense_best(x, weight, implementation=name)) for name in ("mosaic_gpu", "xla"))
+    products = np.asarray(jnp.einsum("md,fd->mf", x, weight, preferred_element_type=jnp.float32))
+    chosen, largest = products[np.arange(rows), out], products.max(axis=1)
+    assert (chosen >= largest - 2**-7 * np.abs(largest)).all()  # sums of another order may round to another number
+    assert (out == theirs).mean() > 0.97
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2560, 4096])
+def test_full_size_add_norm(width: int) -> None:
+    for parts in (1, 2, 4):
+        call = norm_call(parts, 512, width)
+        check_norm(call, add_norm(*call, eps=EPS, implementation="mosaic_gpu"))
