@@ -61,6 +61,7 @@ def cycle(
         raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
 
     with jax.named_scope("accept"):
+        logits = raw
         if raw is None:
             chosen = target.best(hidden)
         else:
@@ -68,7 +69,7 @@ def cycle(
             logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
             chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
-        if draft_logits is not None and setup.proposals == "rejection" and setup.mode != "greedy":
+        if draft_logits is not None and logits is not None and setup.proposals == "rejection":
             drafted = filtered_logits(draft_logits, state.request, setup.mode)
             sampled = accept_rejection(ids[:, 1:], drafted, logits, emitted_at, state.request)
             sampling = state.request.temperature > 0
