@@ -29,7 +29,8 @@ def run_layers(
     """The residual stream after each layer.
 
     Where `CHAIN_LAYERS` is on, `attend` decodes (`attend.decodes`: nobody takes gradients), rows are few and `layer_chain` knows
-    the layers, the stream stays in float32 between layers. Otherwise each layer is called.
+    the layers, the stream stays in float32 between layers. Where `DENSE_ROWS` is on, `attend` decodes and there are some hundred
+    rows, products take what follows them along (`models.rows`). Otherwise each layer is called.
 
     Args:
       layers: of one model.
