@@ -8,7 +8,9 @@ from dflash_kernels.target import target
 from jaxtyping import Array, Float, Int
 
 # The kernel for prompts gives a CTA 128 queries of one head and all their keys; the one for decoding splits the keys until every
-# multiprocessor has work. So the former is for calls that have blocks of queries for nearly all of them.
+# multiprocessor has work. So the former is for calls that have blocks of queries for nearly all of them. Measured on an H200 over
+# 4,096 keys, 32 heads (benchmarks/chunks.py): for one prompt it is slower by a third with 256 queries and faster by a sixth with
+# 512, for eight slower by a third with 64 and faster by a fifth with 128.
 BLOCK, FILLED = 128, 0.9
 
 
