@@ -4,13 +4,14 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import kv_write, latent_encode, latent_write, qkv_write
+from dflash_kernels import kv_write, latent_encode, latent_write, mla_write, qkv_write
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.chunks import attend_to_pages
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
 
@@ -67,7 +68,23 @@ class PagedAttend:
         latents, pool = jnp.concatenate([kv_c, k_pe], axis=-1), self._k[i]
         scale = self._pages.k_scale[i] if self._pages.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
-        pool = self._k[i] = latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots)
+        self._k[i] = latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots)
+        return self._over_latents(layer, q_nope, q_pe)
+
+    def latent_rows(self, layer: MLAttention, q: Array, row: Array, rotary: Rotary) -> Array:
+        """Latent attention of what the layer projects, `q [B,T,N,P+r]` and `row [B,T,R+r]`, to `[B,T,N,V_h]`."""
+        i, config = layer.index, layer.config
+        rows, queries, cos, sin = (x.reshape(-1, *x.shape[2:]) for x in (row, q, *rotary))
+        queries, self._k[i] = mla_write(
+            self._k[i], rows, queries, self.slots, cos, sin, norm=layer.kv_a_norm.weight[...], eps=layer.kv_a_norm.eps,
+            interleaved=config.rope_interleaved, latent_scale=self._pages.k_scale[i] if self._pages.k_scale else None,
+        )  # fmt: skip
+        return self._over_latents(layer, *jnp.split(queries.reshape(q.shape), [config.qk_nope_head_dim], axis=-1))
+
+    def _over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array) -> Array:
+        """The queries over their sequences' pages, which hold the queries' own rows already."""
+        pool, rank = self._k[layer.index], layer.w_uv.shape[-1]
+        scale = self._pages.k_scale[layer.index] if self._pages.k_scale else None
         tokens, heads, nope = q_nope.shape[1:]
         if not self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1]):
             return absorbed_attention(

@@ -20,6 +20,7 @@ from dflash_jax.models.layers import (
     Linear,
     RMSNorm,
     Rotary,
+    WritesLatentRows,
     mlp_parameters,
     rotary_tables,
     rotate,
@@ -62,16 +63,20 @@ class MLAttention(nnx.Module):
         self.kv_b_proj = Linear(n * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
         self.o_proj = Linear(d, n * config.v_head_dim, bias=bias)
 
-    def project(self, x: Array, rotary: Rotary) -> tuple[Array, Array, Array, Array]:
-        """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of `x [B,T,D]`."""
+    def project(self, x: Array) -> tuple[Array, Array]:
+        """Queries `[B,T,N,P+r]` and latent rows `[B,T,R+r]` of `x [B,T,D]`, neither normed nor rotated."""
         config = self.config
-        turn = rotate_interleaved if config.rope_interleaved else rotate
         if self.direct:
             q, row = self.q_proj(x), self.kv_a_proj(x)
         else:
             q_a, row = jnp.split(self.qkv_a_proj(x), [config.q_lora_rank or 0], axis=-1)
             q = self.q_b_proj(self.q_a_norm(q_a))
-        q = q.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+        return q.reshape(*x.shape[:-1], config.num_heads, config.head_dim), row
+
+    def parts(self, q: Array, row: Array, rotary: Rotary) -> tuple[Array, Array, Array, Array]:
+        """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of what `project` gives."""
+        config = self.config
+        turn = rotate_interleaved if config.rope_interleaved else rotate
         q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
         kv_c, k_pe = jnp.split(row, [config.kv_lora_rank], axis=-1)
         # The rotary key is one for all heads.
@@ -79,7 +84,11 @@ class MLAttention(nnx.Module):
         return q_nope, turn(q_pe, rotary), self.kv_a_norm(kv_c), k_pe
 
     def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
-        out = attend.latent(self, *self.project(x, rotary))
+        q, row = self.project(x)
+        if isinstance(attend, WritesLatentRows):
+            out = attend.latent_rows(self, q, row, rotary)
+        else:
+            out = attend.latent(self, *self.parts(q, row, rotary))
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
     @property
@@ -100,9 +109,9 @@ class MLAttention(nnx.Module):
         latent = jnp.einsum("...np,npr->...nr", q_nope, self.w_uk, precision=_precision(q_nope))
         return jnp.concatenate([latent, q_pe], axis=-1)
 
-    def up(self, latent: Float[Array, "... N R"]) -> Float[Array, "... N Vh"]:
+    def up(self, o_latent: Float[Array, "... N R"]) -> Float[Array, "... N Vh"]:
         """Values from an average over latents."""
-        return jnp.einsum("...nr,nvr->...nv", latent, self.w_uv, precision=_precision(latent))
+        return jnp.einsum("...nr,nvr->...nv", o_latent, self.w_uv, precision=_precision(o_latent))
 
     def expand(self, kv_c: Float[Array, "... R"]) -> tuple[Float[Array, "... N P"], Float[Array, "... N Vh"]]:
         """Every head's position-free keys, and its values."""

@@ -48,6 +48,15 @@ class LatentAttend(Protocol):
         ...
 
 
+@runtime_checkable
+class WritesLatentRows(Protocol):
+    """A `LatentAttend` that norms and rotates rows on their way into the pages."""
+
+    def latent_rows(self, layer: Any, q: Array, row: Array, rotary: "Rotary") -> Array:
+        """`q [B,T,N,P+r]` and `row [B,T,R+r]` as projected to `[B,T,N,V_h]`."""
+        ...
+
+
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
     if isinstance(weight, Quantised):

@@ -5,6 +5,7 @@ R latent width, r rotated key part, C = R + r.
 """
 
 from dflash_kernels.cache_write.api import cache_write, latent_write
+from dflash_kernels.cache_write.mla import MlaWritten, mla_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.dense.api import add_norm, dense, dense_best, dense_gated, dense_parts, dense_refusal
 from dflash_kernels.dispatch import NoImplementationError
@@ -21,10 +22,11 @@ from dflash_kernels.quantised_linear.api import quantised_linear
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
-    "KvWritten", "NoImplementationError", "QkvWritten", "add_norm", "cache_write", "chain_counters", "chain_stream",
-    "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal", "grouped_linear", "grouped_linear_refusal",
-    "kv_write", "latent_decode", "latent_encode", "latent_expand", "latent_gather", "latent_pack", "latent_store",
-    "latent_unpack", "latent_write", "layer_chain", "layer_chain_refusal", "merge_states", "mla_attention",
-    "paged_attention", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear",
-    "ragged_attention", "ragged_paged_attention", "swizzle_scales",
+    "KvWritten", "MlaWritten", "NoImplementationError", "QkvWritten", "add_norm", "cache_write",
+    "chain_counters", "chain_stream", "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal",
+    "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
+    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
+    "layer_chain_refusal", "merge_states", "mla_attention", "mla_write", "paged_attention", "qkv_write",
+    "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention",
+    "ragged_paged_attention", "swizzle_scales",
 ]  # fmt: skip

@@ -59,6 +59,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (array(99, 1, 64, 656, dtype=jnp.uint8), array(64, 656, dtype=jnp.uint8), integers(64)), {},
     ),
     "latent_write": ((LATENTS, array(64, 576), integers(64)), {}),
+    "mla_write": (
+        (LATENTS, array(64, 576), array(64, 16, 192), integers(64), *[array(64, 32, dtype=jnp.float32)] * 2, array(512)), {},
+    ),
     "merge_states": (
         (array(64, 32, 128), array(64, 32, dtype=jnp.float32), array(64, 32, 128), array(64, 32, dtype=jnp.float32)), {},
     ),
@@ -86,7 +89,9 @@ def test_attention_is_a_kernel_where_there_is_one() -> None:
     assert lowered("paged_attention", "Tesla T4") == []
 
 
-@pytest.mark.parametrize("op", ["qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes"])
+@pytest.mark.parametrize(
+    "op", ["qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes", "mla_write"]
+)
 def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"]
     assert lowered(op, "NVIDIA A100-SXM4-80GB") == []
