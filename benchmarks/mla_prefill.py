@@ -192,34 +192,28 @@ def memory(record: Record, chunk: int) -> None:
 
 
 def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...], heads: tuple[int, ...]) -> None:
-    """New tokens at the end of a context, absorbed and expanded. Programs are compiled side by side and take any length."""
-    forms = {"absorbed": _absorbed, "expanded": _expanded}
-    cases = {
-        (n, t): (inputs(t, max(lengths), n), {name: jax.jit(functools.partial(_many, form)) for name, form in forms.items()})
-        for n in heads for t in tokens
-    }  # fmt: skip
+    """New tokens at the end of a context, absorbed and expanded. A program takes any length."""
     number = jnp.int32(0)
-    with ThreadPoolExecutor(8) as pool:
-        compiled = {
-            key: {name: pool.submit(_compiled, form, arrays, number) for name, form in programs.items()}
-            for key, (arrays, programs) in cases.items()
-        }
-    for (n, t), programs in compiled.items():
-        for length in lengths:
-            found = {}
-            for name, program in programs.items():
-                run, arrays = program.result(), cases[n, t][0]
-                once = min(seconds(run, arrays, jnp.int32(length), jnp.int32(1), runs=2))
-                count = max(2, min(20, int(0.01 / once)))
-                times = seconds(run, arrays, jnp.int32(length), jnp.int32(count), runs=3)
-                found[name] = round(statistics.median(times) / count * 1e6, 1)
-                record.add(
-                    f"mla {t} tokens, {length // 1024}k context, {n} heads bf16", f"{name} form", found[name], "us"
-                )
+    for n in heads:
+        for t in tokens:
+            arrays = inputs(t, max(lengths), n)
+            with ThreadPoolExecutor(2) as pool:
+                forms = {"absorbed": _absorbed, "expanded": _expanded}
+                programs = {name: pool.submit(_compiled, form, arrays, number) for name, form in forms.items()}
+            for length in lengths:
+                for name, program in programs.items():
+                    run = program.result()
+                    once = min(seconds(run, arrays, jnp.int32(length), jnp.int32(1), runs=2))
+                    count = max(2, min(20, int(0.01 / once)))
+                    times = seconds(run, arrays, jnp.int32(length), jnp.int32(count), runs=3)
+                    micro = round(statistics.median(times) / count * 1e6, 1)
+                    record.add(
+                        f"mla {t} tokens, {length // 1024}k context, {n} heads bf16", f"{name} form", micro, "us"
+                    )
 
 
-def _compiled(program: Any, arrays: dict[str, jax.Array], number: jax.Array) -> Any:
-    return program.lower(arrays, number, number).compile()
+def _compiled(form: Any, arrays: dict[str, jax.Array], number: jax.Array) -> Any:
+    return jax.jit(functools.partial(_many, form)).lower(arrays, number, number).compile()
 
 
 def _many(form: Any, arrays: dict[str, jax.Array], length: jax.Array, count: jax.Array) -> jax.Array:
@@ -246,7 +240,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="all sizes of chunks")
     parser.add_argument("--parts", nargs="+", default=["memory", "prompt", "crossover"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 128, 256, 512, 1024])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 256, 512])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     options = parser.parse_args()
