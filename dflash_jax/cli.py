@@ -69,6 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
     )
+    group.add_argument(
+        "--verify-length", type=verify_length, metavar="N",
+        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
+    )  # fmt: skip
     group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
 
     group.add_argument("--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most")
@@ -137,10 +141,15 @@ def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument(name, metavar="PATH", help=about, nargs="?")
 
 
+def verify_length(text: str) -> int | str:
+    """An argument of the command line; `load` says what is wrong with others."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
 def load_options(args: argparse.Namespace) -> dict:
     """Arguments of `dflash_jax.load` as the command line gave them."""
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
-    options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype}
+    options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "verify_length": args.verify_length}
     return options | {"max_model_len": args.max_model_len, "max_batch": args.max_batch}
 
 
@@ -249,7 +258,7 @@ def run_bench(args: argparse.Namespace) -> int:
 def run_info(args: argparse.Namespace) -> int:
     from dflash_jax.info import collect, lines
 
-    facts = collect(**load_options(args))
+    facts = collect(**{name: value for name, value in load_options(args).items() if name != "verify_length"})
     print(json.dumps(facts, indent=2) if args.json else "\n".join(lines(facts)))
     return OK
 

@@ -110,6 +110,7 @@ def load(
     cache_dtype: CacheDtype | None = None,
     calibration: Sequence[str | Sequence[int]] = (),
     weight_dtype: WeightDtype | None = None,
+    verify_length: int | str | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     ahead: Callable[[Model], Run] | None = None,
@@ -134,6 +135,9 @@ def load(
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages are found; without, they are 1.
       weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
         a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
+      verify_length: how many tokens the target verifies in a cycle, of those that the drafter offers; the emitted text is the
+        target's own with any. None is the whole block, an integer stays, 1 is no drafting. "auto" chooses anew every few cycles,
+        by how many proposals stood and what cycles cost, and stops drafting for a while where it does not pay; on CPUs it is None.
       revision, draft_revision: of hub ids.
       ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
         they are read. The run itself is not started.
@@ -162,6 +166,7 @@ def load(
         raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
     if len(calibration) and cache_dtype != "fp8":
         raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
+    length = choose_verify_length(None if drafter is None else drafter.config, verify_length)
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in calibration]
     dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
@@ -177,6 +182,7 @@ def load(
         page_size=page_size,
         proposals=proposals,
         cache_dtype=cache_dtype,
+        verify_length=length,
     )
     memory = plan_for(engine, num_pages)
     engine = replace(engine, weights=expected, num_pages=memory.num_pages)
@@ -267,6 +273,23 @@ def choose_model_len(config: DecoderConfig, length: int | None) -> int:
     if isinstance(chosen, bool) or not isinstance(chosen, int) or not 2 <= chosen <= limit:
         raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
     return chosen
+
+
+def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -> int | Literal["auto"] | None:
+    """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
+
+    Raises:
+      ParameterError: the drafter does not offer so many tokens.
+    """
+    if length is None:
+        return None
+    if length == "auto":
+        return None if jax.default_backend() == "cpu" else "auto"
+    offered = 0 if draft is None else draft.num_drafts + 1
+    if isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= offered:
+        return length
+    which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
+    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
 
 
 def _open_drafter(

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -53,6 +53,7 @@ class Buckets:
 
 THREADS = 4
 TURN_S = 2e-4
+Status = Literal["compiled", "pending", "missing"]
 
 
 def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
@@ -130,6 +131,15 @@ class Programs:
             program = self.prepare(function, static, donate, *args)
             self.compile_s += time.perf_counter() - started
         return program(*args)
+
+    @staticmethod
+    def key(function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> tuple:
+        """What `prepare` with these arguments remembers its program under."""
+        return function, static, _signature(args)
+
+    def status(self, key: tuple) -> Status:
+        """Whether a call would find its program compiled, or somebody compiling it."""
+        return "compiled" if key in self._compiled else "pending" if key in self._pending else "missing"
 
     def prepare(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
         """The compiled program alone; arguments may be shapes (`jax.ShapeDtypeStruct`).

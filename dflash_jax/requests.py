@@ -136,7 +136,7 @@ def _slots(
     host: dict[str, Any] = {
         "pending": np.zeros((count,), np.int32),
         "seq_lens": np.zeros((count,), np.int32),
-        "features": np.zeros((count, setup.width, features), dtype),
+        "features": np.zeros((count, setup.offered, features), dtype),
         "fresh": np.zeros((count,), np.int32),
         "produced": np.zeros((count,), np.int32),
         "remaining": np.zeros((count,), np.int32),

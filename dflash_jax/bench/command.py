@@ -20,7 +20,7 @@ from dflash_jax.model import Model, load
 COLUMNS = (
     ("users", "{0.concurrency}"), ("draft", "{draft}"), ("tokens/s", "{0.tokens_per_s:.0f}"),
     ("first p50", "{first[p50]:.1f} ms"), ("p99", "{first[p99]:.1f} ms"), ("next p50", "{gap[p50]:.2f} ms"),
-    ("p99", "{gap[p99]:.2f} ms"), ("per cycle", "{0.tokens_per_cycle:.2f}"),
+    ("p99", "{gap[p99]:.2f} ms"), ("per cycle", "{0.tokens_per_cycle:.2f}"), ("verified", "{verified}"),
 )  # fmt: skip
 
 
@@ -54,7 +54,13 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     if args.shapes is None:
         return load(**{**options, "max_batch": users})
     length = args.max_model_len or args.input_length + args.output_length + 64
-    return random_pair(args.shapes, max_model_len=length, max_batch=users, dtype=args.dtype or "bfloat16")
+    return random_pair(
+        args.shapes,
+        max_model_len=length,
+        max_batch=users,
+        dtype=args.dtype or "bfloat16",
+        verify_length=args.verify_length,
+    )
 
 
 def _workload(args: argparse.Namespace, model: Model) -> Workload:
@@ -77,7 +83,9 @@ def cells(figures: Figures) -> list[str]:
     """What the table shows of a row; a dash where there was nothing to measure."""
     none = {"p50": float("nan"), "p99": float("nan")}
     values = {"first": figures.time_to_first_token_ms or none, "gap": figures.inter_token_ms or none}
-    shown = [form.format(figures, draft="yes" if figures.draft else "no", **values) for _, form in COLUMNS]
+    most = sorted(figures.verify_lengths, key=lambda length: figures.verify_lengths[length], reverse=True)[:2]
+    names = {"draft": "yes" if figures.draft else "no", "verified": ", ".join(map(str, most)) or "-"}
+    shown = [form.format(figures, **names, **values) for _, form in COLUMNS]
     return ["-" if "nan" in text else text for text in shown]
 
 

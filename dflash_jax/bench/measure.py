@@ -6,6 +6,7 @@ Compilation is in no figure: the same requests run once before they are timed, w
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ class Figures:
       time_to_first_token_ms: percentiles over requests, from sending to the first token.
       inter_token_ms: percentiles over tokens after the first; tokens that arrive together share the time since the last ones.
       tokens_per_cycle: mean; 0 without a cycle.
+      verify_lengths: cycles of the timed run by the number of tokens they verified; empty without a drafter.
       acceptance_by_position: share of cycles in which the n-th drafted token stood.
       peak_bytes: most device memory in use so far in this process, where the device tells.
       compile_s: compilation before the timed run.
@@ -52,6 +54,7 @@ class Figures:
     time_to_first_token_ms: dict[str, float]
     inter_token_ms: dict[str, float]
     tokens_per_cycle: float
+    verify_lengths: dict[int, int]
     acceptance_by_position: list[float]
     peak_bytes: int | None
     compile_s: float
@@ -101,9 +104,11 @@ def measure(
     engine.imposed_acceptance = imposed_acceptance
     try:
         _serve(model, workload, concurrency, requests, draft)
+        verified = Counter(engine.lengths.cycles)
         warm, started = engine.programs.compile_s, time.perf_counter()
         traces = _serve(model, workload, concurrency, requests, draft)
         seconds = time.perf_counter() - started - (engine.programs.compile_s - warm)
+        verified = engine.lengths.cycles - verified
     finally:
         engine.imposed_acceptance, engine.share_prefixes = None, shared
     counts = [count for trace in traces for count in trace.counts]
@@ -123,6 +128,7 @@ def measure(
         time_to_first_token_ms=_percentiles([trace.arrivals[0][0] - trace.sent for trace in traces]),
         inter_token_ms=_percentiles(gaps),
         tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
+        verify_lengths=dict(sorted(verified.items())) if drafts else {},
         acceptance_by_position=[round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1)],
         peak_bytes=memory.get("peak_bytes_in_use"),
         compile_s=round(engine.programs.compile_s - before, 1),

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
-from dflash_jax.model import Model, plan_for
+from dflash_jax.model import Model, choose_verify_length, plan_for
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.weights import weight_shapes
@@ -90,7 +90,9 @@ def _prompt(path: str | Path, row: Any) -> str:
     return row
 
 
-def random_pair(name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16") -> Model:
+def random_pair(
+    name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None
+) -> Model:
     """A model of a published shape (a key of `SHAPES`) whose weights are random: made on the device, no file is read.
 
     Its time is the published model's; its texts and its acceptance mean nothing.
@@ -108,6 +110,7 @@ def random_pair(name: str, *, max_model_len: int, max_batch: int, dtype: str = "
     engine = Engine(
         target=target, draft=draft, weights=weight_shapes([(target, families[0]), (draft, families[1])], kind), dtype=kind,
         max_model_len=max_model_len, max_batch=max_batch, max_chunk=1024,
+        verify_length=choose_verify_length(draft, verify_length),
     )  # fmt: skip
     memory = plan_for(engine, None)
     tables = families[0].parameters(target), families[1].parameters(draft)

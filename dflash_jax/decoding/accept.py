@@ -57,13 +57,34 @@ def accept_rejection(
 
 
 def accept_imposed(
-    proposals: Int[Array, "B g"], chosen: Int[Array, "B T"], seq_lens: Int[Array, "B"], mean: float
+    proposals: Int[Array, "B g"],
+    chosen: Int[Array, "B T"],
+    pending: Int[Array, "B"],
+    seq_lens: Int[Array, "B"],
+    mean: float,
+    drafts: int,
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
-    """As many proposals as it takes to gain `mean` tokens a cycle, whatever the target chose. For timing only: no text of a model.
+    """As many proposals as if each stood with one chance whatever the target chose. For timing only: no text of a model.
 
-    The fraction of `mean` comes from the sequence's length times the golden ratio, whose fractional parts are spread evenly.
+    Args:
+      mean: tokens that a cycle gains on average where all `drafts` proposals are verified; with fewer, as many as then follow.
     """
-    spread = jnp.mod(seq_lens.astype(jnp.float32) * 0.6180339887, 1.0)
-    accepted = jnp.clip(jnp.floor(mean - 1 + spread), 0, proposals.shape[1]).astype(jnp.int32)
+    chance = imposed_chance(mean, drafts)
+    # A hash of token and length in place of random numbers (the finaliser of MurmurHash3): the same in every run.
+    bits = seq_lens.astype(jnp.uint32) + pending.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) / 2**24
+    stood = uniform[:, None] < chance ** jnp.arange(1, proposals.shape[1] + 1, dtype=jnp.float32)
+    accepted = jnp.sum(stood, axis=1, dtype=jnp.int32)
     padded = jnp.concatenate([proposals, chosen[:, -1:]], axis=1)
     return accepted, jnp.where(jnp.arange(chosen.shape[1]) < accepted[:, None], padded, chosen)
+
+
+def imposed_chance(mean: float, drafts: int) -> float:
+    """The chance of one proposal with which a cycle of `drafts` proposals gains `mean` tokens on average."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        chance = (low + high) / 2
+        low, high = (chance, high) if sum(chance**k for k in range(drafts + 1)) < mean else (low, chance)
+    return high

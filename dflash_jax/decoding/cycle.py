@@ -43,7 +43,8 @@ def cycle(
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
-        proposing, draft_pages = draft_block(drafter, target, draft_pages, page_table, state)
+    if setup.draft is not None and setup.width > 1:
+        proposing, draft_pages = draft_block(setup, drafter, target, draft_pages, page_table, state)
         with jax.named_scope("propose"):
             if setup.mode == "greedy":
                 proposals = drafter.best(proposing, target.head_weight)
@@ -76,7 +77,8 @@ def cycle(
             accepted = jnp.where(sampling, sampled[0], accepted)
             tokens = jnp.where(sampling[:, None], sampled[1], tokens)
         if setup.imposed_acceptance is not None:
-            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.seq_lens, setup.imposed_acceptance)
+            imposed = setup.imposed_acceptance, setup.offered - 1
+            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, *imposed)
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.
@@ -112,9 +114,10 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
         return write_context(drafter, state.draft_pages, page_table, context, positions, live)
 
 
-def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):
-    """The drafter's hidden states of the slots that predict the tokens after the pending one, and its pages.
+def draft_block(setup: Setup, drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):
+    """The drafter's hidden states of the slots that predict the tokens to be verified after the pending one, and its pages.
 
+    The drafter always fills the block it was trained on: each slot attends to all of them.
     The block's own keys go to the slots after the committed ones. No later query sees them: the next cycle's context and block
     overwrite every slot below its own lengths.
     """
@@ -123,7 +126,7 @@ def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], sta
         positions = state.seq_lens[:, None] + jnp.arange(size)
         attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size))
         hidden = drafter(drafter.block_embeddings(state.pending, target.embed.weight[...]), positions, attend)
-        return drafter.proposing(hidden), attend.pages
+        return drafter.proposing(hidden)[:, : setup.width - 1], attend.pages
 
 
 def propose(

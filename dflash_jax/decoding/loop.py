@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.decoding.cycle import Weights, cycle
+from dflash_jax.decoding.cycle import Weights, commit_context, cycle
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.models.binding import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
@@ -27,7 +28,7 @@ def loop(
     that waits. Rows of cycles that did not run have counts of 0. Slots in `retired` are done from the start: their requests were
     cancelled or have lost their pages.
     """
-    state = replace(state, done=state.done | retired)
+    state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
     empty = no_rows(setup, max_cycles, state.done.shape[0])
     done_before = jnp.sum(state.done)
 
@@ -42,7 +43,18 @@ def loop(
         return index + 1, state, jax.tree.map(lambda all_rows, row: all_rows.at[index].set(row), rows, emitted)
 
     _, state, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state, empty))
-    return state, rows
+    rest = ((0, 0), (0, setup.offered - setup.width), (0, 0))
+    return replace(state, features=jnp.pad(state.features, rest)), rows
+
+
+def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> DecodeState:
+    """`state` with room for the features of `setup.width` tokens: those of the last cycle, which may have been wider, go to the
+    drafter's pages at once."""
+    if setup.draft is None or setup.width == setup.offered:
+        return state
+    draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, page_table)
+    features = jnp.zeros_like(state.features[:, : setup.width])
+    return replace(state, features=features, fresh=jnp.zeros_like(state.fresh), draft_pages=draft_pages)
 
 
 def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:

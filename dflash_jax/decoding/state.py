@@ -1,6 +1,6 @@
 """The state of a decode loop: one pytree of device arrays, donated to every program that changes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, no_type_check
 
 import jax
@@ -28,6 +28,8 @@ class Setup:
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       form: how a prompt attends where the target's attention is latent.
       imposed_acceptance: tokens each cycle gains on average, whatever the target chooses. Only `dflash_jax.bench` sets it.
+      verified: tokens the target verifies in a cycle where that is fewer than the drafter offers; 1 drafts nothing and keeps the
+        drafter's pages up to date, so that drafting can begin again at any time.
     """
 
     target: DecoderConfig
@@ -38,19 +40,29 @@ class Setup:
     draft_temperature: float = 1.0
     form: LatentForm = BY_ARITHMETIC
     imposed_acceptance: float | None = None
+    verified: int | None = None
 
     def for_prefill(self) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs."""
         return Setup(target=self.target, draft=self.draft, form=self.form)
+
+    def verifying(self, length: int) -> "Setup":
+        """The same with so many tokens verified in a cycle, at most all that are offered."""
+        return replace(self, verified=None if length >= self.offered else length)
 
     @property
     def taps(self) -> tuple[int, ...]:
         return () if self.draft is None else self.draft.target_layer_ids
 
     @property
-    def width(self) -> int:
-        """Tokens the target verifies in one cycle (T): the pending one and the proposals."""
+    def offered(self) -> int:
+        """The pending token and all that the drafter proposes after it: the most that one cycle can gain."""
         return 1 if self.draft is None else self.draft.num_drafts + 1
+
+    @property
+    def width(self) -> int:
+        """Tokens the target verifies in one cycle (T): the pending one and the first proposals."""
+        return self.offered if self.verified is None else min(self.verified, self.offered)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -62,7 +74,8 @@ class DecodeState:
     Attributes:
       pending: emitted last, not yet in the target's pages; stands at position `seq_lens`.
       seq_lens: tokens in the target's pages.
-      features: tapped features of the tokens committed last cycle, zeros elsewhere.
+      features: tapped features of the tokens committed last cycle, zeros elsewhere. Between two programs there are as many rows
+        as the drafter offers tokens, within a loop as many as are verified.
       fresh: how many of those rows are real; they belong to the positions just before `seq_lens` and are not yet in the
         drafter's pages.
       produced: tokens emitted so far, the pending one included.

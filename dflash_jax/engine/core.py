@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.engine.costs import cycle_cost
+from dflash_jax.engine.verify_length import VerifyLength
 from dflash_jax.errors import CapacityError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.quantised import Weight
@@ -36,6 +39,8 @@ class Core:
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       latent_form: how prompts attend where the target's attention is latent.
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
+      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
+        an integer stays, None is the whole block. A length up to 1 token drafts nothing.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
       allocator: the account of pages; all are free whenever nothing runs.
@@ -58,6 +63,7 @@ class Core:
     cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
     share_prefixes: bool = True
+    verify_length: int | Literal["auto"] | None = None
     imposed_acceptance: float | None = None
     programs: Programs = field(default_factory=Programs)
 
@@ -75,6 +81,7 @@ class Core:
         self.allocator = PageAllocator(self.num_pages)
         self._pools: tuple[Pages, Pages] | None = None
         self._filled_by = self.weights
+        self._lengths: VerifyLength | None = None
         self._busy = False
 
     @property
@@ -122,6 +129,21 @@ class Core:
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance,
         )  # fmt: skip
+
+    @property
+    def lengths(self) -> VerifyLength:
+        """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
+        if self.draft is None:
+            return VerifyLength(1, None)
+        if self._lengths is None or self._lengths.option != self.verify_length:
+            auto = self.verify_length == "auto"
+            cost = cycle_cost(self.target, self.draft, self.weights) if auto else None
+            self._lengths = VerifyLength(self.draft.num_drafts + 1, cost, self.verify_length)
+        return self._lengths
+
+    def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
+        """Verified lengths that may be chosen with so many slots."""
+        return (setup.offered,) if setup.draft is None else self.lengths.candidates(slots, self.max_model_len / 2)
 
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""

@@ -5,18 +5,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import prefill_chunk
+from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, SHORT_PROMPTS, STOP_WIDTH, Core
+from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.slots import Job, Slots
-from dflash_jax.engine.warmup import admit_program, first_jobs
+from dflash_jax.engine.warmup import admit_program, first_jobs, resize_program
 from dflash_jax.errors import DFlashError, ParameterError
 from dflash_jax.memory import named_memory_errors
 from dflash_jax.programs import round_up
@@ -41,12 +43,13 @@ class Run:
         self.cancelled: set[int] = set()
         stops = max((len(request.stop_ids) for request in requests), default=0)
         self.stop_width = max(STOP_WIDTH, 1 << (stops - 1).bit_length() if stops else 0)
-        count = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
+        self.most_slots = count = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
         root = (b"with drafter" if draft else b"target alone") if core.share_prefixes else None
         self.slots = Slots(count, core.buckets.width[-1], core.allocator, core.page_size, root)
         self.retired = np.zeros((count,), bool)
         for request in requests:
             self._queue(request)
+        self.fitting = Fitting(self)
         self._updates = self._serve()
 
     def __iter__(self) -> Iterator[Update]:
@@ -79,6 +82,7 @@ class Run:
         yield from first_jobs(
             self.core, self.setup, [job.request for job in self.waiting], slots=len(self.slots.jobs),
             stop_width=self.stop_width, cycles=(min(self.cycles, CYCLES_PER_CHUNK), self.cycles),
+            length=self.fitting.first_length([job.request for job in self.waiting]),
         )  # fmt: skip
 
     def _queue(self, request: Request) -> None:
@@ -132,8 +136,12 @@ class Run:
         """Gives a slot to the request that has waited longest, one prompt at a time."""
         if not self.waiting or self.slots.prefilling is not None:
             return
+        if None not in self.slots.jobs and len(self.slots.jobs) < self.most_slots:
+            self._fit_slots(self.most_slots)
         job, few = self.waiting[0], min(self.cycles, CYCLES_PER_CHUNK)
-        growth = sum(max(0, self._pages_for(other, few) - len(other.pages)) for other in self.slots.decoding)
+        growth = sum(
+            max(0, self.pages_for(other, few, self.setup.offered) - len(other.pages)) for other in self.slots.decoding
+        )
         if self.slots.enter(job, self.core.pages_for(len(job.context)), spare=growth):
             self.waiting.popleft()
             job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
@@ -181,19 +189,21 @@ class Run:
 
     def _run_cycles(self) -> Iterator[Update]:
         core = self.core
-        cycles = self._make_room(self.cycles if self.slots.prefilling is None else min(self.cycles, CYCLES_PER_CHUNK))
+        started, compiled = time.perf_counter(), core.programs.compile_s
+        most = self.cycles if self.slots.prefilling is None else min(self.cycles, CYCLES_PER_CHUNK)
+        self._fit_slots()
+        setup, cycles = self.fitting.lengths(most)
+        cycles = self._make_room(cycles, setup.width)
         running = self.slots.decoding
         if not running:
             return
-        started, compiled = time.perf_counter(), core.programs.compile_s
         table = self.slots.table(core.width_of(max(len(job.pages) for job in running) * core.page_size))
-        waits = np.bool_(bool(self.waiting))
-        call = (core.weights, table, self.state, np.int32(cycles), waits, self.retired.copy())
-        state, rows = core.programs.call(loop, (self.setup, MAX_CYCLES), (2,), *call)
+        state, rows = core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
         self._keep(state)
         self.retired[:] = False
         host = jax.device_get(rows)
         spent = time.perf_counter() - started - (core.programs.compile_s - compiled)
+        self.fitting.learn(running, setup.width, host)
         updates = []
         for job in running:
             update = Update.collect(job.request, host, job.slot, first=False, seconds=spent)
@@ -201,6 +211,21 @@ class Run:
             self._account(job, update)
             updates.append(update)
         yield from (update for update in updates if update.index not in self.cancelled)
+
+    def loop_arguments(self, table: Any, cycles: int) -> tuple:
+        """What `loop` is called with after its static arguments; `table` may be a shape."""
+        waits = np.bool_(bool(self.waiting))
+        return self.core.weights, table, self.state, np.int32(cycles), waits, self.retired.copy()
+
+    def _fit_slots(self, wanted: int | None = None) -> None:
+        """Moves the sequences into fewer slots where that pays, or into `wanted`."""
+        count = self.fitting.slots() if wanted is None else wanted
+        if count != len(self.slots.jobs):
+            rows = self.slots.compact(count)
+            self.retired = np.where(rows < 0, False, self.retired[rows])
+            pools = {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
+            moved = self.core.programs.call(resize_program, (), (), None, without_pools(self.state), rows)
+            self._keep(replace(moved, **pools))
 
     def _account(self, job: Job, update: Update) -> None:
         """Adds an update's tokens to its request, and takes its slot if they end it."""
@@ -210,7 +235,7 @@ class Run:
         if update.finish_reason is not None:
             self.slots.leave(job)
 
-    def _make_room(self, cycles: int) -> int:
+    def _make_room(self, cycles: int, length: int) -> int:
         """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
 
         Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Core.check`).
@@ -218,7 +243,7 @@ class Run:
         while running := self.slots.decoding:
             available = self.core.allocator.num_free + sum(len(job.pages) for job in running)
             for count in range(cycles, 0, -1):
-                wanted = {job: self._pages_for(job, count) for job in running}
+                wanted = {job: self.pages_for(job, count, length) for job in running}
                 if sum(wanted.values()) <= available:
                     # What some give back is what others take.
                     for job in sorted(running, key=lambda job: wanted[job] - len(job.pages)):
@@ -232,9 +257,9 @@ class Run:
         self.waiting.appendleft(job)
         self.preemptions += 1
 
-    def _pages_for(self, job: Job, cycles: int) -> int:
-        """Pages of a running request before so many cycles: its tokens are limited by the cycles and by its max_tokens."""
-        most = min((cycles - 1) * self.setup.width, job.remaining - 1)
+    def pages_for(self, job: Job, cycles: int, length: int) -> int:
+        """Pages of a running request before so many cycles of `length` tokens: max_tokens limits its tokens too."""
+        most = min((cycles - 1) * length, job.remaining - 1)
         return self.core.pages_for(job.filled + most)
 
     def _keep(self, state: DecodeState) -> None:

@@ -135,6 +135,16 @@ class Slots:
         extend_keys(job.keys, job.context, self.page_size, self.root)
         return self.allocator.find(job.keys[: (len(job.context) - 1) // self.page_size])
 
+    def compact(self, count: int) -> np.ndarray:
+        """Moves all requests into the first of `count` slots, in the order of their old ones, and returns which those were; -1
+        stands for a slot that stays empty."""
+        rows, old, jobs = np.full((count,), -1, np.int32), self.tables, self.taken
+        self.tables = np.full((count, old.shape[1]), -1, np.int32)
+        self.jobs = [*jobs, *[None] * (count - len(jobs))]
+        for slot, job in enumerate(jobs):
+            rows[slot], self.tables[slot], job.slot = job.slot, old[job.slot], slot
+        return rows
+
     def table(self, width: int, slot: int | None = None) -> np.ndarray:
         """The first `width` columns of all slots' page tables, or of one."""
         rows = self.tables if slot is None else self.tables[slot : slot + 1]

@@ -1,6 +1,7 @@
 """Random schedules: requests that arrive, share beginnings, are cancelled, lose their pages or see the run interrupted."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -69,8 +70,14 @@ class Interrupter:
         return interrupted
 
 
-def play(engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False) -> Outcome:
-    """One schedule; fails unless every request that was not cancelled has the tokens it has alone, and every page is back."""
+def play(
+    engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[int | None] = (None,)
+) -> Outcome:
+    """One schedule; fails unless every request that was not cancelled has the tokens it has alone, and every page is back.
+
+    Args:
+      lengths: one of these is verified in the next cycles, another one each time.
+    """
     rng, outcome = random.Random(seed), Outcome()
     chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
     chosen[0] = rng.choice([text for text in texts if text.params.temperature > 0])  # one mode, one set of programs
@@ -93,6 +100,7 @@ def play(engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = Fals
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:
                 assert update.index not in cancelled | ended
+                engine.verify_length = random.Random(hash((seed, update.index, len(got[update.index])))).choice(lengths)
                 got[update.index] += update.tokens
                 if update.finish_reason is not None:
                     ended.add(update.index)
@@ -105,6 +113,7 @@ def play(engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = Fals
         except KeyboardInterrupt:
             outcome.interrupted = 1
     run.close()
+    engine.verify_length = None
     engine.allocator.check_integrity()
     assert engine.allocator.num_free == engine.allocator.num_pages
     for request, text in zip(requests, chosen, strict=True):

@@ -1,0 +1,176 @@
+"""What a cycle costs: milliseconds by slots and verified tokens, before it is run.
+
+Two parts. A model of bytes and arithmetic says how cost grows for any shape: weights are read once however many rows there are,
+until the rows' products take longer than the reading. A table measured on one GPU (`cycle_costs.json`, written by
+`benchmarks/verify.py`) says by how much the truth differs; its nearest model lends its ratio to shapes that were not measured.
+Only ratios between costs decide anything, so a GPU of another speed is served by the same table.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+import jax
+
+from dflash_jax.cache.specs import layer_specs
+from dflash_jax.config import DecoderConfig
+from dflash_jax.models.dflash_config import DFlashConfig
+
+TABLE = "cycle_costs.json"
+# Of the GPU in the table: bytes a second from memory, products a second of its matrix units as large multiplications reach them.
+BANDWIDTH, ARITHMETIC = 4.3e12, 6.0e14
+# Seconds that a layer's small operations take however few rows there are.
+LAYER_S = 25e-6
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One model as seen by the memory: what a pass reads and multiplies.
+
+    Attributes:
+      layers: of the stack.
+      dense: bytes that every pass reads.
+      experts: bytes of all experts.
+      share: of the experts that one token takes.
+      products: multiplications and additions of one row.
+      kept: bytes of keys and values that each token of the context leaves.
+    """
+
+    layers: int
+    dense: float
+    experts: float
+    share: float
+    products: float
+    kept: float
+
+    def seconds(self, rows: int, tokens: float) -> float:
+        """A pass of `rows` rows over contexts of `tokens` tokens together."""
+        read = self.dense + self.experts * (1 - (1 - self.share) ** rows)
+        return max(read / BANDWIDTH, rows * self.products / ARITHMETIC) + (
+            self.layers * LAYER_S + tokens * self.kept / BANDWIDTH
+        )
+
+
+@dataclass(frozen=True)
+class CycleCost:
+    """Costs of one pair's cycles.
+
+    Attributes:
+      target, draft: without embeddings and head.
+      head: the target's, read once for proposals and once for verification.
+      table: measured milliseconds over the model's, by slots and verified tokens; empty for the model alone.
+    """
+
+    target: Stack
+    draft: Stack
+    head: Stack
+    block: int
+    table: Mapping[tuple[int, int], float]
+
+    def ms(self, slots: int, verified: int, context: float) -> float:
+        """Milliseconds of one cycle.
+
+        Args:
+          verified: tokens verified in each slot; 1 drafts nothing.
+          context: mean tokens of a sequence.
+        """
+        return self.modelled(slots, verified, context) * self._ratio(slots, verified)
+
+    def modelled(self, slots: int, verified: int, context: float) -> float:
+        rows, tokens = slots * verified, slots * context
+        seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
+        if verified > 1:
+            seconds += self.draft.seconds(slots * self.block, tokens) + self.head.seconds(rows - slots, 0.0)
+        return seconds * 1e3
+
+    def _ratio(self, slots: int, verified: int) -> float:
+        """Measured over modelled, between measured points on logarithmic scales; the outermost points reach on."""
+        if not self.table:
+            return 1.0
+        by_slots = sorted({s for s, _ in self.table})
+        (low, high), weight = _between(by_slots, slots)
+        return (1 - weight) * self._along(low, verified) + weight * self._along(high, verified)
+
+    def _along(self, slots: int, verified: int) -> float:
+        lengths = sorted(length for s, length in self.table if s == slots)
+        if verified == 1 or lengths[0] == verified:
+            return self.table[slots, lengths[0]]
+        # A cycle without drafting is another program: no point between it and the others.
+        drafting = [length for length in lengths if length > 1]
+        (low, high), weight = _between(drafting, verified)
+        return (1 - weight) * self.table[slots, low] + weight * self.table[slots, high]
+
+
+def _between(points: Sequence[int], value: int) -> tuple[tuple[int, int], float]:
+    """The two neighbours of `value` among sorted `points`, and how far it is from the first to the second."""
+    if value <= points[0] or value >= points[-1]:
+        end = points[0] if value <= points[0] else points[-1]
+        return (end, end), 0.0
+    high = next(point for point in points if point >= value)
+    low = points[points.index(high) - 1]
+    return (low, high), math.log(value / low) / math.log(high / low)
+
+
+def cycle_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:
+    """Costs for this pair; `weights` may be shapes."""
+    bare = bare_cost(target, draft, weights)
+    return replace(bare, table=_nearest(bare))
+
+
+def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:
+    """What bytes and products say alone."""
+    kept = jax.tree.leaves(weights["target"])[0].dtype.itemsize
+    shares = {"target": _expert_share(target), "draft": 0.0}
+    stacks = {
+        role: _stack(config, weights[role], shares[role], kept)
+        for role, config in (("target", target), ("draft", draft))
+    }
+    tied = getattr(target, "tie_embeddings", False)
+    head = weights["target"]["embed.weight" if tied else "lm_head.weight"]
+    entries = target.vocab_size * target.hidden_size
+    shape = Stack(0, _bytes(head), 0.0, 0.0, 2.0 * entries, 0.0)
+    return CycleCost(stacks["target"], stacks["draft"], shape, draft.block_size, {})
+
+
+def _bytes(weight: Any) -> float:
+    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)))
+
+
+def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, itemsize: int) -> Stack:
+    """What the layers of a model read: every matrix but the embedding and the head."""
+    dense = experts = products = 0.0
+    for name, weight in weights.items():
+        if name.startswith(("embed.", "lm_head.")):
+            continue
+        size, rows = _bytes(weight), math.prod(weight.shape)
+        if ".experts." in name:
+            experts, products = experts + size, products + 2 * rows * share
+        else:
+            dense, products = dense + size, products + 2 * rows
+    kept = float(sum(spec.entries for spec in layer_specs(config)) * itemsize)
+    return Stack(config.num_layers, dense, experts, share, products, kept)
+
+
+def _expert_share(config: DecoderConfig) -> float:
+    experts = getattr(config, "num_experts", 0)
+    return getattr(config, "experts_per_token", 0) / experts if experts else 0.0
+
+
+@lru_cache(maxsize=1)
+def measured() -> tuple[dict[str, Any], ...]:
+    """The committed tables: one for each measured pair, with the shape it was measured in."""
+    return tuple(json.loads(resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))["pairs"])
+
+
+def _nearest(pair: CycleCost) -> dict[tuple[int, int], float]:
+    """Ratios of the measured pair whose weights are nearest in size."""
+
+    def distance(row: dict[str, Any]) -> float:
+        return abs(math.log(row["read_bytes"] / (pair.target.dense + pair.target.experts)))
+
+    row = min(measured(), key=distance)
+    return {(slots, verified): ratio for slots, verified, _, ratio in row["cycles"]}

@@ -1,0 +1,182 @@
+"""Which length is verified: what the choice gains in a world of known chances, and that it can be relied on."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.engine import costs
+from dflash_jax.engine.acceptance import Acceptance
+from dflash_jax.engine.costs import CycleCost, cycle_cost
+from dflash_jax.engine.verify_length import VerifyLength
+from dflash_jax.errors import ParameterError
+from dflash_jax.models import family_named
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.programs import Status
+from dflash_jax.weights import weight_shapes
+
+OFFERED = 16
+
+
+def cost_of(name: str) -> CycleCost:
+    target, draft = TARGETS[f"Qwen3-{name}"], DRAFTERS[f"Qwen3-{name}-DFlash-b16"]
+    pair = [(target, family_named("qwen3")), (draft, family_named("dflash"))]
+    return cycle_cost(target, draft, weight_shapes(pair, jnp.dtype("bfloat16")))
+
+
+@pytest.fixture(scope="module")
+def cost() -> CycleCost:
+    return cost_of("4B")
+
+
+def accepted(chances: np.ndarray, verified: int, cycles: int, rng: np.random.Generator) -> np.ndarray:
+    stands = rng.random((cycles, verified - 1)) < chances[: verified - 1]
+    return np.cumprod(stands, axis=1).sum(axis=1)
+
+
+def all_compiled(length: int) -> Status:
+    return "compiled"
+
+
+def play(lengths: VerifyLength, chances: np.ndarray, slots: int, calls: int, rng: np.random.Generator) -> float:
+    """Tokens a millisecond over so many calls of 32 cycles, every program being there."""
+    tokens = spent = 0.0
+    for _ in range(calls):
+        length = lengths.choose({"greedy": slots}, slots, 1024.0, all_compiled).length
+        cycles = lengths.patience({"greedy": slots}, 32)
+        stood = accepted(chances, length, cycles * slots, rng) if length > 1 else np.zeros(cycles * slots, int)
+        lengths.observe(length, {"greedy": stood}, cycles)
+        tokens += stood.sum() + cycles * slots
+        spent += cycles * lengths.cost.ms(slots, length, 1024.0)
+    return tokens / spent
+
+
+def best_rate(cost: CycleCost, chances: np.ndarray, slots: int) -> float:
+    gains = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
+    return max(gains[n - 1] / cost.ms(slots, n, 1024.0) for n in (1, 4, 8, 16))
+
+
+@pytest.mark.parametrize("slots", [1, 8, 64])
+@pytest.mark.parametrize("chance", [0.02, 0.3, 0.6, 0.8, 0.95])
+def test_chooses_nearly_as_well_as_who_knows_the_chances(cost, slots, chance):
+    chances, lengths = np.full(OFFERED - 1, chance), VerifyLength(OFFERED, cost, "auto")
+    rng = np.random.default_rng(0)
+    play(lengths, chances, slots, 20, rng)
+    assert play(lengths, chances, slots, 200, rng) > 0.93 * best_rate(cost, chances, slots)
+
+
+def test_gives_up_drafting_and_finds_out_when_it_pays_again(cost):
+    lengths, rng = VerifyLength(OFFERED, cost, "auto"), np.random.default_rng(1)
+    never, often = np.full(OFFERED - 1, 0.01), np.full(OFFERED - 1, 0.9)
+    play(lengths, never, 8, 40, rng)
+    rested = lengths.cycles[1]
+    assert rested > 0.8 * sum(lengths.cycles.values())
+    assert sum(lengths.cycles.values()) - rested > 8  # drafting was tried again in between
+    play(lengths, often, 8, 40, rng)
+    assert play(lengths, often, 8, 40, rng) > 0.95 * best_rate(cost, often, 8)
+
+
+def test_what_was_not_verified_says_nothing():
+    """Cycles cut short teach the same about the first places as whole ones, and nothing about the rest."""
+    rng, chances = np.random.default_rng(2), np.linspace(0.9, 0.6, OFFERED - 1)
+    stood = accepted(chances, OFFERED, 4000, rng)
+    whole, cut = Acceptance(OFFERED - 1), Acceptance(OFFERED - 1)
+    whole.observe(stood, OFFERED)
+    cut.observe(np.minimum(stood, 3), 4)
+    np.testing.assert_array_equal(whole.expected()[:4], cut.expected()[:4])
+    assert not cut.tried[3:].any()
+    truth = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
+    np.testing.assert_allclose(whole.expected(), truth, rtol=0.03)
+
+
+def test_evidence_fades():
+    acceptance = Acceptance(3)
+    before = acceptance.expected()
+    acceptance.observe(np.zeros(500, int), 4)
+    assert acceptance.expected()[-1] < 1.03
+    acceptance.fade(3000)
+    np.testing.assert_allclose(acceptance.expected(), before, rtol=1e-3)
+
+
+def test_kinds_of_requests_are_told_apart(cost):
+    lengths, rng = VerifyLength(OFFERED, cost, "auto"), np.random.default_rng(3)
+    often, never = (accepted(np.full(OFFERED - 1, p), OFFERED, 4000, rng) for p in (0.95, 0.02))
+    lengths.observe(OFFERED, {"greedy": often, "sampled": never}, 32)
+    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length > 8
+    assert lengths.choose({"sampled": 8}, 8, 1024.0, all_compiled).length == 1
+    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length > 8
+
+
+def test_the_same_history_gives_the_same_choice(cost):
+    def but_eight(length: int) -> Status:
+        return "pending" if length == 8 else "compiled"
+
+    def history() -> list[int]:
+        rng, lengths, made = np.random.default_rng(4), VerifyLength(OFFERED, cost, "auto"), []
+        for chance in rng.random(60):
+            made.append(lengths.choose({"greedy": 40, "sampled": 3}, 64, 512.0, but_eight).length)
+            stood = accepted(np.full(OFFERED - 1, chance), made[-1], 99, rng)
+            lengths.observe(made[-1], {"greedy": stood}, 7)
+        return made
+
+    made = history()
+    assert made == history()
+    assert len(set(made)) > 1
+    assert 8 not in made
+
+
+def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
+    lengths = VerifyLength(OFFERED, cost, "auto")
+    lengths.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
+    choice = lengths.choose({"greedy": 64}, 64, 1024.0, lambda n: "compiled" if n == OFFERED else "missing")
+    assert (choice.length, choice.wanted) == (OFFERED, 1)
+    lost = cost.ms(64, OFFERED, 1024.0) - cost.ms(64, 1, 1024.0)
+    assert choice.loss_s == pytest.approx(lost / 1e3, rel=0.03)
+    asked = [lengths.worth_compiling("program", 1.0) for _ in range(12)]
+    assert asked == [i == 4 for i in range(12)]
+
+
+@pytest.mark.parametrize("name", ["4B", "8B"])
+def test_costs_grow_with_rows_and_only_lengths_that_save_time_have_programs(name):
+    cost = cost_of(name)
+    for slots in (1, 2, 8, 24, 32, 64, 128):
+        spent = [cost.ms(slots, n, 1024.0) for n in range(1, OFFERED + 1)]
+        assert all(b > 0.97 * a for a, b in itertools.pairwise(spent))
+        assert cost.ms(slots, OFFERED, 8192.0) > spent[-1]
+        found = VerifyLength(OFFERED, cost, "auto").candidates(slots, 1024.0)
+        assert found[0] == 1
+        assert found[-1] == OFFERED
+    assert len(VerifyLength(OFFERED, cost, "auto").candidates(1, 1024.0)) <= 3
+    assert len(VerifyLength(OFFERED, cost, "auto").candidates(64, 1024.0)) >= 4
+
+
+def test_measured_points_are_given_back():
+    """In the shapes that were measured, a cycle costs what it cost."""
+    pairs = {row["pair"]: row for row in costs.measured()}
+    assert "qwen3-4b" in pairs
+    for name, row in pairs.items():
+        cost = cost_of(name.removeprefix("qwen3-").upper())
+        for slots, verified, ms, _ in row["cycles"]:
+            assert cost.ms(slots, verified, float(row["context"])) == pytest.approx(ms, rel=1e-3)
+
+
+@pytest.mark.parametrize("length", [0, -1, 17, True, "most"])
+def test_lengths_that_load_refuses(length):
+    with pytest.raises(ParameterError, match="verify_length must be"):
+        dj.load(verify_length=length)
+
+
+def test_a_fixed_length_is_kept_and_texts_are_the_same():
+    model = dj.load(dtype="float32", max_batch=2, max_model_len=128, verify_length=4)
+    params = [
+        dj.SamplingParams(max_tokens=40, ignore_eos=True),
+        dj.SamplingParams(max_tokens=40, temperature=1.0, seed=5),
+    ]
+    prompts = ["def main(", "class Stack:\n"]
+    cut = dj.generate(model, prompts, params)
+    assert max(n for row in cut for n in row.acceptance_lengths) == 4
+    assert set(model.engine.lengths.cycles) == {4}
+    model.engine.verify_length = None
+    assert [row.token_ids for row in dj.generate(model, prompts, params)] == [row.token_ids for row in cut]
