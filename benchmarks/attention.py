@@ -4,8 +4,9 @@
     python benchmarks/attention.py --sweep     # time the kernel's choices for each shape, write nothing
 
 A figure is the time of one call inside one compiled loop on the device, with everything the call launches (folding the heads,
-the kernel, the merge of the parts): the host's clock around many calls, divided by their number. Every call reads other pages than
-the calls before it, over 512 MB or more, so that nothing is left in the 60 MB L2; a call's output is the next one's queries.
+the kernel, the merge of the parts; a schedule, where layers share one, once for eight calls or more): the host's clock around many
+calls, divided by their number. Every call reads other pages than the calls before it, over 512 MB or more, so that nothing is left
+in the 60 MB L2; a call's output is the next one's queries.
 Correctness is checked first, in the same process: one sequence against float64, all against the jnp definition.
 """
 
@@ -27,6 +28,7 @@ import numpy as np
 from dflash_kernels.paged_attention.mosaic_gpu import tuned
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
 from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.paged_attention.schedule import PagedSchedule, paged_schedule, schedule_helps
 from record import Record, arguments
 
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
@@ -78,7 +80,7 @@ FULL_CASES = [Case(b, 4096, 16, causal=False) for b in (64, 8)]
 STORED_CASES = [
     Case(b, 4096, t, stored=stored) for stored in ("fp8", "int8") for b in (64, 8) for t in (1, 16)
 ]  # fmt: skip
-RAGGED_CASES = [Case(32, 32768, t, others=500) for t in (1, 16)]
+RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8, 512)) for t in (1, 16)]
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
 
 
@@ -161,8 +163,10 @@ def error_of(true: np.ndarray, out: jax.Array) -> float:
 def check(case: Case, given: Inputs) -> float:
     """Stops the run where the kernel is wrong; returns its error against float64."""
     call = ragged(case, given)
+    shared = {"schedule": dealt(case, call[4])} if deals(case) else {}
     ours, theirs = (
-        implementation(case, name)(*call, **given.scales)[0].astype(jnp.float32) for name in ("mosaic_gpu", "xla")
+        implementation(case, name)(*call, **given.scales, **shared)[0].astype(jnp.float32)
+        for name in ("mosaic_gpu", "xla")
     )
     error, apart = (
         error_of(truth(case, call, given.scales), ours),
@@ -173,7 +177,20 @@ def check(case: Case, given: Inputs) -> float:
     return error
 
 
-def measure(case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False) -> list[float]:
+def deals(case: Case) -> bool:
+    """Whether a model's layers would share a schedule."""
+    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "tokens": case.t, "longest": case.length}
+    return case.stored == "bf16" and schedule_helps(case.b, **shape)
+
+
+def dealt(case: Case, lens: jax.Array) -> PagedSchedule:
+    """The schedule that calls with these lengths share."""
+    return paged_schedule(lens, heads=HEADS, kv_heads=KV_HEADS, tokens=case.t)
+
+
+def measure(
+    case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False, scheduled: bool = False
+) -> list[float]:
     """Microseconds of one call, in each of several runs of about 40 ms."""
     copies = given.tables.shape[0]
     unrolled = copies if slow else max(copies, 8)
@@ -185,8 +202,9 @@ def measure(case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool
 
         def body(_, carry):
             q, tables = carry
+            options = scales | ({"schedule": dealt(case, lens)} if scheduled else {})
             for call in range(unrolled):
-                q = attend(q, k, v, tables[call % copies], lens, live, **scales)[0]
+                q = attend(q, k, v, tables[call % copies], lens, live, **options)[0]
             # The tables move, so that nothing about them is taken out of the loop.
             return q, jnp.roll(tables, 1, axis=0)
 
@@ -258,7 +276,8 @@ def main() -> None:
         names = ["mosaic_gpu", "xla"] if compared and not options.without_xla else ["mosaic_gpu"]
         peer = PEER_US[case.b, case.length].get(case.t) if compared else None
         for name in names:
-            times = measure(case, given, implementation(case, name), slow=name == "xla")
+            scheduled = name != "xla" and deals(case)
+            times = measure(case, given, implementation(case, name), slow=name == "xla", scheduled=scheduled)
             middle = statistics.median(times)
             record.add(
                 case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",

@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 import jax.numpy as jnp
-from dflash_kernels import NoImplementationError, paged_attention, ragged_paged_attention
+from dflash_kernels import NoImplementationError, PagedSchedule, paged_attention, ragged_paged_attention
 from dflash_kernels.target import target
 from jaxtyping import Array, Float, Int
 
@@ -24,6 +24,7 @@ def attend_to_pages(
     q_lens: Int[Array, "B"],
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    schedule: PagedSchedule | None = None,
     **options: Any,
 ) -> Float[Array, "B T N H"]:
     """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
@@ -33,7 +34,8 @@ def attend_to_pages(
             return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
         except NoImplementationError:
             pass
-    return cast(Array, paged_attention(q, *keys, q_lens=q_lens, k_scale=k_scale, v_scale=v_scale, **options))
+    options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
+    return cast(Array, paged_attention(q, *keys, q_lens=q_lens, **options))
 
 
 def fills(sequences: int, tokens: int, heads: int) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import kv_write, latent_encode, latent_write, mla_write, qkv_write
+from dflash_kernels import PagedSchedule, kv_write, latent_encode, latent_write, paged_schedule, qkv_write, schedule_helps
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.chunks import attend_to_pages
@@ -45,6 +45,7 @@ class PagedAttend:
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
         self.slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
+        self._schedule: PagedSchedule | None = None
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
         i = layer.index
@@ -59,8 +60,18 @@ class PagedAttend:
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
-            k_scale=k_scale, v_scale=v_scale,
+            k_scale=k_scale, v_scale=v_scale, schedule=self._shared(layer),
         )  # fmt: skip
+
+    def _shared(self, layer: Attention) -> PagedSchedule | None:
+        """The schedule of all layers, made for the first."""
+        config, tokens = layer.config, self.slots.shape[0] // self.q_lens.shape[0]
+        heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+        longest = self.page_table.shape[1] * self._pages.page_size
+        sequences = self.seq_lens.shape[0]
+        if self._schedule is None and schedule_helps(sequences, tokens=tokens, longest=longest, **heads):
+            self._schedule = paged_schedule(self.seq_lens, tokens=tokens, **heads)
+        return self._schedule
 
     def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
         """Latent attention: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`."""

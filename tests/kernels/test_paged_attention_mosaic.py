@@ -61,6 +61,7 @@ CASES = {
     "q16-direct": (16, 4, 64, 128, [190, 70, 5, 0], [16, 3, 16, 16], {}, Tuning(splits=1)),
     "q16-split": (16, 4, 64, 128, [330, 70, 5, 0], [16, 0, 16, 16], {}, Tuning(splits=2)),
     "q16-apart": (16, 4, 64, 64, [230, 70, 0], [16, 3, 16], {}, Tuning(splits=2, together=False)),
+    "q4-cluster": (4, 4, 64, 128, [330, 70, 0], None, {}, Tuning(splits=4, together=True)),
     "q16-full": (16, 4, 64, 128, [330, 64, 5, 0], [16, 3, 16, 16], {"causal": False}, Tuning(splits=2)),
     "page16": (4, 1, 16, 64, [150, 17], [4, 2], {}, Tuning(splits=2, merge="xla")),
     "page32": (3, 8, 32, 64, [150, 96], [3, 2], {"causal": False}, Tuning(splits=2)),

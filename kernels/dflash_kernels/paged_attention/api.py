@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Int8
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.paged_attention.schedule import PagedSchedule
 from dflash_kernels.paged_attention.triton import paged_attention_triton
 
 IMPLEMENTATIONS = {
@@ -36,6 +37,7 @@ def paged_attention(
     v_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "K H"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    schedule: PagedSchedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Decode, verification and draft attention: T query tokens for each sequence over its pages.
@@ -61,6 +63,8 @@ def paged_attention(
       v_scale: float32 factor of the values. float8 pages: as for the keys. int8 pages: of each KV head and channel.
       scale: softmax scale, `H ** -0.5` where None.
       return_lse: also return the natural-log sum of exponentials, float32, sinks included.
+      schedule: from `paged_schedule` of the same lengths, for all layers of a step: which CTA takes which part. Changes speed and
+        rounding only, and is ignored where nothing uses it.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -86,6 +90,7 @@ def paged_attention(
             causal=causal, window=window or (None, None), soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes,
             alibi_sqrt=alibi_sqrt, k_scale=_fitting(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
             v_scale=_fitting(v_scale, v_pages, "v_scale", (kv_heads, h)), scale=h**-0.5 if scale is None else scale,
+            schedule=schedule,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

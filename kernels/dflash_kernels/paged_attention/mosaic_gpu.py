@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
+from dflash_kernels.paged_attention.schedule import PagedSchedule
 from dflash_kernels.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
@@ -36,12 +37,13 @@ def paged_attention_mosaic_gpu(
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper(causal=causal)
     return tuned(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
-        scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
+        scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale, schedule=schedule,
     )  # fmt: skip
 
 
@@ -62,6 +64,7 @@ def tuned(
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -73,7 +76,7 @@ def tuned(
     exact, sizes = described(q, k_pages, page_table, causal)
     tuning = tuning or choose("paged_attention", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
-        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, causal=causal,
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
         window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, tuning=tuning, interpret=interpret,
     )  # fmt: skip
 
@@ -93,9 +96,11 @@ def described(q: Array, k_pages: Array, page_table: Array, causal: bool) -> tupl
 )  # fmt: skip
 def _attend(
     q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None,
-    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, *, tuning: Tuning, interpret: Any, **mask: Any,
+    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, schedule: PagedSchedule | None, *, tuning: Tuning,
+    interpret: Any, **mask: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.paged_attention import mosaic_gpu_items as dealing
     from dflash_kernels.paged_attention import mosaic_gpu_kernel as wide
     from dflash_kernels.paged_attention import mosaic_gpu_merge as merging
     from dflash_kernels.paged_attention import mosaic_gpu_narrow as narrow
@@ -104,9 +109,10 @@ def _attend(
     kv_heads, page_size = k_pages.shape[1:3]
     group = n // kv_heads
     rows = tokens * group
+    dealt = {"items": schedule.items.shape[0]} if schedule is not None and k_scale is None else {}
     launch = (plan if k_scale is None else plan_narrow)(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
-        table_width=page_table.shape[1], has_sinks=sinks is not None, **mask,
+        table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
     )  # fmt: skip
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs.
@@ -118,6 +124,11 @@ def _attend(
         )
         slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
     grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
+    if launch.items and schedule is not None:
+        out, lse = dealing.attention_by_items(
+            launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
+        )
+        return out.reshape(q.shape), merging.merged_lse(lse, q_lens, None, tokens, group)
     if k_scale is None or v_scale is None:
         out, parts_lse = wide.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
     else:

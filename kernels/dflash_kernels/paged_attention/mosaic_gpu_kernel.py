@@ -40,9 +40,8 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     padded = launch.width > launch.head_dim
     ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
     # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
-    out: dict[str, Any] = (
-        {} if launch.direct or launch.together else {"transforms": swizzled(jnp.float32, launch.head_dim)}
-    )
+    plain = launch.direct or launch.settles
+    out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
     filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
     freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
     buffers = {
@@ -50,7 +49,7 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
     }  # fmt: skip
-    if launch.together:
+    if launch.settles:
         buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
     if padded:
         buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
@@ -91,7 +90,7 @@ def attention(
     given = {name: array for name, array in arrays.items() if array is not None}
 
     def body(*refs, **buffers):
-        _Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
+        Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
 
     return plgpu.kernel(
         body,
@@ -117,7 +116,7 @@ def _grid(launch: Launch, b: int) -> dict[str, Any]:
     return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
 
 
-class _Block(Part):
+class Block(Part):
     """One CTA's work."""
 
     def __init__(self, launch, refs, buffers, interpret):
@@ -137,10 +136,14 @@ class _Block(Part):
         def _():
             self._nothing()
 
-        if self.launch.together:
-            buffers, rows = self.buffers, self.launch.tokens * self.launch.group
-            target = self.refs["o"].at[self.b].at[:, self.head]
-            merge_cluster(buffers["o_sm"].at[0], buffers["lse_sm"], target, rows, self.launch.splits)
+        if self.launch.together or self.launch.items:
+            self._settle()
+
+    def _settle(self):
+        """Puts the parts in shared memory together."""
+        buffers, rows = self.buffers, self.launch.tokens * self.launch.group
+        target = self.refs["o"].at[self.b].at[:, self.head]
+        merge_cluster(buffers["o_sm"].at[0], buffers["lse_sm"], target, rows, self.launch.splits)
 
     def _start(self):
         """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
@@ -260,8 +263,8 @@ class _Block(Part):
 
     def _write(self, out, lse):
         launch, o_sm = self.launch, self.buffers["o_sm"]
-        self.refs["lse"].at[self.b, self.head, self.split, pl.ds(self.first_row, ROWS)][...] = lse
-        if launch.together:
+        self._lse_row().at[pl.ds(self.first_row, ROWS)][...] = lse
+        if launch.settles:
             self.buffers["lse_sm"][...] = lse
             if out is not None:
                 o_sm.at[self.wg][...] = out
@@ -281,6 +284,9 @@ class _Block(Part):
                     plgpu.copy_smem_to_gmem(o_sm.at[wg, pl.ds(0, rows)], target)
 
         plgpu.wait_smem_to_gmem(0)
+
+    def _lse_row(self):
+        return self.refs["lse"].at[self.b, self.head, self.split]
 
     def _write_tokens(self, rows):
         """The output itself, one token's group of heads after the other. Tiles hold whole tokens, or there is only one tile."""

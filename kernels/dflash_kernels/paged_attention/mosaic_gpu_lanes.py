@@ -66,30 +66,34 @@ def pad_columns(source, target) -> None:
 
 
 def merge_cluster(part, lse, target, rows: int, parts: int) -> None:
-    """Every CTA of the cluster merges `64 / parts` rows of all, four columns in each thread; none leaves before all are read."""
+    """Every CTA of the cluster merges some rows of all, four columns in each thread; none leaves before all are read."""
     i32, f32 = th.i32(), ir.F32Type.get()
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(target)
     dtype = ir.MemRefType(target.type).element_type
     lane, warp = th.lane_and_warp()
     thread, threads = th.add(th.mul(warp, 32), lane), head_dim // 4
-    at_once, of_cta = 128 // threads, 64 // parts
+    at_once = 128 // threads
     rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
     column, held, held_lse, base = th.rem(thread, threads), th.address(part, 3), th.address(lse, 3), th.address(target)
     _cluster_barrier()
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
-    for step in range(0, of_cta, at_once):
-        row = th.add(th.add(th.mul(rank, of_cta), th.div(thread, threads)), step)
-        logits = [_load_peer(th.add(held_lse, th.mul(row, 4)), other, 1)[0] for other in range(parts)]
+    # CTAs take turns, so that few rows are everybody's and nobody has more steps than it must.
+    for step in range(0, rows, parts * at_once):
+        row = th.add(th.add(th.mul(rank, at_once), th.div(thread, threads)), step)
+        # Everything is asked for before the first answer is needed. Rows past the last lie in shared memory all the same.
+        row_held = arith.minsi(row, utils.c(63, i32))
+        place = th.add(held, th.add(th.mul(row_held, 4 * head_dim), th.mul(column, 16)))
+        logits = [_load_peer(th.add(held_lse, th.mul(row_held, 4)), other, 1)[0] for other in range(parts)]
+        loaded = [_load_peer(place, other, 4) for other in range(parts)]
         top = functools.reduce(arith.maximumf, logits)
         top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
-        place = th.add(held, th.add(th.mul(row, 4 * head_dim), th.mul(column, 16)))
         total, sums = zero, [zero] * 4
-        for other, logit in enumerate(logits):
+        for logit, values in zip(logits, loaded, strict=True):
             weight = _exp2(arith.mulf(arith.subf(logit, top), utils.c(math.log2(math.e), f32)))
             some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
             # Empty parts were never written: what lies there is skipped, not weighted.
-            values = [arith.select(some, value, zero) for value in _load_peer(place, other, 4)]
-            sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, values, strict=True)]
+            kept = [arith.select(some, value, zero) for value in values]
+            sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
             total = arith.addf(total, weight)
         share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
         quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])

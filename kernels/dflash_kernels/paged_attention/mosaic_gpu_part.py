@@ -24,7 +24,8 @@ class Part:
 
     def __init__(self, launch, refs, buffers):
         self.launch, self.refs, self.buffers = launch, refs, buffers
-        self.b, self.split, self.wg = lax.axis_index("b"), lax.axis_index("split"), lax.axis_index("wg")
+        self.b, self.split, self.parts = self._place()
+        self.wg = lax.axis_index("wg")
         heads = lax.axis_index("heads")
         self.head = lax.rem(heads, jnp.int32(launch.kv_heads))
         self.row_block = lax.div(heads, jnp.int32(launch.kv_heads))
@@ -33,6 +34,10 @@ class Part:
         # A sequence longer than its table is cut to it; positions still count from the true length.
         self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
         self._ranges()
+
+    def _place(self):
+        """Sequence, which of its parts, and how many those are."""
+        return lax.axis_index("b"), lax.axis_index("split"), jnp.int32(self.launch.splits)
 
     def limits(self, token):
         """First key a query token sees, and the key after the last one."""
@@ -55,7 +60,7 @@ class Part:
         low, high = jnp.maximum(low, 0), jnp.where(first < self.q_len, jnp.maximum(high, 0), 0)
         low_tile, high_tile = lax.div(low, keys), lax.div(high + (keys - 1), keys)
         tiles = jnp.maximum(high_tile - low_tile, 0)
-        share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
+        share = jnp.maximum(lax.div(tiles + (self.parts - 1), self.parts), launch.min_tiles)
         self.begin = low_tile + self.split * share
         self.end = jnp.maximum(jnp.minimum(self.begin + share, low_tile + tiles), self.begin)
         self.full_begin = self.begin

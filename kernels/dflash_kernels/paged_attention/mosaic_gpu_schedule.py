@@ -11,6 +11,7 @@ SHARED_MEMORY = 227 * 1024
 HALF_SHARED_MEMORY = 113 * 1024
 BARRIERS = 512  # bytes, more than any launch has
 MOST_SPLITS = 32
+MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Tuning:
       keys: keys of a tile, 64 or 128.
       min_tiles: fewest tiles worth a part of their own.
       merge: who puts the parts together afterwards, "kernel" or "xla".
-      together: let the CTAs of a sequence's two parts, a cluster, put them together themselves.
+      together: let the CTAs of a sequence's parts, a cluster of up to eight, put them together themselves.
     """
 
     splits: int | None = None
@@ -55,6 +56,7 @@ class Launch:
       splits: parts that a sequence's visible pages are dealt to; min_tiles: fewest tiles worth a part of their own.
       direct: write the output itself (one split, no sinks) rather than float32 partial results.
       together: CTAs of a cluster write the output, put together from the parts in their shared memories.
+      items: parts are as a `PagedSchedule` says, so many of them; the last CTA of a sequence's puts them together. 0 without one.
     """
 
     tokens: int
@@ -77,6 +79,12 @@ class Launch:
     scale: float
     alibi_sqrt: bool = False
     together: bool = False
+    items: int = 0
+
+    @property
+    def settles(self) -> bool:
+        """Whether the launch puts the parts together itself."""
+        return self.together or self.items > 0
 
     @property
     def block_rows(self) -> int:
@@ -95,9 +103,9 @@ class Launch:
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
-    has_sinks: bool, **mask: Any,
+    has_sinks: bool, items: int = 0, **mask: Any,
 ) -> Launch:  # fmt: skip
-    """Cuts a call into CTAs."""
+    """Cuts a call into CTAs, `items` for each KV head where a schedule says which and the shapes are such as it takes."""
     tiles = -(-tokens * group // ROWS)
     width = -(-head_dim // 16) * 16
     # Two warpgroups of wider heads would not fit into shared memory, and do not share rows that are padded.
@@ -116,10 +124,16 @@ def plan(
     # A part that starts or ends inside a token's group of rows has no place in the output until it is merged, and a token's rows
     # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
-    direct = splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
-    # Measured: pairs gain where the parts are large, clusters of four lose.
-    possible = splits == 2 and not has_sinks and tiles == 1 and head_dim in (64, 128)
-    together = possible and (tokens * group > ROWS // 2 if tuning.together is None else tuning.together)
+    if not takes_items(tokens * group, head_dim, has_sinks):
+        items = 0
+    direct = not items and splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
+    # Measured: pairs gain where the parts are large, clusters of four and of eight lose, also one sequence's.
+    possible = 2 <= splits <= MOST_TOGETHER and not has_sinks and tiles == 1 and head_dim in (64, 128)
+    together = (
+        not items
+        and possible
+        and (splits == 2 and tokens * group > ROWS // 2 if tuning.together is None else tuning.together)
+    )
     stages = tuning.stages
     if stages is None:
         queries = warpgroups * ROWS * width * (4 if direct else 6) + (keys * width * 4 if width > head_dim else 0)
@@ -128,8 +142,13 @@ def plan(
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits,
-        min_tiles=tuning.min_tiles, direct=direct, together=together, **mask,
+        min_tiles=tuning.min_tiles, direct=direct, together=together, items=items, **mask,
     )  # fmt: skip
+
+
+def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:
+    """Whether the parts of calls of that kind can be put together by their own CTAs."""
+    return rows <= ROWS and head_dim in (64, 128) and not has_sinks
 
 
 def plan_narrow(

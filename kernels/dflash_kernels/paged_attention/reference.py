@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from dflash_kernels.paged_attention.schedule import PagedSchedule
+
 
 def paged_attention_reference(
     q: Float[Array, "B T N H"],
@@ -22,8 +24,12 @@ def paged_attention_reference(
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32."""
+    """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
+
+    `schedule` is ignored.
+    """
     b, t, n, h = q.shape
     pages, kv_heads, p, _ = k_pages.shape
     table = jnp.clip(page_table, 0, pages - 1)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.jax_triton_call import jax_triton, usable_target
+from dflash_kernels.paged_attention.schedule import PagedSchedule
 from dflash_kernels.paged_attention.triton_merge import merged
 from dflash_kernels.paged_attention.triton_schedule import FIRST_WITH_FLOAT8, Tuning, plan
 from dflash_kernels.target import Target
@@ -32,6 +33,7 @@ def paged_attention_triton(
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
     tuning: Tuning = CHOSEN,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take; `tuning` is for benchmarks."""
