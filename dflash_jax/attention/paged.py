@@ -4,7 +4,16 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import PagedSchedule, kv_write, latent_encode, latent_write, paged_schedule, qkv_write, schedule_helps
+from dflash_kernels import (
+    PagedSchedule,
+    kv_write,
+    latent_encode,
+    latent_write,
+    mla_write,
+    paged_schedule,
+    qkv_write,
+    schedule_helps,
+)
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.chunks import attend_to_pages
