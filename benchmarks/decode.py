@@ -101,14 +101,17 @@ def main() -> None:
         help="implementations of paged attention, one after the other",
     )  # fmt: skip
     parser.add_argument(
-        "--chain", action="store_true", help="one launch between two layers' attention, where it takes the rows"
+        "--chain",
+        action=argparse.BooleanOptionalAction,
+        default=chain.CHAIN_LAYERS,
+        help="one launch between two layers' attention where it takes the rows, or separate operations",
     )
     parser.add_argument(
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     options = parser.parse_args()
     chain.CHAIN_LAYERS = options.chain
-    suffix = " chain" if options.chain else ""
+    suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     every = dict(IMPLEMENTATIONS)
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)

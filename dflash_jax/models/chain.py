@@ -12,8 +12,7 @@ from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
 from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import fits, run_rows
 
-# Off: on an H200 a decode step of Qwen3-4B takes as long as with separate operations, not less (benchmarks/decode.py --chain).
-CHAIN_LAYERS = False
+CHAIN_LAYERS = True  # False for separate operations: for comparisons
 # Products with what follows them as one launch, for a few hundred rows (`dflash_jax.models.rows`).
 DENSE_ROWS = True
 
