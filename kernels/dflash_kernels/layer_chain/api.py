@@ -28,7 +28,12 @@ def layer_chain_refusal(
 
 def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
     """A residual stream as `layer_chain` keeps it: float32, a column for each token, and columns of zeros up to `n`."""
-    return jnp.pad(x.astype(jnp.float32), ((0, padded_rows(x.shape[0]) - x.shape[0]), (0, 0))).T
+    columns = padded_rows(x.shape[0])
+    if x.shape[0] == 1:
+        # No transpose: XLA would lay the row out by columns, and a copy of the embedding table that it comes from with it.
+        first = jax.lax.broadcasted_iota(jnp.int32, (x.shape[1], columns), 1) == 0
+        return jnp.where(first, x.reshape(-1).astype(jnp.float32)[:, None], 0.0)
+    return jnp.pad(x.astype(jnp.float32), ((0, columns - x.shape[0]), (0, 0))).T
 
 
 def chain_counters() -> Int[Array, "n w"]:

@@ -12,6 +12,7 @@ from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
 from dflash_kernels.target import target
 
 WORTH = 64 * 2**20  # bytes of a layer's weights
+WORTH_ROWS = 16  # more have not been measured to be faster than separate operations
 
 
 def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]:
@@ -28,6 +29,8 @@ def refuse(rows: int, dtype: Any, **widths: int) -> None:
     """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its meetings."""
     refuse_other_than_hopper()
     _refuse_dtypes(dtype)
+    if rows > WORTH_ROWS:
+        raise NotImplementedError(f"is known to be faster for up to {WORTH_ROWS} rows, not {rows}")
     products = plan(live=rows, ctas=target().multiprocessors, eps=0.0, **widths).products
     size = sum(2 * product.parts * product.features * product.depth for product in products)
     if size < WORTH:
