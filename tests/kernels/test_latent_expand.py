@@ -46,8 +46,8 @@ def check(case: tuple[np.ndarray, ...], k: Any, v: Any) -> None:
         places = np.arange(start, start + count)
         rows = pages[table[b, places // page_size], 0, places % page_size].astype(np.float64)
         k_pe = np.broadcast_to(rows[:, None, rank:], (count, uk.shape[0], rows.shape[1] - rank))
-        expected = np.concatenate([np.einsum("sr,npr->snp", rows[:, :rank], uk), k_pe], axis=-1)
-        for found, true in ((k, expected), (v, np.einsum("sr,nvr->snv", rows[:, :rank], uv))):
+        expected = np.concatenate([np.einsum("sr,npr->snp", rows[:, :rank], uk, optimize=True), k_pe], axis=-1)
+        for found, true in ((k, expected), (v, np.einsum("sr,nvr->snv", rows[:, :rank], uv, optimize=True))):
             own = np.asarray(found[b, :count], np.float64)
             np.testing.assert_allclose(own, true, rtol=eps, atol=max(eps, 1e-6))
 
@@ -85,7 +85,7 @@ def test_kernel_interpreted(starts, lens, page_size: int, rows: int, rank: int, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("heads", [1, 16, 128])
+@pytest.mark.parametrize("heads", [1, 16])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_kernel_on_a_gpu(page_size: int, cluster: int, heads: int, dtype: Any) -> None:
