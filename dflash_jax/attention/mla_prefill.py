@@ -60,7 +60,8 @@ def chunked_prefill(
         with jax.named_scope("latent_context"):
             chunks = (jnp.max(last, initial=0) + chunk - 1) // chunk
             out, _ = jax.lax.fori_loop(0, chunks, add, (out.astype(wide), lse.astype(wide)))
-    return out.astype(q_nope.dtype)
+    new = jnp.arange(t) < q_lens[:, None]
+    return jnp.where(new[..., None, None], out, 0).astype(q_nope.dtype)
 
 
 def expanded_rows(

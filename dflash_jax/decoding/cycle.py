@@ -43,16 +43,16 @@ def cycle(
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
-    if setup.draft is not None and setup.width > 1:
-        proposing, draft_pages = draft_block(setup, drafter, target, draft_pages, page_table, state)
-        with jax.named_scope("propose"):
-            if setup.mode == "greedy":
-                proposals = drafter.best(proposing, target.head_weight)
-            else:
-                draft_logits = drafter.logits(proposing, target.head_weight)
-                draft_noise = None if noise is None else noise[:, :-1]
-                proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
-        ids = jnp.concatenate([ids, proposals], axis=1)
+        if setup.width > 1:
+            proposing, draft_pages = draft_block(setup, drafter, target, draft_pages, page_table, state)
+            with jax.named_scope("propose"):
+                if setup.mode == "greedy":
+                    proposals = drafter.best(proposing, target.head_weight)
+                else:
+                    draft_logits = drafter.logits(proposing, target.head_weight)
+                    draft_noise = None if noise is None else noise[:, :-1]
+                    proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
+            ids = jnp.concatenate([ids, proposals], axis=1)
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places

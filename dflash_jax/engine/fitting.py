@@ -35,15 +35,16 @@ class Fitting:
             return self.run.setup.offered
         slots = len(self.run.slots.jobs)
         first = requests[:1]  # decodes alone until the next one is prefilled
-        kinds, context = Counter(map(kind_of, first)), float(len(first[0].prompt))
-        return self.core.lengths.choose(kinds, slots, context, lambda _: "missing").length
+        kinds: Counter[Kind] = Counter(kind_of(request) for request in first)
+        return self.core.lengths.choose(kinds, slots, float(len(first[0].prompt)), lambda _: "missing").length
 
     def lengths(self, cycles: int) -> tuple[Setup, int]:
         """What the next cycles verify, and how many of them there are to be, at most `cycles`."""
         run, lengths, running = self.run, self.core.lengths, self.run.slots.decoding
         if run.setup.draft is None or not running:
             return run.setup, cycles
-        slots, kinds = len(run.slots.jobs), Counter(kind_of(job.request) for job in running)
+        slots = len(run.slots.jobs)
+        kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
         choice = lengths.choose(kinds, slots, self.context, partial(self._status, slots, cycles))
         cycles = lengths.patience(kinds, cycles)
         if lengths.worth_compiling((slots, choice.wanted), choice.loss_s * cycles):
@@ -74,7 +75,7 @@ class Fitting:
     def learn(self, running: Sequence[Job], verified: int, rows: Emitted) -> None:
         """Tells who chooses lengths how many proposals stood in each cycle that ran."""
         if self.run.setup.draft is not None:
-            counts, accepted = rows.counts, rows.accepted
+            counts, accepted = np.asarray(rows.counts), np.asarray(rows.accepted)
             columns = {kind: [job.slot for job in running if kind_of(job.request) == kind] for kind in get_args(Kind)}
             stood = {kind: accepted[:, found][counts[:, found] > 0] for kind, found in columns.items()}
             self.core.lengths.observe(verified, stood, int(np.sum(np.any(counts > 0, axis=1))))

@@ -78,7 +78,7 @@ class VerifyLength:
     def rates(self, kinds: Mapping[Kind, int], slots: int, context: float) -> dict[int, float]:
         """Expected tokens a millisecond of each candidate, for so many running requests of each kind."""
         assert self.cost is not None
-        gains = sum(count * self.acceptance[kind].expected() for kind, count in kinds.items())
+        gains = np.sum([count * self.acceptance[kind].expected() for kind, count in kinds.items()], axis=0)
         return {n: float(gains[n - 1]) / self.cost.ms(slots, n, context) for n in self.candidates(slots, context)}
 
     def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:

@@ -92,9 +92,9 @@ def _attend(
         folded = jnp.clip(folded.astype(jnp.float32) * latent_scale, -largest, largest).astype(jnp.float16)
     if launch.rows > rows:
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - rows), (0, 0)))
-    integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
+    table, lens, new_lens = (array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens))
     order = longest_first(seq_lens) if launch.ordered else jnp.arange(b, dtype=jnp.int32)
-    out, lse = kernel.attention(launch, folded, latent_pages, *integers, order, interpret=interpret)
+    out, lse = kernel.attention(launch, folded, latent_pages, table, lens, new_lens, order, interpret=interpret)
     if launch.direct:
         out, lse = out[:, :rows], lse[:, 0, :rows]
     else:

@@ -31,7 +31,8 @@ def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None)
     x = in_parity_order(x)
     if values.dtype != jnp.int8:
         x = x * jnp.bfloat16(2.0**_HALF_SHIFT)
-    if interpret is not None:  # copies past the end give zeros on a GPU
+    # Copies past the end give zeros on a GPU, but more than 8 rows must come in eights.
+    if interpret is not None or (x.shape[0] > 8 and x.shape[0] % 8):
         x = jnp.pad(x, ((0, plan.tokens - x.shape[0]), (0, 0)))
 
     def body(x_gm, w_gm, out_gm, w_sm, x_sm, filled, emptied):
