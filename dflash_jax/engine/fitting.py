@@ -43,6 +43,8 @@ class Fitting:
         run, lengths, running = self.run, self.core.lengths, self.run.slots.decoding
         if run.setup.draft is None or not running:
             return run.setup, cycles
+        if lengths.cost is None:
+            return run.setup.verifying(lengths.current), cycles
         slots = len(run.slots.jobs)
         kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
         choice = lengths.choose(kinds, slots, self.context, partial(self._status, slots, cycles))
@@ -74,11 +76,14 @@ class Fitting:
 
     def learn(self, running: Sequence[Job], verified: int, rows: Emitted) -> None:
         """Tells who chooses lengths how many proposals stood in each cycle that ran."""
-        if self.run.setup.draft is not None:
-            counts, accepted = np.asarray(rows.counts), np.asarray(rows.accepted)
+        if self.run.setup.draft is None:
+            return
+        counts, accepted = np.asarray(rows.counts), np.asarray(rows.accepted)
+        stood: dict[Kind, np.ndarray] = {}
+        if self.core.lengths.cost is not None:  # else nobody asks, and the device waits for this
             columns = {kind: [job.slot for job in running if kind_of(job.request) == kind] for kind in get_args(Kind)}
             stood = {kind: accepted[:, found][counts[:, found] > 0] for kind, found in columns.items()}
-            self.core.lengths.observe(verified, stood, int(np.sum(np.any(counts > 0, axis=1))))
+        self.core.lengths.observe(verified, stood, int(np.count_nonzero(counts.any(axis=1))))
 
     @property
     def context(self) -> float:
