@@ -138,10 +138,10 @@ def test_workspace_grows_with_what_it_is_for():
 
 
 def test_workspace_of_experts_and_of_expanded_context():
-    """DeepSeek-V2-Lite, 512 tokens through 64 experts, and 8192 tokens of context written out for 16 heads, by hand."""
+    """DeepSeek-V2-Lite, 512 tokens through 64 experts, and 32,768 tokens of context written out for 16 heads, by hand."""
     target, kind = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], jnp.dtype("bfloat16")
     assert experts_bytes(target, 512, kind) == 512 * 64 * (3 * 1408 + 2048) * 2
-    assert context_bytes(target, 100_000, kind) == 8192 * (16 * (192 + 128) + 2 * 576) * 2
+    assert context_bytes(target, 100_000, kind) == 32_768 * (16 * (192 + 128) + 2 * 576) * 2
     assert context_bytes(target, 100, kind) == 100 * (16 * (192 + 128) + 2 * 576) * 2
     assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
 
