@@ -74,7 +74,7 @@ CASES: dict[str, tuple[str, list[int], list[int] | None, dict[str, Any], Tuning]
         {"group": 2, "window": (70, 0), "soft_cap": 1.5, "sinks": SINKS[:2], "alibi_slopes": SLOPES[2:]}, Tuning(),
     ),
 }  # fmt: skip
-ON_A_GPU = {
+TOO_LARGE_FOR_THE_INTERPRETER: dict[str, Any] = {
     "many": ("dense", list(range(200)), None, {"kv_heads": 2, "group": 2, "head_dim": 128}, Tuning()),
     "encoder": ("dense", [300, 17, 256], None, {"kv_heads": 4, "causal": False, "head_dim": 80}, Tuning()),
     "page128": ("paged", [5, 600], [1500, 900], {"page_size": 128, "head_dim": 128, "group": 16}, Tuning()),
@@ -82,17 +82,21 @@ ON_A_GPU = {
 }
 
 
-@pytest.mark.parametrize("name", CASES | ON_A_GPU)
+def agrees_with_float64(case: tuple[str, list[int], list[int] | None, dict[str, Any], Tuning], interpret: Any) -> None:
+    form, q_lens, kv_lens, changes, tuning = case
+    made = make_case(q_lens, kv_lens, **{"dtype": jnp.bfloat16, "kv_heads": 1, "group": 1} | changes)
+    check(made, form, tuning, interpret)
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
-    if name in ON_A_GPU and interpret is not None:
-        pytest.skip("too large for the interpreter")
-    form, q_lens, kv_lens, changes, tuning = (CASES | ON_A_GPU)[name]
-    check(
-        make_case(q_lens, kv_lens, **{"dtype": jnp.bfloat16, "kv_heads": 1, "group": 1} | changes),
-        form,
-        tuning,
-        interpret,
-    )
+    agrees_with_float64(CASES[name], interpret)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TOO_LARGE_FOR_THE_INTERPRETER)
+def test_larger_calls_agree_with_float64(name: str) -> None:
+    agrees_with_float64(TOO_LARGE_FOR_THE_INTERPRETER[name], None)
 
 
 @pytest.mark.gpu
