@@ -21,9 +21,6 @@ from dflash_jax.requests import Request
 if TYPE_CHECKING:
     from dflash_jax.engine.run import Run
 
-# Off: in one of several runs of the 200 random schedules a text differed, and moving sequences has not been ruled out as the cause.
-FEWER_SLOTS = False
-
 
 class Fitting:
     """Decides for one run; what it learns stays with the engine."""
@@ -60,7 +57,7 @@ class Fitting:
         """The number of slots for the next cycles: fewer than now where nobody waits and the programs for fewer are there."""
         run, now = self.run, len(self.run.slots.jobs)
         fewer = round_up(max(1, len(run.slots.taken)), self.core.buckets.batch)
-        if not FEWER_SLOTS or fewer >= now or run.waiting or run.slots.prefilling is not None:
+        if fewer >= now or run.waiting or run.slots.prefilling is not None:
             return now
         length = self.core.lengths.current
         moves = [(now, fewer), (fewer, run.most_slots)]

@@ -146,6 +146,10 @@ class Slots:
         return rows
 
     def table(self, width: int, slot: int | None = None) -> np.ndarray:
-        """The first `width` columns of all slots' page tables, or of one."""
+        """The first `width` columns of all slots' page tables, or of one, as an array of its own.
+
+        Programs run while the host goes on, and on a CPU they may read the very memory they were given: a table that changed
+        under a chunk of a prompt would send its keys and values to other requests' pages.
+        """
         rows = self.tables if slot is None else self.tables[slot : slot + 1]
-        return np.ascontiguousarray(rows[:, :width])
+        return rows[:, :width].copy()

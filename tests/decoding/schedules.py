@@ -29,6 +29,7 @@ class Outcome:
     found: int = 0
     cancelled: int = 0
     interrupted: int = 0
+    moved: int = 0
 
 
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
@@ -93,13 +94,14 @@ def play(
     arrived = rng.randint(1, len(requests))
     run = engine.run(requests[:arrived], cycles=rng.choice([1, 1, 1, 2, 5, 32]), slots=rng.randint(1, 4))
     got = {request.index: [] for request in requests}
-    ended, cancelled = set(), set()
+    ended, cancelled, slots = set(), set(), len(run.slots.jobs)
     with pytest.MonkeyPatch.context() as patch:
         try:
             if interrupt:
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:
                 assert update.index not in cancelled | ended
+                outcome.moved, slots = outcome.moved + (len(run.slots.jobs) != slots), len(run.slots.jobs)
                 engine.verify_length = random.Random(hash((seed, update.index, len(got[update.index])))).choice(lengths)
                 got[update.index] += update.tokens
                 if update.finish_reason is not None:

@@ -55,6 +55,26 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
     pair.assert_free()
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_programs_get_arrays_that_nobody_changes(pair, make_prompts, monkeypatch, slots):
+    """Programs may read host memory after the call has returned, so what the account writes to later is never handed over."""
+    engine, call, seen = pair.engine, pair.engine.programs.call, []
+    prompts = make_prompts((40, 130, 5, 17, 90))
+    run = engine.run([Request(i, tuple(p), SamplingParams(max_tokens=20)) for i, p in enumerate(prompts)], slots=slots)
+
+    def inspected(function, static, donate, *args):
+        given = [leaf for leaf in jax.tree.leaves(args[1:]) if isinstance(leaf, np.ndarray)]
+        kept = (run.slots.tables, run.retired)
+        assert not any(np.shares_memory(leaf, array) for leaf in given for array in kept), function.__name__
+        seen.append((function.__name__, len(given)))
+        return call(function, static, donate, *args)
+
+    monkeypatch.setattr(engine.programs, "call", inspected)
+    assert {update.index for update in run} == set(range(5))
+    assert {name for name, count in seen if count} >= {"prefill_chunk", "admit_program", "loop"}
+    pair.assert_free()
+
+
 def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
     """Requests wait for slots and pages, are served in order, and give the same text as alone."""
     pair = make_pair(max_batch=2, num_pages=9)

@@ -26,11 +26,6 @@ def engine(make_pair) -> Engine:
     return engine
 
 
-@pytest.fixture(autouse=True)
-def fewer_slots(monkeypatch):
-    monkeypatch.setattr("dflash_jax.engine.fitting.FEWER_SLOTS", True)
-
-
 @pytest.fixture(scope="module")
 def texts(engine, make_prompts):
     each = [
