@@ -1,9 +1,11 @@
 """Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the memory floor.
 
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
+    python benchmarks/decode.py --models qwen3-4b --context 1024 32768 --cache-dtype fp8
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
-Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance.
+Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance. Rows
+`first token` are the time from a prompt's first chunk to its first token.
 """
 
 import argparse
@@ -19,10 +21,12 @@ import numpy as np
 from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
-from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine
+from dflash_jax.cache import page_bytes
+from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, quantise_weights
+from dflash_jax.programs import start_compiling
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -35,7 +39,9 @@ PEER = {
 }  # fmt: skip
 
 
-def build(name: str, context: int, batch: int, weight_dtype: str | None = None) -> Engine:
+def build(
+    name: str, context: int, batch: int, weight_dtype: str | None = None, cache_dtype: str | None = None
+) -> Engine:
     """An engine over random weights made on the device."""
     target, draft = TARGETS[PAIRS[name][0]], DRAFTERS[PAIRS[name][1]]
     tables = {"target": ("qwen3", target), "draft": ("dflash", draft)}
@@ -48,7 +54,7 @@ def build(name: str, context: int, batch: int, weight_dtype: str | None = None) 
         weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
-        max_batch=batch, page_size=64, max_chunk=1024,
+        max_batch=batch, page_size=64, max_chunk=1024, cache_dtype=cache_dtype,
     )  # fmt: skip
 
 
@@ -61,33 +67,39 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
     """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft."""
     target, drafter = engine.target, engine.draft
     read = stored(engine.weights["target"])
-    read += 4 * batch * context * target.num_layers * target.num_kv_heads * target.head_dim
+    read += batch * context * page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
         read += (
             stored(engine.weights["draft"]) + stored(head) - stored(engine.weights["draft"]["context_kv_proj.weight"])
         )
-        read += 4 * batch * context * drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+        read += batch * context * page_bytes(drafter, 1, engine.dtype)
     return read / BANDWIDTH * 1e3
 
 
-def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> list[float]:
-    """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
+def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> Run:
+    """A run of random prompts that gives `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
     rng = np.random.default_rng(0)
     # Prompts that wait are prefilled between shorter calls, during which the first requests decode already.
     admitting = batch * CYCLES_PER_CHUNK * -(-context // engine.buckets.chunk[-1])
     params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES + admitting), ignore_eos=True)
     requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
-    run, times = engine.run(requests, draft=draft), []
-    updates = iter(run)
-    for update in updates:
-        if not update.first and update.index == 0 and len(update.counts) == MAX_CYCLES:
+    return engine.run(requests, draft=draft)
+
+
+def measure(run: Run, calls: int) -> tuple[float, list[float]]:
+    """Seconds to the first request's first token, and milliseconds of one cycle in each device call after two of warm-up."""
+    first, times = 0.0, list[float]()
+    for update in run:
+        if update.index == 0 and update.first:
+            first = update.seconds
+        elif update.index == 0 and len(update.counts) == MAX_CYCLES:
             times.append(update.seconds / MAX_CYCLES * 1e3)
         if len(times) >= calls + 2:
             break
     run.close()
-    return times[2:]
+    return first, times[2:]
 
 
 def main() -> None:
@@ -109,10 +121,14 @@ def main() -> None:
     parser.add_argument(
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
+    parser.add_argument(
+        "--cache-dtype", default=None, choices=["fp8"], help="the target's keys and values in eight bits, scales of 1"
+    )
     options = parser.parse_args()
     chain.CHAIN_LAYERS = options.chain
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
+    suffix += "" if options.cache_dtype is None else f" {options.cache_dtype} pages"
     every = dict(IMPLEMENTATIONS)
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
     record = Record("decode" + (named + suffix).replace(" ", "_"), options)
@@ -127,28 +143,34 @@ def main() -> None:
 
 
 def add(record: Record, options: argparse.Namespace, name: str, context: int, suffix: str) -> None:
-    """Rows of one model and context: a step and a cycle for each batch, and the time of compiling."""
-    engine = build(name, context, max(options.batch), options.weight_dtype)
+    """Rows of one model and context: a step and a cycle for each batch, the first token, and the time of compiling."""
+    engine, compiling = build(name, context, max(options.batch), options.weight_dtype, options.cache_dtype), 0.0
+    at = f"ctx{context // 1024}k"
     for batch in options.batch:
-        for kind, draft in (("step", False), ("cycle", True)):
+        size = {"context": context, "batch": batch}
+        kinds = [("step", False, name), ("cycle", True, f"{name}-b16")]
+        started = time.perf_counter()
+        runs = [start(engine, draft=draft, calls=options.calls, **size) for _, draft, _ in kinds]
+        for compiled in start_compiling([job for run in runs for job in run.first_jobs()]):
+            compiled.result()
+        compiling += time.perf_counter() - started
+        print(f"compiled in {compiling:.1f} s", flush=True)
+        first = 0.0
+        for (kind, draft, model), run in zip(kinds, runs, strict=True):
             started = time.perf_counter()
-            times = measure(engine, draft=draft, context=context, batch=batch, calls=options.calls)
-            model = name if not draft else f"{name}-b16"
+            first, times = measure(run, options.calls)
+            peers = PEER[name, kind] if context == 1024 else {}
             record.add(
-                f"{kind} {model} ctx{context // 1024}k B{batch}{suffix}", "time per " + kind,
-                round(statistics.median(times), 3), "ms",
-                floor=round(floor_ms(engine, draft=draft, context=context, batch=batch), 3),
-                peer="vLLM 0.23.0, an earlier run on an H200" if context == 1024 and batch in PEER[name, kind] else None,
-                peer_value=PEER[name, kind].get(batch) if context == 1024 else None,
-                spread=[round(min(times), 3), round(max(times), 3)],
-                wall_s=round(time.perf_counter() - started, 1),
+                f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
+                round(statistics.median(times), 3), "ms", floor=round(floor_ms(engine, draft=draft, **size), 3),
+                peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
+                spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
-    record.add(
-        f"compile {name} ctx{context // 1024}k{suffix}",
-        "compile time, all programs",
-        round(engine.programs.compile_s, 1),
-        "s",
-    )
+        record.add(
+            f"first token {name}-b16 {at} B{batch}{suffix}", "time to the first token", round(first * 1e3, 1), "ms"
+        )
+    compiling += engine.programs.compile_s
+    record.add(f"compile {name} {at}{suffix}", "compile time, all programs", round(compiling, 1), "s")
 
 
 if __name__ == "__main__":
