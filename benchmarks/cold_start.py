@@ -3,8 +3,9 @@
     python benchmarks/cold_start.py
 
 Writes Hugging Face folders with random bf16 weights to local disk (about 9 GB), drops them from the page cache, and starts a fresh
-process that loads them and streams: once with an empty compilation cache, once with the one that the first process has filled, and
-once more so with the files still in the page cache. Seconds count from the parent's decision to start it.
+process that loads them and streams: once where no program has been compiled, once with those that the first process has kept, and
+both again with the files still in the page cache. Programs are kept as the command line keeps them. Seconds count from the parent's
+decision to start it.
 """
 
 import json
@@ -105,11 +106,9 @@ def child(folder: Path, started: float) -> None:
 
 
 def start(folder: Path, cache: Path) -> dict[str, float]:
-    """Stages of a fresh process with its compiled programs in `cache`."""
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    """Stages of a fresh process with its compiled programs below `cache`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    environment["XDG_CACHE_HOME"] = str(cache)
     command = [sys.executable, __file__, "--child", str(folder), repr(time.time())]
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(answer.stdout.splitlines()[-1])
@@ -131,11 +130,12 @@ def main() -> None:
         write_folder(folder, PAIR[0])
         write_folder(folder / "draft", PAIR[1])
         print(f"files written in {time.time() - began:.1f} s", flush=True)
-        for case in ("cold cache", "warm cache", "warm cache, files in memory"):
-            if "memory" not in case:
-                drop_from_page_cache(folder)
-            results[case] = start(folder, Path(scratch) / "cache")
-            print(case, results[case], flush=True)
+        for files in ("", ", files in memory"):
+            for case in ("cold cache" + files, "warm cache" + files):
+                if not files:
+                    drop_from_page_cache(folder)
+                results[case] = start(folder, Path(scratch) / f"cache{len(files)}")
+                print(case, results[case], flush=True)
     # This process has not touched the GPU until here: its children had all of it.
     record = Record("cold_start", options)
     for case, stages in results.items():

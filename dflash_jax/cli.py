@@ -161,7 +161,7 @@ def use_compilation_cache() -> None:
     from dflash_jax.compilation_cache import enable_compilation_cache
 
     try:
-        enable_compilation_cache()
+        enable_compilation_cache(note)
     except OSError as error:
         note(f"compiled programs are not kept: {error}")
 

@@ -1,40 +1,60 @@
-"""JAX's persistent compilation cache in a folder of the user's own.
+"""Compiled programs in folders of the user's own: the engine's (`stored_programs`), and JAX's persistent cache for all others.
 
-Whoever can write to that folder can run code in the processes that read it, so it is made with mode 0700 and a folder that
-others could write to, or swap for another one, is refused. The library never turns the cache on by itself; the CLI does.
+Whoever can write to these folders can run code in the processes that read them, so they are made with mode 0700 and a folder that
+others could write to, or swap for another one, is refused. The library never turns them on by itself; the CLI does.
 """
 
 import os
 import stat
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
+
+from dflash_jax.programs import Programs
 
 # Small programs are kept too: a demo on a CPU is made of them.
 MIN_COMPILE_SECONDS = 0.2
 
 
-def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/dflash_jax/xla`, or `~/.cache/dflash_jax/xla` where that variable is not an absolute path."""
+def cache_folder(name: str = "xla") -> Path:
+    """`$XDG_CACHE_HOME/dflash_jax/<name>`, or `~/.cache/dflash_jax/<name>` where that variable is not an absolute path.
+
+    Args:
+      name: "programs" for the engine's, "xla" for JAX's.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "dflash_jax" / "xla"
+    return (base if base.is_absolute() else Path.home() / ".cache") / "dflash_jax" / name
 
 
-def enable_compilation_cache() -> Path:
-    """Turns the cache on and returns its folder. A folder already named by JAX's own settings is left as it is.
+def enable_compilation_cache(notice: Callable[[str], object] = warnings.warn) -> Path:
+    """Turns both caches on and returns the folder of JAX's. A folder already named by JAX's own settings is left as it is; JAX's
+    setting `jax_enable_compilation_cache` turns both off.
+
+    Args:
+      notice: told in one sentence of a program that could not be read or kept.
 
     Raises:
-      OSError: the folder cannot be made, or others may write to it.
+      OSError: a folder cannot be made, or others may write to it.
     """
     named = jax.config.jax_compilation_cache_dir
-    if named:
-        return Path(named)
-    folder = cache_folder()
+    if not jax.config.jax_enable_compilation_cache:
+        return Path(named or cache_folder())
+    from dflash_jax.stored_programs import StoredPrograms
+
+    programs, folder = _private(cache_folder("programs")), Path(named) if named else _private(cache_folder())
+    Programs.stored = StoredPrograms(programs, notice)
+    if not named:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
+
+
+def _private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     refuse_shared(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_SECONDS)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
 
 

@@ -12,9 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
+
+if TYPE_CHECKING:
+    from dflash_jax.stored_programs import StoredPrograms
 
 
 def round_up(value: int, buckets: tuple[int, ...]) -> int:
@@ -114,9 +117,11 @@ class Programs:
     """Compiles on first use and remembers. May be asked from several threads.
 
     Attributes:
+      stored: of this process: programs that are on disk, and go there; None keeps none.
       compile_s: seconds that calls have waited for programs so far.
     """
 
+    stored: ClassVar["StoredPrograms | None"] = None
     compile_s: float = 0.0
     _compiled: dict[tuple, Any] = field(default_factory=dict)
     _pending: dict[tuple, Future] = field(default_factory=dict)
@@ -155,17 +160,30 @@ class Programs:
         if others is not None:
             return others.result()
         try:
-            # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
-            with self._tracing:
-                lowered = jax.jit(functools.partial(function, *static), donate_argnums=donate).lower(*args)
-            program = self._compiled[key] = lowered.compile()
+            program, keep = self._make(function, static, donate, args)
+            self._compiled[key] = program
             ours.set_result(program)
         except BaseException as error:
             ours.set_exception(error)
             raise
         finally:
             del self._pending[key]
+        keep()  # nobody waits for it
         return program
+
+    def _make(
+        self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple
+    ) -> tuple[Any, Callable[[], object]]:
+        """The program, and what remains to be done for it to be there next time."""
+        lower = functools.partial(self._lower, function, static, donate, args)
+        if Programs.stored is None:
+            return lower().compile(), lambda: None
+        return Programs.stored.program(function, static, donate, args, lower)
+
+    def _lower(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> Any:
+        # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
+        with self._tracing:
+            return jax.jit(functools.partial(function, *static), donate_argnums=donate).lower(*args)
 
     def forget(self) -> None:
         """For weights of other shapes than the programs were compiled for."""
