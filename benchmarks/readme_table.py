@@ -1,16 +1,25 @@
-"""Rows of `benchmarks/results/*.json` as lines of the README's table: `python benchmarks/readme_table.py [PREFIX ...]`.
+"""Fills the tables of README.md and benchmarks/README.md from `benchmarks/results/*.json`: `python benchmarks/readme_table.py`.
 
-A line is quoted in the README as it is printed here; a test compares them.
+A table stands between `<!-- figures NAMES [CASE ...] -->` and `<!-- /figures -->`. NAMES are result files, with commas in between
+and perhaps with stars; each CASE is a regular expression for whole cases, or for `case: metric`, and rows that match none are left
+out. With `rows` in place of `figures` all rows of the files are written, under the command that measured them. A test compares both
+files with what this writes.
 """
 
 import json
-import sys
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-HEADER = ("case", "metric", "measured", "floor", "peer", "device", "date", "commit")
+ROOT = Path(__file__).parents[1]
+FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"^<!-- (figures|rows) (.*) -->\n(?:.*\n)*?<!-- /\1 -->$", flags=re.MULTILINE)
+
+Row = dict[str, Any]
 
 
 def show(value: Any, unit: str = "") -> str:
@@ -23,24 +32,76 @@ def show(value: Any, unit: str = "") -> str:
     return f"{text} {unit}".strip()
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row of results as one line of the table."""
-    peer = "-" if row["peer_value"] is None else f"{show(row['peer_value'], row['unit'])} ({row['peer']})"
-    cells = (
-        row["case"], row["metric"], show(row["value"], row["unit"]), show(row["floor"], row["unit"]), peer, row["device"],
-        row["date"], show(row["commit"]),
-    )  # fmt: skip
-    return f"| {' | '.join(cells)} |"
+def table(rows: Sequence[Row]) -> str:
+    """Columns that say something: the metric is the head of the figures' column where it is the same in all rows."""
+    metrics = {row["metric"] for row in rows}
+    columns = [("case", [row["case"] for row in rows])]
+    if len(metrics) > 1:
+        columns.append(("metric", [row["metric"] for row in rows]))
+    columns.append(
+        (metrics.pop() if len(metrics) == 1 else "measured", [show(row["value"], row["unit"]) for row in rows])
+    )
+    if any(row["floor"] is not None for row in rows):
+        columns.append(("floor", [show(row["floor"], row["unit"]) for row in rows]))
+    if any(row["peer_value"] is not None for row in rows):
+        columns.append(("peer", [_peer(row) for row in rows]))
+    heads, cells = zip(*columns, strict=True)
+    lines = [heads, ["---"] * len(heads), *zip(*cells, strict=True)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def lines() -> Iterator[tuple[str, str]]:
-    """The case and the line of every row on disk."""
-    for path in sorted(RESULTS.glob("*.json")):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            yield row["case"], line(row)
+def _peer(row: Row) -> str:
+    return "-" if row["peer_value"] is None else f"{show(row['peer_value'], row['unit'])} ({row['peer'].split(',')[0]})"
+
+
+def source(row: Row) -> str:
+    """Command, commit, day and machine of a row."""
+    return f"`{row['command']}` ({row['commit'] or 'commit not recorded'}, {row['date']}, {row['device']})"
+
+
+def files(names: str) -> list[Path]:
+    return [path for name in names.split(",") for path in sorted(RESULTS.glob(f"{name}.json"))]
+
+
+def read(names: str) -> list[Row]:
+    return [row for path in files(names) for row in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def figures(names: str, cases: Sequence[str]) -> str:
+    """One table of the rows that match, and where they come from."""
+    wanted = re.compile("|".join(f"(?:{case})" for case in cases) or ".*")
+    found = [row for row in read(names) if any(map(wanted.fullmatch, (row["case"], f"{row['case']}: {row['metric']}")))]
+    if not found:
+        raise ValueError(f"no row of {names} matches {' '.join(cases)}")
+    sources = dict.fromkeys(source(row) for row in found)
+    return f"{table(found)}\n\nMeasured by " + ",\n".join(sources) + "."
+
+
+def rows(names: str) -> str:
+    """A table for each command, with the distributions that rows carry."""
+    parts = []
+    for command, group in groupby(read(names), source):
+        several = list(group)
+        versions = ", ".join(f"{name} {version}" for name, version in several[0]["versions"].items())
+        parts.append(f"{command}, with {versions}:\n\n{table(several)}")
+        for row in several:
+            if "histogram" in row:
+                counts = ", ".join(map(str, row["histogram"]))
+                parts.append(f"Cycles of `{row['case']}` that gained 1, 2, ... tokens: {counts}.")
+    return "\n\n".join(parts) or "No results are kept."
+
+
+def filled(text: str) -> str:
+    """The text with its tables as the results have them."""
+
+    def block(found: re.Match[str]) -> str:
+        kind, (names, *cases) = found[1], shlex.split(found[2])
+        body = figures(names, cases) if kind == "figures" else rows(names)
+        return f"<!-- {kind} {found[2]} -->\n{body}\n<!-- /{kind} -->"
+
+    return BLOCK.sub(block, text)
 
 
 if __name__ == "__main__":
-    prefixes = tuple(sys.argv[1:]) or ("",)
-    print(f"| {' | '.join(HEADER)} |\n|{' --- |' * len(HEADER)}")
-    print("\n".join(text for case, text in lines() if case.startswith(prefixes)))
+    for path in FILES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,8 @@
-"""What the README says is so: its Python runs, its commands parse, its files exist, its figures are rows of the results."""
+"""What the README says is so: its Python runs, its commands parse, its files exist, its figures are the results'."""
 
 import functools
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -68,23 +69,68 @@ def test_files_named_exist():
     assert [name for name in sorted(linked | quoted) if not (ROOT / name).exists()] == []
 
 
-def test_every_figure_is_a_row_of_the_results():
+@pytest.fixture(scope="module")
+def tables():
+    """The script that fills the tables."""
     spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    quoted = re.search(r"<!-- numbers -->\n(.*?)<!-- /numbers -->", TEXT, flags=re.DOTALL).group(1).splitlines()
-    assert quoted[0] == f"| {' | '.join(table.HEADER)} |"
-    known = {text for _, text in table.lines()}
-    assert [text for text in quoted[2:] if text not in known] == []
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_table_lines_hold_every_column():
-    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "benchmarks" / "readme_table.py")
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    row = {
-        "case": "step B1", "metric": "median", "value": 3.14159, "unit": "ms", "floor": 2.0, "peer": "other", "peer_value": None,
-        "device": "GPU", "date": "2026-01-01", "commit": "abc",
-    }  # fmt: skip
-    assert table.line(row) == "| step B1 | median | 3.142 ms | 2 ms | - | GPU | 2026-01-01 | abc |"
-    assert table.line(row | {"peer_value": 4}).count("4 ms (other)") == 1
+def test_tables_are_what_the_results_say(tables):
+    for path in tables.FILES:
+        text = path.read_text(encoding="utf-8")
+        assert tables.BLOCK.search(text), path
+        assert tables.filled(text) == text, f"{path}: run benchmarks/readme_table.py"
+
+
+def test_every_result_is_in_the_complete_tables(tables):
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    shown = {path for found in tables.BLOCK.finditer(text) for path in tables.files(found[2])}
+    assert shown == set(tables.RESULTS.glob("*.json"))
+
+
+def test_figures_in_the_text_are_rows(tables):
+    rows = {
+        row["metric"]: tables.show(row["value"]) for row in tables.read("pair") if row["case"] == "pair T0 B1 bfloat16"
+    }
+    fast, plain, gained = (
+        rows[metric] for metric in ("decode with drafting", "decode without drafting", "acceptance, mean over cycles")
+    )
+    words = " ".join(TEXT.split())
+    assert f"decodes {fast} tokens a second with drafting and {plain} without, {gained} tokens to a cycle" in words
+
+
+ROW = {
+    "case": "step B1", "metric": "median", "value": 3.14159, "unit": "ms", "floor": None, "peer": None, "peer_value": None,
+    "device": "GPU", "date": "2026-01-01", "commit": "abc", "command": "measure", "versions": {"jax": "1"},
+}  # fmt: skip
+
+
+def test_tables_have_the_columns_that_rows_fill(tables):
+    assert tables.table([ROW]) == "| case | median |\n| --- | --- |\n| step B1 | 3.142 ms |"
+    full = ROW | {"metric": "mean", "value": 12345.6, "floor": 2.0, "peer": "other, elsewhere", "peer_value": 4}
+    assert tables.table([full, ROW]).splitlines() == [
+        "| case | metric | measured | floor | peer |",
+        "| --- | --- | --- | --- | --- |",
+        "| step B1 | mean | 12,346 ms | 2 ms | 4 ms (other) |",
+        "| step B1 | median | 3.142 ms | - | - |",
+    ]
+
+
+def test_tables_are_filled_from_the_files(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "one.json").write_text(json.dumps([ROW, ROW | {"case": "other", "commit": None, "histogram": [3, 1]}]))
+    blocks = ("figures on* step.*", "old\n", "figures"), ("rows none", "", "rows"), ("rows one", "", "rows")
+    text = "\n".join(f"<!-- {head} -->\n{body}<!-- /{kind} -->" for head, body, kind in blocks)
+    filled = tables.filled(text)
+    assert tables.filled(filled) == filled
+    short, rest = filled.split("<!-- /figures -->")
+    assert short.endswith("| step B1 | 3.142 ms |\n\nMeasured by `measure` (abc, 2026-01-01, GPU).\n")
+    empty, whole = rest.split("<!-- rows one -->")
+    assert "No results are kept." in empty
+    assert "`measure` (commit not recorded, 2026-01-01, GPU), with jax 1:" in whole
+    assert "Cycles of `other` that gained 1, 2, ... tokens: 3, 1." in whole
+    with pytest.raises(ValueError, match="no row of one matches nothing"):
+        tables.filled(text.replace("on* step.*", "one nothing"))
