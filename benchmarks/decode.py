@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,6 +32,8 @@ from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
+# From this context on one width of the page table: programs for the beginnings of prompts take longer to compile than to run.
+LONG = 8192
 PAIRS = {"qwen3-4b": ("Qwen3-4B", "Qwen3-4B-DFlash-b16"), "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16")}
 # Peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
 PEER = {
@@ -48,14 +51,22 @@ def build(
     weights = {}
     for role, (family, config) in tables.items():
         table = family_named(family).parameters(config)
-        weights[role] = jax.jit(lambda key, table=table: init_params(table, key, "bfloat16"))(jax.random.key(len(role)))
-    weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
+        weights[role] = init_params(table, jax.random.key(len(role)), "bfloat16")
+    weights["draft"] = fuse_context_projection(draft, weights["draft"])
     if weight_dtype is not None:
         weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
         max_batch=batch, page_size=64, max_chunk=1024, cache_dtype=cache_dtype,
     )  # fmt: skip
+
+
+def resized(engine: Engine, context: int) -> Engine:
+    """The same weights for prompts of another length."""
+    engine = replace(engine, max_model_len=context + 640, num_pages=0)
+    if context >= LONG:
+        engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
+    return engine
 
 
 def stored(weights: object) -> int:
@@ -107,6 +118,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(PAIRS))
     parser.add_argument("--context", nargs="+", type=int, default=[1024])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
+    parser.add_argument("--kinds", nargs="+", default=["step", "cycle"], choices=["step", "cycle"])
     parser.add_argument("--calls", type=int, default=8)
     parser.add_argument(
         "--attention", nargs="+", default=["best"], choices=["best", *IMPLEMENTATIONS],
@@ -131,24 +143,28 @@ def main() -> None:
     suffix += "" if options.cache_dtype is None else f" {options.cache_dtype} pages"
     every = dict(IMPLEMENTATIONS)
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
-    record = Record("decode" + (named + suffix).replace(" ", "_"), options)
+    contexts = "" if 1024 in options.context else f" ctx{min(options.context) // 1024}k"
+    record = Record("decode" + (contexts + named + suffix).replace(" ", "_"), options)
     for attention in options.attention:
         IMPLEMENTATIONS.clear()
         IMPLEMENTATIONS.update(every if attention == "best" else {attention: every[attention]})
         jax.clear_caches()
         for name in options.models:
+            engine = build(name, options.context[0], max(options.batch), options.weight_dtype, options.cache_dtype)
             for context in options.context:
-                add(record, options, name, context, ("" if attention == "best" else f" {attention}") + suffix)
+                engine = resized(engine, context)
+                add(record, options, name, engine, context, ("" if attention == "best" else f" {attention}") + suffix)
+            del engine
     print(record.write())
 
 
-def add(record: Record, options: argparse.Namespace, name: str, context: int, suffix: str) -> None:
+def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, context: int, suffix: str) -> None:
     """Rows of one model and context: a step and a cycle for each batch, the first token, and the time of compiling."""
-    engine, compiling = build(name, context, max(options.batch), options.weight_dtype, options.cache_dtype), 0.0
+    compiling = 0.0
     at = f"ctx{context // 1024}k"
     for batch in options.batch:
         size = {"context": context, "batch": batch}
-        kinds = [("step", False, name), ("cycle", True, f"{name}-b16")]
+        kinds = [(kind, kind == "cycle", name if kind == "step" else f"{name}-b16") for kind in options.kinds]
         started = time.perf_counter()
         runs = [start(engine, draft=draft, calls=options.calls, **size) for _, draft, _ in kinds]
         for compiled in start_compiling([job for run in runs for job in run.first_jobs()]):
@@ -166,9 +182,8 @@ def add(record: Record, options: argparse.Namespace, name: str, context: int, su
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
-        record.add(
-            f"first token {name}-b16 {at} B{batch}{suffix}", "time to the first token", round(first * 1e3, 1), "ms"
-        )
+        case = f"first token {kinds[-1][2]} {at} B{batch}{suffix}"
+        record.add(case, "time to the first token", round(first * 1e3, 1), "ms")
     compiling += engine.programs.compile_s
     record.add(f"compile {name} {at}{suffix}", "compile time, all programs", round(compiling, 1), "s")
 

@@ -1,6 +1,7 @@
 """So many users, each sending a request as soon as the last one is answered: throughput, waiting times, acceptance.
 
-Compilation is in no figure: the same requests run once before they are timed, with the same number of slots.
+Compilation is in no figure: what a run of so many users can call is compiled first, side by side, and every prompt is served once
+before requests are timed.
 """
 
 import dataclasses
@@ -14,8 +15,11 @@ import jax
 import numpy as np
 
 from dflash_jax.bench.workload import Workload
+from dflash_jax.engine import Run
+from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
+from dflash_jax.programs import start_compiling
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -99,11 +103,14 @@ def measure(
         longest = 1 if model.draft is None or not draft else model.draft.num_drafts + 1
         if not 1 <= imposed_acceptance <= longest:
             raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {imposed_acceptance}")
-    before = engine.programs.compile_s
+    before, began = engine.programs.compile_s, time.perf_counter()
     shared, engine.share_prefixes = engine.share_prefixes, False  # or the timed prompts would be found in the pages
     engine.imposed_acceptance = imposed_acceptance
     try:
-        _serve(model, workload, concurrency, requests, draft)
+        compile_ahead(model, workload, concurrency, draft)
+        before -= time.perf_counter() - began
+        # The lengths to verify are learnt here too, as they are by whoever serves for longer than a benchmark.
+        _serve(model, workload, concurrency, min(requests, max(concurrency, len(workload.prompts))), draft)
         verified = Counter(engine.lengths.cycles)
         warm, started = engine.programs.compile_s, time.perf_counter()
         traces = _serve(model, workload, concurrency, requests, draft)
@@ -135,10 +142,27 @@ def measure(
     )
 
 
+def compile_ahead(model: Model, workload: Workload, users: int, draft: bool) -> None:
+    """Every program that this many users can need: each prompt's, and cycles of every length that may be verified."""
+    engine = model.engine
+    run = _run(model, list(_requests(workload, max(users, len(workload.prompts)))), draft, users)
+    sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
+    ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
+    setups = [run.setup.verifying(length) for length in engine.verify_lengths(run.setup, users)]
+    widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
+    loops = [Jobs(engine, setup, run.stop_width).loop(users, width) for setup in setups for width in widths]
+    for compiled in start_compiling([*run.first_jobs(), *loops]):
+        compiled.result()
+
+
+def _run(model: Model, requests: list[Request], draft: bool, users: int) -> Run:
+    return model.engine.run(requests, draft=draft, cycles=CYCLES, slots=users)
+
+
 def _serve(model: Model, workload: Workload, concurrency: int, requests: int, draft: bool) -> list[_Trace]:
     coming = _requests(workload, requests)
     first = list(itertools.islice(coming, concurrency))
-    run = model.engine.run(first, draft=draft, cycles=CYCLES, slots=concurrency)
+    run = _run(model, first, draft, concurrency)
     traces = {request.index: _Trace(time.perf_counter()) for request in first}
     try:
         for update in run:

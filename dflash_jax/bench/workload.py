@@ -115,10 +115,10 @@ def random_pair(
     memory = plan_for(engine, None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
-        role: jax.jit(lambda key, table=table: init_params(table, key, dtype))(jax.random.key(seed))
+        role: init_params(table, jax.random.key(seed), dtype)
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
-    weights["draft"] = jax.jit(lambda params: fuse_context_projection(draft, params))(weights["draft"])
+    weights["draft"] = fuse_context_projection(draft, weights["draft"])
     engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

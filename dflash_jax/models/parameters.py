@@ -83,6 +83,8 @@ def init_params(
     """Random weights in the declared shapes, for training from scratch, tests and timing.
 
     Norm weights are 1, biases and sinks 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
+
+    Not for `jit`: as it stands a shape is compiled once, while one program for the matrices of a whole model takes a minute.
     """
     params = {}
     for index, parameter in enumerate(parameters):

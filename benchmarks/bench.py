@@ -1,0 +1,65 @@
+"""What `dflash-jax bench` measures, in the shapes of a published pair with random bf16 weights: the target alone, the whole block
+verified, and lengths chosen as cycles cost, one after the other in one process.
+
+    python benchmarks/bench.py --shapes qwen3-4b --concurrency 1 8 64 --imposed-acceptance 6
+
+Random weights agree on nothing, so each cycle is told how many tokens to gain on average; rows keep that number. The rows of
+tokens per second hold all figures, which notebooks/05_benchmark.ipynb draws.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from record import Record, arguments
+
+from dflash_jax.bench import Figures, measure, random_pair, synthetic
+from dflash_jax.bench.workload import SHAPES
+
+# Name of a row, what the engine is told to verify, whether it drafts.
+KINDS = (("alone", None, False), ("block", None, True), ("auto", "auto", True))
+
+
+def add(record: Record, case: str, figures: Figures) -> None:
+    """Rows of one run."""
+    record.add(case, "tokens of all users", figures.tokens_per_s, "tokens/s", figures=figures.to_dict())
+    record.add(case, "first token, median", figures.time_to_first_token_ms["p50"], "ms")
+    record.add(case, "next token, median", figures.inter_token_ms["p50"], "ms")
+
+
+def main() -> None:
+    parser = arguments(str(__doc__))
+    parser.add_argument("--shapes", default="qwen3-4b", choices=sorted(SHAPES))
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--input-length", type=int, default=512)
+    parser.add_argument("--output-length", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=None, help="of each run (default: 2 for each user, at least 8)")
+    parser.add_argument("--imposed-acceptance", type=float, default=6.0)
+    parser.add_argument(
+        "--kinds", nargs="+", default=[name for name, _, _ in KINDS], choices=[kind[0] for kind in KINDS]
+    )
+    options = parser.parse_args()
+    record = Record("bench", options)
+    model = random_pair(
+        options.shapes,
+        max_model_len=options.input_length + options.output_length + 64,
+        max_batch=max(options.concurrency),
+    )
+    for users in options.concurrency:
+        for name, length, draft in KINDS:
+            if name not in options.kinds:
+                continue
+            model.engine.verify_length = length
+            workload = synthetic(model.target.vocab_size, options.input_length, max(8, users), options.output_length)
+            figures = measure(
+                model, workload, concurrency=users, requests=options.requests or max(8, 2 * users), draft=draft,
+                imposed_acceptance=options.imposed_acceptance if draft else None,
+            )  # fmt: skip
+            add(record, f"bench {options.shapes} in{options.input_length} U{users} {name}", figures)
+            print(f"verified {figures.verify_lengths}, compiled in {figures.compile_s} s", flush=True)
+    print(record.write())
+
+
+if __name__ == "__main__":
+    main()
