@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
     python benchmarks/decode.py --models qwen3-4b --context 1024 32768 --cache-dtype fp8
+    python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
 Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance. Rows
@@ -10,6 +11,7 @@ Random weights accept next to nothing, so a cycle's context grows by one token; 
 
 import argparse
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -136,6 +138,9 @@ def main() -> None:
     parser.add_argument(
         "--cache-dtype", default=None, choices=["fp8"], help="the target's keys and values in eight bits, scales of 1"
     )
+    parser.add_argument(
+        "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
+    )
     options = parser.parse_args()
     chain.CHAIN_LAYERS = options.chain
     suffix = "" if options.chain else " separate"
@@ -155,7 +160,17 @@ def main() -> None:
                 engine = resized(engine, context)
                 add(record, options, name, engine, context, ("" if attention == "best" else f" {attention}") + suffix)
             del engine
-    print(record.write())
+    print(record.write(), flush=True)
+    if options.transformers:
+        measure_transformers(options)
+
+
+def measure_transformers(options: argparse.Namespace) -> None:
+    """Runs `peers.py` for the same models and batches, in a process of its own with the memory that JAX leaves."""
+    words = {"--models": options.models, "--context": options.context[:1], "--batch": options.batch}
+    words |= {"--out": [options.out]} | ({"--commit": [options.commit]} if options.commit else {})
+    command = [str(word) for name, values in words.items() for word in (name, *values)]
+    subprocess.run([sys.executable, str(Path(__file__).with_name("peers.py")), *command], check=True)
 
 
 def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, context: int, suffix: str) -> None:

@@ -195,11 +195,13 @@ class Programs:
         for function, static, (_, leaves) in self._compiled:
             setup = next((part for part in static if hasattr(part, "mode")), None)
             kind = "" if setup is None else f" {'draft' if setup.draft else 'plain'} {setup.mode}"
-            lines.append(f"{function.__name__}{kind} {leaves[0] if leaves else ''}".rstrip())
+            first = f"({leaves[0][0]}, '{leaves[0][1]}')" if leaves else ""
+            lines.append(f"{function.__name__}{kind} {first}".rstrip())
         return sorted(lines)
 
 
 def _signature(args: tuple) -> tuple:
     """Shapes and dtypes of all arrays but the weights, which never change shape and come first."""
     leaves, tree = jax.tree.flatten(args[1:])
-    return tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    # Asked before every launch: names of dtypes would take ten times as long to make as all the rest.
+    return tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
