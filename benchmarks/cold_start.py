@@ -81,11 +81,16 @@ def child(folder: Path, started: float) -> None:
     def done(stage: str) -> None:
         stages[stage] = round(time.time() - started, 2)
 
-    import dflash_jax as dj
+    from dflash_jax.early import begin
+
+    # As the command line does.
+    begin(folder, folder / "draft")
     from dflash_jax.compilation_cache import enable_compilation_cache
-    from dflash_jax.generation import STREAM_CYCLES, make_requests
 
     enable_compilation_cache()
+    import dflash_jax as dj
+    from dflash_jax.generation import STREAM_CYCLES, make_requests
+
     done("imported")
     prompt, params = list(range(PROMPT)), dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 

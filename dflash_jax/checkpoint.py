@@ -14,11 +14,8 @@ folders are read by whatever is installed under the entry point `dflash_jax.read
 import ctypes
 import hashlib
 import json
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -26,9 +23,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from dflash_jax.config import DecoderConfig
+from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.models import Family, family_named
 
@@ -201,6 +198,8 @@ class Converted:
 
         The caller may take arrays out of a group.
         """
+        from orbax.checkpoint import v1 as ocp  # a third of a second that other folders need not wait
+
         stored = {name: _virtual(entry) for name, entry in self.marker["parameters"].items()}
         context = ocp.Context()
         context.pytree.loading.partial_load = True
@@ -249,23 +248,6 @@ def release_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def read_ahead(paths: Sequence[Path]) -> None:
-    """Asks the system to read files into its cache while the caller does other things: up to a quarter of the memory."""
-
-    def ask() -> None:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-        with suppress(OSError):  # whoever really reads the file will say so
-            for path in paths:
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, room, os.POSIX_FADV_WILLNEED)
-                room -= path.stat().st_size
-                if room <= 0:
-                    return
-
-    if hasattr(os, "posix_fadvise"):
-        threading.Thread(target=ask, name="read ahead", daemon=True).start()
 
 
 def sha256_of(path: Path, advance: Callable[[int], Any] | None = None) -> str:

@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.completion import Completion, Piece
@@ -157,7 +158,11 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def use_compilation_cache() -> None:
+def begin(args: argparse.Namespace) -> None:
+    """Before anything slow is imported: the device starts, files are read ahead, compiled programs are kept."""
+    from dflash_jax import early
+
+    early.begin(args.model, None if args.no_draft else args.draft or (args.model and Path(args.model) / "draft"))
     from dflash_jax.compilation_cache import enable_compilation_cache
 
     try:
@@ -179,13 +184,12 @@ def run_generate(args: argparse.Namespace) -> int:
         seed=args.seed, stop=args.stop,
     )  # fmt: skip
     prompts = read_prompts(args.prompts)
-
+    begin(args)
     from dflash_jax.engine import Run
     from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, make_requests, stream
     from dflash_jax.model import Model, load
     from dflash_jax.report import stats_lines
 
-    use_compilation_cache()
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
 
     def first_run(model: Model) -> Run:
@@ -237,9 +241,9 @@ def can_show_bars(encoding: str | None) -> bool:
 
 
 def run_demo(args: argparse.Namespace) -> int:
+    begin(args)
     from dflash_jax.demo import demo
 
-    use_compilation_cache()
     return demo(args.prompts, args.max_tokens, load_options(args), bars=can_show_bars(sys.stdout.encoding))
 
 
@@ -248,9 +252,9 @@ def run_bench(args: argparse.Namespace) -> int:
         raise UsageError("--shapes makes its own weights: leave --model out")
     if args.imposed_acceptance is not None and args.shapes is None:
         raise UsageError("--imposed-acceptance is for random weights: name --shapes")
+    begin(args)
     from dflash_jax.bench.command import bench
 
-    use_compilation_cache()
     bench(args, load_options(args))
     return OK
 

@@ -22,8 +22,9 @@ import numpy as np
 from dflash_convert.hf_folder import HuggingFaceFolder, read_folder
 from dflash_convert.plan import KEEP, Plan, Step, make_plan
 from dflash_convert.safetensors_reader import DTYPES, Tensor, chunks, read_into
-from dflash_jax.checkpoint import check_dtype, read_ahead
+from dflash_jax.checkpoint import check_dtype
 from dflash_jax.config import DecoderConfig
+from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
 from dflash_jax.staging import Incoming, place
