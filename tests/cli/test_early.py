@@ -1,0 +1,67 @@
+"""What commands begin early: in the background, without the slow imports, and without a word about what fails."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dflash_jax import early
+
+
+def test_the_device_starts_and_the_models_files_are_read_ahead(tmp_path, monkeypatch):
+    begun: list[list[Path]] = []
+    monkeypatch.setattr(early, "read_ahead", begun.append)
+    (tmp_path / "draft").mkdir()
+    names = ("b.safetensors", "a.safetensors", "config.json", "draft/c.safetensors")
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    early.begin(str(tmp_path), tmp_path / "draft")
+    assert begun == [[tmp_path / name for name in ("a.safetensors", "b.safetensors", "draft/c.safetensors")]]
+
+
+@pytest.mark.parametrize("models", [("Qwen/Qwen3-4B", None), (None, False), ("/no/such/folder", True)])
+def test_models_that_are_no_folders_have_nothing_to_read(monkeypatch, models):
+    begun: list[list[Path]] = []
+    monkeypatch.setattr(early, "read_ahead", begun.append)
+    early.begin(*models)
+    assert begun == [[]]
+
+
+def test_files_that_are_gone_and_devices_that_fail_say_nothing_here(tmp_path, monkeypatch, capfd):
+    def fails():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr("jax.local_devices", fails)
+    before = set(threading.enumerate())
+    early.read_ahead([tmp_path / "gone.safetensors"])
+    early.begin()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_slow_is_imported_before(tmp_path):
+    code = """
+import sys
+import dflash_jax.cli
+from dflash_jax.early import begin
+begin(None)
+from dflash_jax.compilation_cache import enable_compilation_cache
+enable_compilation_cache()
+print([name for name in ("flax", "orbax", "dflash_kernels", "dflash_jax.model") if name in sys.modules])
+from jax._src import xla_bridge
+import jax
+jax.local_devices()
+print(len(xla_bridge._backends) > 0)
+"""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "True"]
+
+
+def test_orbax_is_imported_for_converted_folders_alone():
+    code = "import sys; import dflash_jax.generation; print('orbax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
