@@ -135,7 +135,8 @@ def main() -> None:
         write_folder(folder, PAIR[0])
         write_folder(folder / "draft", PAIR[1])
         print(f"files written in {time.time() - began:.1f} s", flush=True)
-        for files in ("", ", files in memory"):
+        # What was just written is in memory.
+        for files in (", files in memory", ""):
             for case in ("cold cache" + files, "warm cache" + files):
                 if not files:
                     drop_from_page_cache(folder)

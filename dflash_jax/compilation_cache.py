@@ -14,8 +14,8 @@ import jax
 
 from dflash_jax.programs import Programs
 
-# Small programs are kept too: a demo on a CPU is made of them.
-MIN_COMPILE_SECONDS = 0.2
+# The smallest are kept too: a start waits for some ten of them, one after the other.
+MIN_COMPILE_SECONDS = 0.0
 
 
 def cache_folder(name: str = "xla") -> Path:
