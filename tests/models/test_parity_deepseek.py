@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,36 +10,11 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend, masked_attention
-from dflash_jax.models import bind, family_of, parameter_names
+from dflash_jax.models import bind, parameter_names
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.stem for path in GOLDEN.glob("deepseek_*.npz"))
-TOLERANCE = 1e-5
+from .golden_files import TOLERANCE, cases, difference, golden
 
-
-def difference(ours: Any, theirs: np.ndarray) -> float:
-    """Largest absolute difference over the largest absolute value expected."""
-    assert ours.shape == theirs.shape
-    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
-
-
-@functools.cache
-def golden(case: str) -> tuple[Any, dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The config as this package reads it, the file's tensors as parameters, its inputs and its outputs."""
-    with np.load(GOLDEN / f"{case}.npz", allow_pickle=False) as file:
-        groups = {
-            prefix: {key.split(":")[1]: file[key] for key in file if key.startswith(prefix)}
-            for prefix in ("tensor:", "in:", "out:")
-        }
-        hf_config = json.loads(str(file["config"]))
-    family = family_of(hf_config)
-    tensors = {family.canonical(name): value.astype(np.float32) for name, value in groups["tensor:"].items()}
-    config = family.config(hf_config, tensors.keys())
-    parameters = family.parameters(config)
-    assert {source.name for parameter in parameters for source in parameter.sources} == set(tensors)
-    assert parameter_names(config) == {parameter.name for parameter in parameters}
-    params = {p.name: jnp.asarray(np.concatenate([tensors[source.name] for source in p.sources])) for p in parameters}
-    return config, params, groups["in:"], groups["out:"]
+CASES = cases("deepseek")
 
 
 class Recording:
@@ -109,7 +82,8 @@ def test_cases_are_there() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_module_agrees(case: str) -> None:
-    _, _, _, expected = golden(case)
+    config, params, _, expected = golden(case)
+    assert parameter_names(config) == set(params)
     ours = observed(case)
     expected = {name: value.reshape(ours[name].shape) for name, value in expected.items()}
     assert set(ours) == set(expected)

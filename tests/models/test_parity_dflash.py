@@ -1,9 +1,6 @@
 """The DFlash drafter against transformers' MuseGlimmerAssistant, module by module in float32 (see make_golden.py)."""
 
 import dataclasses
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,45 +8,11 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.models import DFlash, DFlashConfig, bind, family_of
+from dflash_jax.models import DFlash, DFlashConfig, bind
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.stem for path in GOLDEN.glob("dflash_*.npz"))
-TOLERANCE = 1e-5
+from .golden_files import TOLERANCE, cases, difference, golden
 
-
-def difference(ours: Any, theirs: np.ndarray) -> float:
-    """Largest absolute difference over the largest absolute value expected; entries of -inf must be the same ones."""
-    ours = np.asarray(ours)
-    assert ours.shape == theirs.shape
-    finite = np.isfinite(theirs)
-    assert np.array_equal(ours[~finite], theirs[~finite])
-    return float(np.abs(ours[finite] - theirs[finite]).max() / np.abs(theirs[finite]).max())
-
-
-@functools.cache
-def golden(case: str) -> tuple[DFlashConfig, dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
-    """The config as this package reads it, the parameters from the file's tensors, the inputs and the outputs."""
-    with np.load(GOLDEN / f"{case}.npz", allow_pickle=False) as file:
-        groups = {
-            prefix: {key.split(":")[1]: file[key] for key in file if key.startswith(prefix)}
-            for prefix in ("tensor:", "in:", "out:")
-        }
-        hf_config = json.loads(str(file["config"]))
-    family = family_of(hf_config)
-    tensors = {family.canonical(name): value for name, value in groups["tensor:"].items()}
-    config = family.config(hf_config, groups["tensor:"].keys())
-    parameters = family.parameters(config)
-    assert {source.name for parameter in parameters for source in parameter.sources} == set(tensors)
-    params = {}
-    for parameter in parameters:
-        rows = np.concatenate([tensors[source.name] for source in parameter.sources])
-        params[parameter.name] = jnp.asarray(rows.astype(parameter.dtype or np.float32))
-    inputs = {
-        name: jnp.asarray(value, jnp.int32 if value.dtype.kind == "i" else jnp.float32)
-        for name, value in groups["in:"].items()
-    }
-    return config, params, inputs, groups["out:"]
+CASES = cases("dflash")
 
 
 def observed(config: DFlashConfig, params: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:

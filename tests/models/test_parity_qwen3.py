@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,39 +12,16 @@ import pytest
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.models import bind, family_of
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = sorted(path.stem for path in GOLDEN.glob("qwen3_*.npz"))
-TOLERANCE = 1e-5
+from .golden_files import TOLERANCE, cases, difference, golden
 
-
-def difference(ours: Any, theirs: np.ndarray) -> float:
-    """Largest absolute difference over the largest absolute value expected."""
-    assert ours.shape == theirs.shape
-    return float(np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max())
-
-
-@functools.cache
-def golden(case: str) -> tuple[Any, Any, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The config as this package reads it, the model bound to the file's tensors, its inputs and its outputs."""
-    with np.load(GOLDEN / f"{case}.npz", allow_pickle=False) as file:
-        groups = {
-            prefix: {key.split(":")[1]: file[key] for key in file if key.startswith(prefix)}
-            for prefix in ("tensor:", "in:", "out:")
-        }
-        hf_config = json.loads(str(file["config"]))
-    family = family_of(hf_config)
-    tensors = {family.canonical(name): value.astype(np.float32) for name, value in groups["tensor:"].items()}
-    config = family.config(hf_config, tensors.keys())
-    parameters = family.parameters(config)
-    assert {source.name for parameter in parameters for source in parameter.sources} == set(tensors)
-    params = {p.name: jnp.asarray(np.concatenate([tensors[source.name] for source in p.sources])) for p in parameters}
-    return config, bind(config, params), groups["in:"], groups["out:"]
+CASES = cases("qwen3")
 
 
 @functools.cache
 def observed(case: str) -> dict[str, Any]:
     """Our value for every name a golden file holds."""
-    config, model, inputs, _ = golden(case)
+    config, params, inputs, _ = golden(case)
+    model = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     dense, seen = dense_attend(), {}
 
@@ -79,7 +54,8 @@ def test_every_module_agrees(case: str) -> None:
 
 
 def test_angles_are_computed_once_for_all_layers() -> None:
-    config, model, inputs, _ = golden("qwen3_untied")
+    config, params, inputs, _ = golden("qwen3_untied")
+    model = bind(config, params)
     arrays = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     text = str(jax.make_jaxpr(lambda ids, positions: model(ids, positions, dense_attend())[0])(*arrays))
     assert config.num_layers > 1
@@ -88,7 +64,8 @@ def test_angles_are_computed_once_for_all_layers() -> None:
 
 @pytest.mark.parametrize("case", ["qwen3_untied", "qwen3_window"])
 def test_taps_follow_the_order_asked_for(case: str) -> None:
-    config, model, inputs, expected = golden(case)
+    config, params, inputs, expected = golden(case)
+    model = bind(config, params)
     last = config.num_layers - 1
     _, features = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend(), (last, -1, 0))
     theirs = np.concatenate([expected[f"block{last}"], expected["embed"], expected["block0"]], axis=-1)
