@@ -145,8 +145,9 @@ def paged(case: attention.Case) -> Trial:
 
 
 def paged_choices(case: attention.Case) -> list[Choice]:
+    """Nothing to choose for a dry run's case, which the interpreter takes long for."""
     if case.length < 4096:
-        return [{}, {"stages": 3}]
+        return [{}]
     if case.b * attention.KV_HEADS >= 256:
         return [{}, {"splits": 2}, {"stages": 3}, {"keys": 128}]
     # Around the number of parts that fills the multiprocessors.
@@ -172,9 +173,9 @@ def latent(case: mla.Case) -> Trial:
 
 
 def latent_choices(case: mla.Case) -> list[Choice]:
-    """Parts for a quarter to all of the multiprocessors, where whole sequences do not fill them."""
+    """Parts for a quarter to all of the multiprocessors, where whole sequences do not fill them; nothing for a dry run."""
     if case.length < 4096:
-        return [{}, {"min_tiles": 1}]
+        return [{}]
     tiles = case.b * -(-case.t * case.heads // 64)
     splits = {max(round(132 / tiles * part), 1) for part in (0.5, 1)} if tiles < 100 else {2}
     return [{}, *({"splits": count} for count in sorted(splits)), {"min_tiles": 1}]
