@@ -1,4 +1,4 @@
-"""Pages, slots and the state between cycles: what is read, what is written, and what is given back."""
+"""Programs, slots and the state between cycles: what is read, what is written, and what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -75,16 +75,6 @@ def test_programs_get_arrays_that_nobody_changes(pair, make_prompts, monkeypatch
     pair.assert_free()
 
 
-def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
-    """Requests wait for slots and pages, are served in order, and give the same text as alone."""
-    pair = make_pair(max_batch=2, num_pages=9)
-    prompts = make_prompts((30, 5, 60, 1, 44, 12, 80))
-    mixed = [SamplingParams(max_tokens=n) for n in (10, 33, 7, 25, 1, 40, 12)]
-    together = pair.run(prompts, mixed)[0]
-    assert [len(tokens) for tokens in together] == [10, 33, 7, 25, 1, 40, 12]
-    assert together == [pair.run([prompt], one)[0][0] for prompt, one in zip(prompts, mixed, strict=True)]
-
-
 def test_no_sequence_waits_longer_than_one_chunk(make_pair, make_prompts, monkeypatch):
     """A long prompt arrives while others decode: each of its chunks is followed by cycles of theirs."""
     pair = make_pair(max_chunk=16)
@@ -103,23 +93,6 @@ def test_no_sequence_waits_longer_than_one_chunk(make_pair, make_prompts, monkey
     pair.assert_free()
     monkeypatch.undo()
     assert list(tokens.values()) == pair.run([*short, long])[0]
-
-
-def test_pages_grow_with_the_text(make_pair, make_prompts):
-    """Long answers are begun side by side in a pool that could not hold two of them whole."""
-    pair = make_pair(max_batch=4, num_pages=11)
-    params = SamplingParams(max_tokens=140)
-    assert 2 * pair.engine.pages_for(20 + 140) > 11
-    prompts = make_prompts((20, 17, 12, 9))
-    run = pair.engine.run([Request(i, tuple(p), params) for i, p in enumerate(prompts)], cycles=2)
-    tokens, most = {i: [] for i in range(4)}, 0
-    for update in run:
-        tokens[update.index] += update.tokens
-        most = max(most, len(run.slots.decoding))
-    pair.assert_free()
-    assert most >= 3
-    assert run.preemptions >= 2
-    assert list(tokens.values()) == [pair.run([prompt], params)[0][0] for prompt in prompts]
 
 
 def test_added_requests_bring_what_they_need(pair, make_prompts):
@@ -143,22 +116,6 @@ def test_added_requests_bring_what_they_need(pair, make_prompts):
     pair.assert_free()
     assert list(tokens.values()) == pair.run(prompts[:2], each)[0]
     assert len(logprobs) == 20
-
-
-def test_contents_of_lost_pages_and_other_weights_are_forgotten(make_pair, make_prompts):
-    pair = make_pair()
-    prompt = make_prompts((70,))[0]
-    expected = pair.run([prompt])[0]
-    assert pair.engine.allocator.num_published >= 70 // 16
-    for leaf in jax.tree.leaves(pair.engine.take_pools()):
-        leaf.delete()
-    assert pair.run([prompt])[0] == expected
-    weights = pair.engine.weights
-    pair.engine.weights = jax.tree.map(lambda leaf: leaf * 1.5, weights)
-    other = pair.run([prompt])[0]
-    assert other != expected
-    pair.engine.weights = weights
-    assert pair.run([prompt])[0] == expected
 
 
 def test_stop_ids_end_inside_a_block(pair, make_prompts):
@@ -214,65 +171,11 @@ def test_seed_repeats_and_none_does_not(pair, make_prompts):
     assert pair.run(prompts, free)[0] != pair.run(prompts, free)[0]
 
 
-def test_closing_early_gives_every_page_back(pair, make_prompts):
-    prompts = make_prompts((12, 30, 50, 7, 9))
-    for stop_after in range(1, 9):
-        run = pair.engine.run(
-            [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=2
-        )
-        for seen, _ in enumerate(run, 1):
-            if seen == stop_after:
-                break
-        run.close()
-        pair.assert_free()
-
-
-def test_interrupt_at_every_program_call(pair, make_prompts, monkeypatch):
-    """Ctrl-C inside any device call, also one that has consumed the pools, leaves the next call right."""
-    prompts = make_prompts((12, 30, 50))
-    expected = pair.run(prompts)[0]
-    call = pair.engine.programs.call
-    for deadly in range(12):
-        calls = iter(range(10**6))
-
-        def interrupted(*args, deadly=deadly, calls=calls):
-            result = call(*args)
-            if next(calls) == deadly:
-                raise KeyboardInterrupt
-            return result
-
-        monkeypatch.setattr(pair.engine.programs, "call", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pair.run(prompts, cycles=2)
-        monkeypatch.undo()
-        pair.assert_free()
-        assert pair.run(prompts)[0] == expected
-
-
-def test_cancelled_requests_leave_at_once(pair, make_prompts):
-    prompts = make_prompts((12, 30, 50, 9, 9, 9))
-    run = pair.engine.run(
-        [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate(prompts)], cycles=1
-    )
-    seen = dict.fromkeys(range(6), 0)
-    for update in run:
-        seen[update.index] += len(update.tokens)
-        if update.index == 1 and seen[1] > 4:
-            run.cancel(1)
-            run.cancel(5)
-    assert seen[1] < 12
-    assert seen[5] == 0
-    assert all(seen[i] == 40 for i in (0, 2, 3, 4))
-    pair.assert_free()
-
-
 def test_no_compilation_after_warmup(make_pair, make_prompts):
-    """Over 50 random prompt lengths, in batches, greedy and sampled, with and without drafting: nothing is compiled."""
+    """Over 50 random prompt lengths, in batches, greedy with drafting and sampled without: nothing is compiled."""
     pair = make_pair(max_batch=2, max_model_len=300)
     engine = pair.engine
-    for job in engine.warmup_jobs(
-        [engine.setup(mode=m, draft=d) for m in ("greedy", "sampled") for d in (True, False)]
-    ):
+    for job in engine.warmup_jobs([engine.setup(mode=m, draft=d) for m, d in (("greedy", True), ("sampled", False))]):
         job()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -285,7 +188,7 @@ def test_no_compilation_after_warmup(make_pair, make_prompts):
     for trial in range(50):
         prompts = make_prompts(rng.integers(1, 280, 1 + trial % 3), seed=trial)
         params = SamplingParams(max_tokens=int(rng.integers(1, 20)), temperature=float(trial % 2), seed=trial)
-        pair.run(prompts, params, draft=trial % 5 > 0, cycles=4)
+        pair.run(prompts, params, draft=trial % 2 == 0, cycles=4)
     assert compiled == []
 
 

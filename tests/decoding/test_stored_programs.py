@@ -141,23 +141,6 @@ def test_static_arguments_shapes_and_donation_are_in_the_key(store):
     assert store.key(step, (2.0,), (1,), arguments()) in keys
 
 
-def test_sources_are_hashed_with_their_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint.resources, "files", lambda package: tmp_path / package)
-    for package in fingerprint.SOURCES:
-        (tmp_path / package / "part").mkdir(parents=True)
-        (tmp_path / package / "a.py").write_text("x = 1")
-    found = [fingerprint.sources.__wrapped__()]
-    (tmp_path / "dflash_jax" / "a.py").write_text("x = 2")
-    found.append(fingerprint.sources.__wrapped__())
-    (tmp_path / "dflash_jax" / "a.py").rename(tmp_path / "dflash_jax" / "part" / "a.py")
-    found.append(fingerprint.sources.__wrapped__())
-    (tmp_path / "dflash_kernels" / "part" / "tuning.json").write_text("{}")
-    found.append(fingerprint.sources.__wrapped__())
-    assert len(set(found)) == 4
-    (tmp_path / "dflash_kernels" / "part" / "notes.txt").write_text("no source")
-    assert fingerprint.sources.__wrapped__() == found[-1]
-
-
 DAMAGE = {
     "empty": lambda content: b"",
     "cut off": lambda content: content[:-1],

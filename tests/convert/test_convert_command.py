@@ -1,0 +1,123 @@
+"""The command: what it says, what it refuses, and how it ends."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from dflash_convert import write
+from dflash_convert.cli import main
+from safetensors.numpy import load_file, save_file
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(hf, capsys):
+    source = hf.qwen3(tie_word_embeddings=True)
+    before = sorted(hf.root.rglob("*"))
+    assert main([str(source), "--dry-run", "--dtype", "float32"]) == 0
+    text = capsys.readouterr().out
+    line = next(line for line in text.splitlines() if line.startswith("model.layers.1.self_attn.k_proj.weight"))
+    assert line.split()[1:] == [
+        "layers.1.attn.qkv_proj.weight",
+        "32",
+        "16x32",
+        "bfloat16->float32",
+        "stack+cast",
+        "2,048",
+    ]
+    assert "peak memory about" in text
+    assert sorted(hf.root.rglob("*")) == before
+
+
+def test_dry_run_of_an_unusable_source(hf, capsys):
+    source = hf.qwen3()
+    tensors = load_file(source / "model.safetensors")
+    tensors["surprise"] = tensors.pop("model.norm.weight")
+    save_file(tensors, source / "model.safetensors")
+    assert main([str(source), "--dry-run", "--json"]) == 3
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["exit_code"] == 3
+    assert report["plan"]["target"]["missing"] == ["model.norm.weight"]
+    assert report["plan"]["target"]["unexpected"] == ["surprise"]
+    assert "surprise" in printed.err
+    assert hf.convert(source, "--output", hf.root / "out") == 3
+    assert not (hf.root / "out").exists()
+
+
+def test_json_is_one_object_on_stdout(hf, capsys):
+    assert main([str(hf.qwen3()), "--output", str(hf.root / "out"), "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    assert report["status"] == "ok"
+    assert report["verified"] == "hash"
+    assert report["target"]["parameters"] == 27
+    assert report["peak_rss_bytes"] > 0
+    assert "converting" in printed.err
+    assert main([str(hf.root / "nothing"), "--dry-run", "--json", "--quiet"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    assert report["status"] == "source not usable"
+    assert report["problems"]
+
+
+def test_quiet_prints_nothing(hf, capfd):
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["SOURCE"],
+        ["SOURCE", "--output", "SOURCE/inside"],
+        ["SOURCE", "--output", "SOURCE", "--overwrite"],
+        ["SOURCE", "--reverse", "--output", "out", "--dtype", "float16"],
+        ["SOURCE", "--reverse", "--output", "out", "--overwrite"],
+    ],
+)
+def test_wrong_usage(hf, arguments):
+    source = hf.qwen3()
+    before = sorted(hf.root.rglob("*"))
+    assert hf.convert(*(word.replace("SOURCE", str(source)) for word in arguments)) == 2
+    assert sorted(hf.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("arguments", [[], ["x", "--dtype", "int8"], ["x", "--verify", "maybe"], ["x", "--unknown"]])
+def test_wrong_usage_as_argparse_sees_it(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_a_target_and_a_drafter_that_do_not_fit(hf):
+    target = hf.qwen3()
+    assert hf.convert(target, "--draft", target, "--output", hf.root / "out") == 3
+    deep = hf.dflash("deep", num_target_layers=9, dflash_config={"mask_token_id": 95, "target_layer_ids": [0, 7]})
+    assert hf.convert(target, "--draft", deep, "--output", hf.root / "out") == 3
+    assert not (hf.root / "out").exists()
+
+
+def test_a_source_that_is_converted_already(hf, capsys):
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 0
+    assert hf.convert(hf.root / "out", "--output", hf.root / "again") == 3
+    assert "is converted already" in capsys.readouterr().err
+
+
+def test_unexpected_failures_leave_nothing(hf, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(write, "assemble", full)
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 1
+    assert "no space left" in capsys.readouterr().err
+    assert not list(hf.root.glob("out*"))
+
+
+def test_the_installed_command_and_its_module_agree(hf):
+    """One run through a real process: exit code, and nothing but the result on stdout."""
+    source = hf.qwen3()
+    code = "import sys; from dflash_convert.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, str(source), "--output", str(hf.root / "out")]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    assert "peak memory" in first.stdout
+    assert subprocess.run(command, capture_output=True).returncode == 5
