@@ -8,15 +8,19 @@ tokens per second hold all figures, which notebooks/05_benchmark.ipynb draws.
 """
 
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from record import Record, arguments
 
-from dflash_jax.bench import Figures, measure, random_pair, synthetic
+from dflash_jax.bench import Figures, measure, programs, random_pair, synthetic
 from dflash_jax.bench.workload import SHAPES
 
+THREADS = 12
 # Name of a row, what the engine is told to verify, whether it drafts.
 KINDS = (("alone", None, False), ("block", None, True), ("auto", "auto", True))
 
@@ -46,18 +50,28 @@ def main() -> None:
         max_model_len=options.input_length + options.output_length + 64,
         max_batch=max(options.concurrency),
     )
-    for users in options.concurrency:
-        for name, length, draft in KINDS:
-            if name not in options.kinds:
-                continue
-            model.engine.verify_length = length
-            workload = synthetic(model.target.vocab_size, options.input_length, max(8, users), options.output_length)
-            figures = measure(
-                model, workload, concurrency=users, requests=options.requests or max(8, 2 * users), draft=draft,
-                imposed_acceptance=options.imposed_acceptance if draft else None,
-            )  # fmt: skip
-            add(record, f"bench {options.shapes} in{options.input_length} U{users} {name}", figures)
-            print(f"verified {figures.verify_lengths}, compiled in {figures.compile_s} s", flush=True)
+    plan = [
+        (users, *kind, synthetic(model.target.vocab_size, options.input_length, max(8, users), options.output_length))
+        for users in options.concurrency
+        for kind in KINDS
+        if kind[0] in options.kinds
+    ]
+    began, jobs = time.perf_counter(), list[Callable[[], object]]()
+    for users, _, length, draft, workload in plan:
+        model.engine.verify_length = length
+        imposed = options.imposed_acceptance if draft else None
+        jobs += programs(model, workload, concurrency=users, draft=draft, imposed_acceptance=imposed)
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda job: job(), jobs))
+    print(f"{len(jobs)} programs compiled in {time.perf_counter() - began:.1f} s", flush=True)
+    for users, name, length, draft, workload in plan:
+        model.engine.verify_length = length
+        figures = measure(
+            model, workload, concurrency=users, requests=options.requests or max(8, 2 * users), draft=draft,
+            imposed_acceptance=options.imposed_acceptance if draft else None,
+        )  # fmt: skip
+        add(record, f"bench {options.shapes} in{options.input_length} U{users} {name}", figures)
+        print(f"verified {figures.verify_lengths}", flush=True)
     print(record.write())
 
 

@@ -101,18 +101,23 @@ def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) 
     return engine.run(requests, draft=draft)
 
 
-def measure(run: Run, calls: int) -> tuple[float, list[float]]:
-    """Seconds to the first request's first token, and milliseconds of one cycle in each device call after two of warm-up."""
-    first, times = 0.0, list[float]()
+def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> list[float]:
+    """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles."""
+    run, times = start(engine, draft=draft, context=context, batch=batch, calls=calls), list[float]()
     for update in run:
-        if update.index == 0 and update.first:
-            first = update.seconds
-        elif update.index == 0 and len(update.counts) == MAX_CYCLES:
+        if not update.first and update.index == 0 and len(update.counts) == MAX_CYCLES:
             times.append(update.seconds / MAX_CYCLES * 1e3)
         if len(times) >= calls + 2:
             break
     run.close()
-    return first, times[2:]
+    return times[2:]
+
+
+def first_token_ms(engine: Engine, *, draft: bool, context: int) -> float:
+    """Milliseconds from a prompt's first chunk to its first token, for a prompt that nothing is known of."""
+    ids = np.random.default_rng(1).integers(0, 1000, context).tolist()
+    request = Request(0, tuple(ids), SamplingParams(max_tokens=1, ignore_eos=True), ())
+    return next(update.seconds for update in list(engine.run([request], draft=draft, slots=1))) * 1e3
 
 
 def main() -> None:
@@ -186,10 +191,9 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
             compiled.result()
         compiling += time.perf_counter() - started
         print(f"compiled in {compiling:.1f} s", flush=True)
-        first = 0.0
-        for (kind, draft, model), run in zip(kinds, runs, strict=True):
+        for kind, draft, model in kinds:
             started = time.perf_counter()
-            first, times = measure(run, options.calls)
+            times = measure(engine, draft=draft, calls=options.calls, **size)
             peers = PEER[name, kind] if context == 1024 else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
@@ -197,8 +201,9 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
-        case = f"first token {kinds[-1][2]} {at} B{batch}{suffix}"
-        record.add(case, "time to the first token", round(first * 1e3, 1), "ms")
+            if batch == 1:
+                first = first_token_ms(engine, draft=draft, context=context)
+                record.add(f"first token {model} {at}{suffix}", "time to the first token", round(first, 1), "ms")
     compiling += engine.programs.compile_s
     record.add(f"compile {name} {at}{suffix}", "compile time, all programs", round(compiling, 1), "s")
 

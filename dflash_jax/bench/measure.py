@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -104,11 +104,14 @@ def measure(
         if not 1 <= imposed_acceptance <= longest:
             raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {imposed_acceptance}")
     before, began = engine.programs.compile_s, time.perf_counter()
+    for compiled in start_compiling(
+        programs(model, workload, concurrency=concurrency, draft=draft, imposed_acceptance=imposed_acceptance)
+    ):
+        compiled.result()
+    before -= time.perf_counter() - began
     shared, engine.share_prefixes = engine.share_prefixes, False  # or the timed prompts would be found in the pages
     engine.imposed_acceptance = imposed_acceptance
     try:
-        compile_ahead(model, workload, concurrency, draft)
-        before -= time.perf_counter() - began
         # The lengths to verify are learnt here too, as they are by whoever serves for longer than a benchmark.
         _serve(model, workload, concurrency, min(requests, max(concurrency, len(workload.prompts))), draft)
         verified = Counter(engine.lengths.cycles)
@@ -142,17 +145,23 @@ def measure(
     )
 
 
-def compile_ahead(model: Model, workload: Workload, users: int, draft: bool) -> None:
-    """Every program that this many users can need: each prompt's, and cycles of every length that may be verified."""
-    engine = model.engine
-    run = _run(model, list(_requests(workload, max(users, len(workload.prompts)))), draft, users)
+def programs(
+    model: Model, workload: Workload, *, concurrency: int, draft: bool, imposed_acceptance: float | None = None
+) -> list[Callable[[], object]]:
+    """Functions that compile, one program each, all that `measure` with these arguments can need: what prompts are prefilled by,
+    and cycles of every length that may be verified."""
+    engine, users = model.engine, concurrency
+    engine.imposed_acceptance = imposed_acceptance
+    try:
+        run = _run(model, list(_requests(workload, max(users, len(workload.prompts)))), draft, users)
+    finally:
+        engine.imposed_acceptance = None
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
     setups = [run.setup.verifying(length) for length in engine.verify_lengths(run.setup, users)]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
     loops = [Jobs(engine, setup, run.stop_width).loop(users, width) for setup in setups for width in widths]
-    for compiled in start_compiling([*run.first_jobs(), *loops]):
-        compiled.result()
+    return [*run.first_jobs(), *loops]
 
 
 def _run(model: Model, requests: list[Request], draft: bool, users: int) -> Run:

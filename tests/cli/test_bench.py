@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.bench import Workload, measure, random_pair, read_prompts, synthetic
+from dflash_jax.bench import Workload, measure, programs, random_pair, read_prompts, synthetic
 from dflash_jax.cli import main
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.models.presets import DRAFTERS, TARGETS
@@ -37,6 +37,15 @@ def test_figures_of_a_closed_loop(model, workload) -> None:
     # A cycle gains one token and one more for each drafted token that stood.
     assert figures.tokens_per_cycle == pytest.approx(1 + sum(shares), abs=2e-3)
     assert figures.imposed_acceptance is None
+
+
+def test_everything_is_compiled_before_the_first_request(model, workload) -> None:
+    for job in programs(model, workload, concurrency=2, draft=True, imposed_acceptance=2.0):
+        job()
+    compiled = set(model.engine.programs._compiled)
+    figures = measure(model, workload, concurrency=2, requests=5, draft=True, imposed_acceptance=2.0)
+    assert (figures.compile_s, set(model.engine.programs._compiled)) == (0.0, compiled)
+    assert model.engine.imposed_acceptance is None
 
 
 def test_without_a_drafter_every_cycle_gains_one_token(model, workload) -> None:
