@@ -81,13 +81,14 @@ def child(folder: Path, started: float) -> None:
     def done(stage: str) -> None:
         stages[stage] = round(time.time() - started, 2)
 
-    from dflash_jax.early import begin
-
     # As the command line does.
-    begin(folder, folder / "draft")
+    from dflash_jax.early import read_models, start_device
+
+    read_models(folder)
     from dflash_jax.compilation_cache import enable_compilation_cache
 
     enable_compilation_cache()
+    start_device()
     import dflash_jax as dj
     from dflash_jax.generation import STREAM_CYCLES, make_requests
 

@@ -17,7 +17,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from dflash_jax.completion import Completion, Piece
@@ -159,16 +158,17 @@ def note(text: str) -> None:
 
 
 def begin(args: argparse.Namespace) -> None:
-    """Before anything slow is imported: the device starts, files are read ahead, compiled programs are kept."""
+    """Before anything slow is imported: files are read ahead, compiled programs are kept, the device starts."""
     from dflash_jax import early
 
-    early.begin(args.model, None if args.no_draft else args.draft or (args.model and Path(args.model) / "draft"))
+    early.read_models(args.model, False if args.no_draft else args.draft)
     from dflash_jax.compilation_cache import enable_compilation_cache
 
     try:
         enable_compilation_cache(note)
     except OSError as error:
         note(f"compiled programs are not kept: {error}")
+    early.start_device()
 
 
 def read_prompts(prompts: Sequence[str]) -> list[str]:

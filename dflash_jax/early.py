@@ -7,17 +7,23 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def begin(*models: str | Path | bool | None) -> None:
-    """Starts JAX's backend and asks for the files of models that are folders here, in the background.
+def read_models(path: str | Path | None, draft: str | Path | bool | None = None) -> None:
+    """Asks for the files that `load` would read of folders here; arguments are as `load` takes them."""
+    target = None if path is None else Path(path).expanduser()
+    if isinstance(draft, str | Path):
+        drafter = Path(draft).expanduser()
+    else:
+        drafter = None if draft is False or target is None else target / "draft"
+    folders = [folder for folder in (target, drafter) if folder is not None]
+    read_ahead([file for folder in folders for file in sorted(folder.glob("*.safetensors"))])
 
-    For commands: a backend takes memory, and settings of JAX that concern it have no effect afterwards. Whoever needs what fails
-    here will meet the same error, and can tell.
 
-    Args:
-      models: what `load` will read, as far as that is known.
+def start_device() -> None:
+    """Starts JAX's backend in the background.
+
+    For commands: it takes memory, and settings of JAX that concern it have no effect afterwards. Where it fails, whoever needs it
+    will meet the same error, and can tell.
     """
-    folders = [Path(model).expanduser() for model in models if isinstance(model, str | Path)]
-    read_ahead([path for folder in folders for path in sorted(folder.glob("*.safetensors"))])
     import jax
 
     _in_background("start device", jax.local_devices)

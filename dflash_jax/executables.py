@@ -5,8 +5,10 @@ from the results' shapes, and from which arguments the code reads.
 """
 
 import math
+import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,18 @@ from jaxlib.xla_client import DeviceList
 
 class NotSerialisable(ValueError):
     """A program that is more than its code: it calls back to Python, holds constants, or runs on several devices."""
+
+
+def find_kernel_runtime() -> None:
+    """Lets restored code find the library through which Pallas kernels on GPUs are launched: JAX names it when it traces one."""
+    extension: Any
+    try:
+        from jax._src.lib import mosaic_gpu as extension
+    except ImportError:
+        return  # no GPU's plugin is installed
+    library = Path(extension._mosaic_gpu_ext.__file__).parent / "libmosaic_gpu_runtime.so"
+    if library.exists():
+        os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(library))
 
 
 def device_of(args: tuple) -> Any:

@@ -16,7 +16,11 @@ import jax
 SOURCES = ("dflash_jax", "dflash_kernels")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy", "jax-triton", "triton")
 VARIABLES = ("XLA_", "TF_", "MOSAIC_", "PALLAS_", "TRITON_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "LIBTPU_INIT_ARGS")
-NEUTRAL_VARIABLES = ("XLA_PYTHON_CLIENT_", "TF_CPP_", "TRITON_CACHE_DIR")
+# Of them: memory, messages, and places that JAX sets itself when it first traces a kernel.
+NEUTRAL_VARIABLES = (
+    "XLA_PYTHON_CLIENT_", "TF_CPP_", "TRITON_CACHE_DIR", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH",
+    "MOSAIC_GPU_NVSHMEM_",
+)  # fmt: skip
 # Of JAX's settings: where things are kept and what is told about them.
 NEUTRAL_SETTINGS = ("cache", "log", "traceback", "dump")
 

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from dflash_jax.described import NotDescribable, describe, rebuild
-from dflash_jax.executables import NotSerialisable, compile_here, device_of, restore, serialise
+from dflash_jax.executables import NotSerialisable, compile_here, device_of, find_kernel_runtime, restore, serialise
 from dflash_jax.fingerprint import environment, settings
 
 MAGIC = b"dflash_jax program 1\n"
@@ -52,6 +52,7 @@ class StoredPrograms:
         self.folder, self.notice, self.most_bytes = folder, notice, most_bytes
         self.writes = True
         self._lock = threading.Lock()
+        find_kernel_runtime()
 
     def program(
         self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple,

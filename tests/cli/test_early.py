@@ -11,22 +11,30 @@ import pytest
 from dflash_jax import early
 
 
-def test_the_device_starts_and_the_models_files_are_read_ahead(tmp_path, monkeypatch):
-    begun: list[list[Path]] = []
-    monkeypatch.setattr(early, "read_ahead", begun.append)
-    (tmp_path / "draft").mkdir()
-    names = ("b.safetensors", "a.safetensors", "config.json", "draft/c.safetensors")
-    for name in names:
-        (tmp_path / name).write_bytes(b"x")
-    early.begin(str(tmp_path), tmp_path / "draft")
-    assert begun == [[tmp_path / name for name in ("a.safetensors", "b.safetensors", "draft/c.safetensors")]]
+@pytest.fixture
+def begun(monkeypatch):
+    """What was asked for."""
+    found: list[list[Path]] = []
+    monkeypatch.setattr(early, "read_ahead", found.append)
+    return found
 
 
-@pytest.mark.parametrize("models", [("Qwen/Qwen3-4B", None), (None, False), ("/no/such/folder", True)])
-def test_models_that_are_no_folders_have_nothing_to_read(monkeypatch, models):
-    begun: list[list[Path]] = []
-    monkeypatch.setattr(early, "read_ahead", begun.append)
-    early.begin(*models)
+def test_the_files_of_target_and_drafter_are_read_ahead(tmp_path, begun):
+    for folder in ("", "draft", "other"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for name in ("b.safetensors", "a.safetensors", "config.json"):
+            (tmp_path / folder / name).write_bytes(b"x")
+    for draft in (None, True, False, tmp_path / "other"):
+        early.read_models(str(tmp_path), draft)
+    own, beside, other = (
+        [tmp_path / folder / f"{name}.safetensors" for name in "ab"] for folder in ("", "draft", "other")
+    )
+    assert begun == [own + beside, own + beside, own, own + other]
+
+
+@pytest.mark.parametrize("models", [("Qwen/Qwen3-4B", None), (None, False), (None, None), ("/no/such/folder", True)])
+def test_models_that_are_no_folders_have_nothing_to_read(begun, models):
+    early.read_models(*models)
     assert begun == [[]]
 
 
@@ -37,7 +45,7 @@ def test_files_that_are_gone_and_devices_that_fail_say_nothing_here(tmp_path, mo
     monkeypatch.setattr("jax.local_devices", fails)
     before = set(threading.enumerate())
     early.read_ahead([tmp_path / "gone.safetensors"])
-    early.begin()
+    early.start_device()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert capfd.readouterr() == ("", "")
@@ -47,10 +55,11 @@ def test_nothing_slow_is_imported_before(tmp_path):
     code = """
 import sys
 import dflash_jax.cli
-from dflash_jax.early import begin
-begin(None)
+from dflash_jax.early import read_models, start_device
+read_models(None)
 from dflash_jax.compilation_cache import enable_compilation_cache
 enable_compilation_cache()
+start_device()
 print([name for name in ("flax", "orbax", "dflash_kernels", "dflash_jax.model") if name in sys.modules])
 from jax._src import xla_bridge
 import jax
