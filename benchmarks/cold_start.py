@@ -63,13 +63,12 @@ def write_folder(folder: Path, name: str) -> None:
         file.write(len(head).to_bytes(8, "little") + head)
         for start in range(0, end, BLOCK_BYTES):
             file.write(block.tobytes()[: end - start])
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def drop_from_page_cache(folder: Path) -> None:
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)  # what is not on disk yet cannot be dropped
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
 
@@ -128,6 +127,9 @@ def main() -> None:
 
     parser = arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a local disk with 10 GB free")
+    parser.add_argument(
+        "--files", nargs="+", choices=("memory", "disk"), default=["memory", "disk"], help="where they are read from"
+    )
     options = parser.parse_args()
     results = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
@@ -136,12 +138,13 @@ def main() -> None:
         write_folder(folder, PAIR[0])
         write_folder(folder / "draft", PAIR[1])
         print(f"files written in {time.time() - began:.1f} s", flush=True)
-        # What was just written is in memory.
-        for files in (", files in memory", ""):
-            for case in ("cold cache" + files, "warm cache" + files):
-                if not files:
+        # What was just written is in memory, so that comes first.
+        for files in sorted(options.files, reverse=True):
+            for case in ("cold cache", "warm cache"):
+                case += ", files in memory" if files == "memory" else ""
+                if files == "disk":
                     drop_from_page_cache(folder)
-                results[case] = start(folder, Path(scratch) / f"cache{len(files)}")
+                results[case] = start(folder, Path(scratch) / f"{files} cache")
                 print(case, results[case], flush=True)
     # This process has not touched the GPU until here: its children had all of it.
     record = Record("cold_start", options)
