@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import chain_counters, chain_stream, layer_chain
+from dflash_kernels import chain_exchange, chain_stream, layer_chain
 from record import Record, arguments
 
 from dflash_jax.models.presets import TARGETS
@@ -55,11 +55,11 @@ def _draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def chained(x: jax.Array, stream: jax.Array, layers: list[dict[str, jax.Array]]) -> tuple[jax.Array, Any]:
     """All layers through the kernel; the stream is `[D, n]`."""
-    counter, projected = jax.new_ref(chain_counters()), None
+    exchange, projected = jax.new_ref(chain_exchange(stream, layers[0]["down"])), None
     for layer, later in zip(layers, (*layers[1:], layers[0]), strict=True):
         held, ahead = [layer[name] for name in WEIGHTS], later["o"]
         stream, projected = layer_chain(
-            x, stream, *held, ahead=ahead, counter=counter, eps=EPS, implementation="mosaic_gpu"
+            x, stream, *held, ahead=ahead, exchange=exchange, eps=EPS, implementation="mosaic_gpu"
         )
     return stream, projected
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from dflash_kernels import chain_counters, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -67,15 +67,16 @@ def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) 
 def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
     """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
     projected: Any
-    rows, counter = x.shape[0] * x.shape[1], jax.new_ref(chain_counters())
+    rows = x.shape[0] * x.shape[1]
     stream = chain_stream(x.reshape(rows, -1))
+    exchange = jax.new_ref(chain_exchange(stream, layers[0].mlp.down_proj.weight[...]))
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
         o, ahead = layer.attn.o_proj.weight[...], None if later is None else later.attn.o_proj.weight[...]
         stream, projected = layer_chain(
             heads, stream, o, layer.post_norm.weight[...], layer.mlp.gate_up_proj.weight[...],
-            layer.mlp.down_proj.weight[...], *_projection(later), ahead=ahead, counter=counter, eps=layer.post_norm.eps,
+            layer.mlp.down_proj.weight[...], *_projection(later), ahead=ahead, exchange=exchange, eps=layer.post_norm.eps,
             implementation=implementation,
         )  # fmt: skip
         streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))

@@ -13,7 +13,7 @@ from dflash_kernels.grouped_linear.api import grouped_linear, grouped_linear_ref
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
 from dflash_kernels.latent_expand.api import latent_expand
 from dflash_kernels.latent_gather.api import latent_gather
-from dflash_kernels.layer_chain.api import chain_counters, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.layer_chain.api import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
 from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
@@ -24,7 +24,7 @@ from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_a
 
 __all__ = [
     "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvWritten", "add_norm", "cache_write",
-    "chain_counters", "chain_stream", "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal",
+    "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal",
     "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
     "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
     "layer_chain_refusal", "merge_states", "mla_attention", "mla_write", "paged_attention", "paged_schedule",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import NoImplementationError, chain_counters, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels import NoImplementationError, chain_exchange, chain_stream, layer_chain, layer_chain_refusal
 from dflash_kernels.layer_chain.mosaic_gpu import launch
 from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_rows, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -63,8 +63,8 @@ def separate(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 @jax.jit
 def on_gpu(call: dict[str, Any]) -> tuple[Any, Any]:
-    counter = jax.new_ref(chain_counters())
-    return layer_chain(**call, counter=counter, eps=EPS, implementation="mosaic_gpu")
+    exchange = jax.new_ref(chain_exchange(call["stream"], call["down"]))
+    return layer_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
 
 
 def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
@@ -72,7 +72,7 @@ def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
     arrays = [call.get(name) for name in names]
     return jax.jit(
         lambda *arrays: launch(
-            *arrays, ahead=None, counter=None, eps=EPS, ctas=ctas, interpret=plgpu.InterpretGPUParams()
+            *arrays, ahead=None, exchange=None, eps=EPS, ctas=ctas, interpret=plgpu.InterpretGPUParams()
         )
     )(*arrays)
 
@@ -106,7 +106,7 @@ def test_last_layer_projects_nothing() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_definition(dtype: Any) -> None:
     call = make(5, TINY, dtype=dtype)
-    check(call, layer_chain(**call, counter=None, eps=EPS, implementation="xla"))
+    check(call, layer_chain(**call, exchange=None, eps=EPS, implementation="xla"))
 
 
 def h200() -> contextlib.AbstractContextManager[Any]:
@@ -116,15 +116,15 @@ def h200() -> contextlib.AbstractContextManager[Any]:
 
 @pytest.mark.parametrize(("rows", "sizes"), [(1, QWEN3_4B), (64, QWEN3_4B), (16, QWEN3_8B)])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, int]) -> None:
-    """Two layers; the counter is changed in place."""
+    """Two layers; the exchange is changed in place."""
     call = jax.eval_shape(lambda: make(rows, sizes))
 
     def layers(call: dict[str, Any]) -> Any:
         names = ("o", "post_norm", "gate_up", "down", "next_norm", "following")
         weights = [call[name] for name in names]
-        counter, stream, projected = jax.new_ref(chain_counters()), call["stream"], []
+        exchange, stream, projected = jax.new_ref(chain_exchange(call["stream"], call["down"])), call["stream"], []
         for _ in range(2):
-            stream, out = launch(call["x"], stream, *weights, ahead=call["o"], counter=counter, eps=EPS, ctas=132)
+            stream, out = launch(call["x"], stream, *weights, ahead=call["o"], exchange=exchange, eps=EPS, ctas=132)
             projected.append(out)
         return stream, projected
 
@@ -141,13 +141,40 @@ def test_schedule(rows: int, sizes: dict[str, int]) -> None:
     launch = plan(live=rows, ctas=132, eps=EPS, **sizes)
     for product in launch.products:
         assert 120 <= product.ctas <= 132
-        assert product.steps * product.blocks * 64 == product.depth
+        assert product.steps * 2 * 64 == product.parts * product.depth
         assert product.rows * product.tiles >= product.features
         covered = {offset + row for offset in product.offsets for row in range(64)}
         assert covered >= set(range(product.rows))
     memory = 128 * (launch.slots * launch.slot_rows + launch.x_slots * 2 * launch.tokens)
     assert 100 * 1024 < memory < SHARED_MEMORY
     assert launch.tokens == padded_rows(rows) >= rows
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B, TINY])
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_exchange_has_room_for_every_result(rows: int, sizes: dict[str, int]) -> None:
+    """Places lie one after the other, each where vectors of four words may begin, and CTAs together empty all of an area."""
+    launch = plan(live=rows, ctas=132, eps=EPS, **sizes)
+    exchange, owners = launch.exchange, launch.hidden // 64
+    assert all(product.ctas * 64 * launch.tokens <= exchange.squares for product in launch.products[::2])
+    assert exchange.squares + owners * launch.tokens <= exchange.scaled
+    assert exchange.scaled + launch.tokens * launch.hidden // 2 <= exchange.stage
+    assert exchange.gated + launch.tokens * sizes["inner"] // 2 <= exchange.ctas * exchange.share
+    assert exchange.area(1) - exchange.area(0) == exchange.words - exchange.area(1) == exchange.ctas * exchange.share
+    places = (exchange.area(0), exchange.share, exchange.squares, exchange.scaled, exchange.stage, exchange.gated)
+    assert not any(place % 4 for place in places)
+
+
+def test_an_exchange_of_other_shapes_is_refused() -> None:
+    call = jax.eval_shape(lambda: make(2, TINY))
+    other = jax.eval_shape(lambda: make(16, TINY))
+
+    def run(call: dict[str, Any]) -> Any:
+        exchange = jax.new_ref(chain_exchange(jnp.zeros(other["stream"].shape), call["down"]))
+        return launch(**call, ahead=None, exchange=exchange, eps=EPS, ctas=132)
+
+    with h200(), pytest.raises(ValueError, match="the exchange must have"):
+        jax.eval_shape(run, call)
 
 
 @pytest.mark.parametrize(
@@ -165,24 +192,24 @@ def test_refusals_name_their_reason(rows: int, changes: dict[str, int], reason: 
 def test_other_dtypes_are_refused() -> None:
     call = make(2, TINY, dtype=jnp.float16)
     with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float16"):
-        launch(**call, ahead=None, counter=None, eps=EPS, ctas=2)
+        launch(**call, ahead=None, exchange=None, eps=EPS, ctas=2)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     call = make(2, TINY)
     with pytest.raises(ValueError, match=r"gate_up \(500, 128\) and down \(128, 256\) do not fit"):
-        layer_chain(**{**call, "gate_up": call["gate_up"][:500]}, counter=None)
+        layer_chain(**{**call, "gate_up": call["gate_up"][:500]}, exchange=None)
     with pytest.raises(ValueError, match="come with the weight of its norm"):
-        layer_chain(**{**call, "next_norm": None}, counter=None)
+        layer_chain(**{**call, "next_norm": None}, exchange=None)
     with pytest.raises(ValueError, match="a column for each of 2 rows"):
-        layer_chain(**{**call, "stream": call["stream"][:, :1]}, counter=None)
+        layer_chain(**{**call, "stream": call["stream"][:, :1]}, exchange=None)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
 def test_other_devices_are_refused() -> None:
     assert "needs a Hopper GPU" in str(layer_chain_refusal(1, jnp.bfloat16, **QWEN3_4B))
     with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
-        layer_chain(**make(2, TINY), counter=None, implementation="mosaic_gpu")
+        layer_chain(**make(2, TINY), exchange=None, implementation="mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -201,3 +228,24 @@ def test_a_token_alone_has_the_bits_it_has_among_sixteen() -> None:
     alone, (stream, projected) = on_gpu(make(1, QWEN3_4B)), on_gpu(make(16, QWEN3_4B))
     assert np.array_equal(np.asarray(stream)[:, 0], np.asarray(alone[0])[:, 0])
     assert np.array_equal(np.asarray(projected, np.float32)[0], np.asarray(alone[1], np.float32)[0])
+
+
+@pytest.mark.gpu
+def test_launches_that_share_an_exchange_give_what_each_gives_alone() -> None:
+    """Areas are used in turn: the third launch finds what the first one left, emptied by the second."""
+    call = make(16, QWEN3_4B)
+
+    @jax.jit
+    def several(call: dict[str, Any]) -> list[Any]:
+        exchange, results = jax.new_ref(chain_exchange(call["stream"], call["down"])), []
+        for _ in range(4):
+            stream, projected = layer_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
+            call = call | {"stream": stream}
+            results.append((stream, projected))
+        return results
+
+    for stream, projected in several(call):
+        alone = on_gpu(call)
+        assert np.asarray(stream).tobytes() == np.asarray(alone[0]).tobytes()
+        assert np.asarray(projected).tobytes() == np.asarray(alone[1]).tobytes()
+        call = call | {"stream": stream}

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
-from dflash_kernels.layer_chain.mosaic_gpu_plan import COUNTERS, padded_rows
+from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY, LINE, Exchange, padded_rows
 from dflash_kernels.layer_chain.reference import layer_chain_reference
+from dflash_kernels.target import target
 
 IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}
 
@@ -36,9 +37,11 @@ def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
     return jnp.pad(x.astype(jnp.float32), ((0, columns - x.shape[0]), (0, 0))).T
 
 
-def chain_counters() -> Int[Array, "n w"]:
-    """What the Ref that counts arrivals starts with: one for all layers of a step."""
-    return jnp.zeros(COUNTERS, jnp.int32)
+def chain_exchange(stream: Float[Array, "D n"], down: Float[Array, "D F"]) -> Int[Array, "w"]:
+    """What the Ref starts with through which multiprocessors hand results to one another: one for all layers of a step."""
+    words = Exchange(max(target().multiprocessors, 1), stream.shape[1], *down.shape)
+    # Counts of launches are 0 at first, places of results are empty.
+    return jnp.where(jnp.arange(words.words) < words.ctas * LINE, 0, EMPTY)
 
 
 def layer_chain(
@@ -52,7 +55,7 @@ def layer_chain(
     following: Float[Array, "G D"] | None = None,
     *,
     ahead: Float[Array, "D A"] | None = None,
-    counter: Any,
+    exchange: Any,
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
@@ -67,7 +70,7 @@ def layer_chain(
       o, gate_up, down, following: weights `[rows, columns]`; gate rows lie before up rows.
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
-      counter: a Ref of `chain_counters`, passed to one call after the other.
+      exchange: a Ref of `chain_exchange`, passed to one call after the other.
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -90,5 +93,5 @@ def layer_chain(
     with jax.named_scope("layer_chain"):
         return first_fitting(
             "layer_chain", IMPLEMENTATIONS, implementation, x, stream, o, post_norm, gate_up, down, next_norm, following,
-            ahead, counter, eps=eps,
+            ahead, exchange, eps=eps,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def launch(
     next_norm: Float[Array, "D"] | None,
     following: Float[Array, "G D"] | None,
     ahead: Float[Array, "D A"] | None,
-    counter: Any,
+    exchange: Any,
     *,
     eps: float,
     ctas: int,
@@ -63,12 +63,16 @@ def launch(
         raise NotImplementedError(
             f"takes a stream of {schedule.tokens} columns for {x.shape[0]} rows, not {stream.shape[1]}"
         )
+    if exchange is not None and exchange.shape != (schedule.exchange.words,):
+        raise ValueError(
+            f"the exchange must have {schedule.exchange.words} words for these shapes, not {exchange.shape}"
+        )
     inputs = {"x": x, "before": stream, "o": o, "gate_up": gate_up, "down": down, "post_norm": post_norm}
     if following is not None and next_norm is not None:
         inputs |= {"next": following, "next_norm": next_norm}
     if ahead is not None and interpret is None:
         inputs["ahead"] = ahead
-    return _run(schedule, inputs, counter, interpret)
+    return _run(schedule, inputs, exchange, interpret)
 
 
 def _refuse_dtypes(*dtypes: Any) -> None:
@@ -79,8 +83,8 @@ def _refuse_dtypes(*dtypes: Any) -> None:
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _run(schedule: Plan, inputs: dict[str, Array], counter: Any, interpret: Any) -> tuple[Array, Array | None]:
+def _run(schedule: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> tuple[Array, Array | None]:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.layer_chain import mosaic_gpu_kernel as kernel
 
-    return kernel.chain(schedule, inputs, counter, interpret)
+    return kernel.chain(schedule, inputs, exchange, interpret)

@@ -3,7 +3,8 @@
 Weights are the left operand of the matrix instruction, tokens the right one, so that few tokens waste nothing. One warpgroup
 does nothing but start copies of weights into a ring of shared memory: it depends on no result, runs ahead of everybody
 across the products, and keeps memory busy while the grid waits. A second one copies blocks of activations, past the queue of
-the weights' copies, the third multiplies. Between two products CTAs meet at a counter in global memory.
+the weights' copies, the third multiplies. What one product leaves for the next is read word by word as it is written
+(`mosaic_gpu_exchange`).
 
 The output and down projections are split over their depth, or they would not fill the machine. The CTA of the first part waits
 for the others' parts, in float32, and adds all in a fixed order to 64 features of the residual stream. It leaves the stream times
@@ -38,12 +39,12 @@ def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
         "x_sm": plgpu.SMEM((plan.x_slots, X_BLOCKS, plan.tokens, BLOCK), dtype, transforms=TILED),
         "w_in": plgpu.Barrier(num_arrivals=COPIES, num_barriers=plan.slots),
         "w_out": plgpu.Barrier(num_barriers=plan.slots), "x_in": plgpu.Barrier(num_barriers=plan.x_slots),
-        "x_out": plgpu.Barrier(num_barriers=plan.x_slots), "met": plgpu.Barrier(),
+        "x_out": plgpu.Barrier(num_barriers=plan.x_slots),
     }  # fmt: skip
 
 
 def results(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes; all but `stream` and `next` matter only inside of it."""
+    """What the kernel writes: `stream` and `projected`. The rest goes through the exchange, but under the interpreter."""
     _, gate_up, _, *following = plan.products
     splits = max(product.splits for product in plan.products)
     shapes = {
@@ -57,7 +58,7 @@ def results(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def chain(
-    plan: Plan, inputs: dict[str, jax.Array], counter: Any, interpret: Any = None
+    plan: Plan, inputs: dict[str, jax.Array], exchange: Any, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel.
 
@@ -65,7 +66,7 @@ def chain(
       plan: shapes and schedule.
       inputs: `x [live, heads]`, `before [hidden, tokens]` float32, weights `o`, `gate_up`, `down`, `next`, norms `post_norm`,
         `next_norm`.
-      counter: Ref of `COUNTERS` int32 that no other launch uses at the same time, 0 at first.
+      exchange: Ref of int32 as `Exchange` describes it, that no other launch uses at the same time.
 
     Returns:
       The residual stream `[hidden, tokens]` float32, and the next projection `[live, features]`, None without `next`.
@@ -82,8 +83,10 @@ def chain(
         Share(plan, run, dict(zip(held, refs, strict=True)), buffers, interpret).run()
 
     if interpret is None:
-        whole = functools.partial(body, run=plan.products, held=(*names, "counter", *out_names))
-        out = plgpu.kernel(whole, out_type=tuple(outputs.values()), **options)(*inputs.values(), counter)
+        outputs = {name: outputs[name] for name in ("stream", "projected")}
+        out_names = list(outputs)
+        whole = functools.partial(body, run=plan.products, held=(*names, "exchange", *out_names))
+        out = plgpu.kernel(whole, out_type=tuple(outputs.values()), **options)(*inputs.values(), exchange)
         return out[0], out[1] if "next" in inputs else None
     # The interpreter cannot make CTAs wait for each other: one launch for each stage, which share their results.
     shared = [jax.new_ref(jnp.full(out.shape, jnp.nan, out.dtype)) for out in outputs.values()]

@@ -112,7 +112,7 @@ def store_turned(target, first_feature, tile, *, rows: int, tokens: int, interpr
             with contextlib.ExitStack() as stack:
                 for place, limit in limits:
                     branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, place, mgpu.c(limit, index)))
-                    stack.enter_context(_then(branch))
+                    stack.enter_context(then(branch))
                 memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
 
         tile.foreach(put)
@@ -121,54 +121,11 @@ def store_turned(target, first_feature, tile, *, rows: int, tokens: int, interpr
 
 
 @contextlib.contextmanager
-def _then(branch: scf.IfOp) -> Iterator[None]:
+def then(branch: scf.IfOp) -> Iterator[None]:
+    """What is built inside runs where the branch's condition holds."""
     with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
-
-
-def counter_value(counter):
-    """What the grid's counter holds, read past the caches."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
-    )
-    def read(_, counter):
-        i32 = ir.IntegerType.get_signless(32)
-        value = mgpu.utils.inline_ptx(
-            "ld.acquire.gpu.global.b32 $0, [$1];",
-            mgpu.utils.memref_ptr(counter),
-            result_types=i32,
-            has_side_effects=True,
-        )
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return read(counter)
-
-
-def arrive(counter) -> None:
-    """Adds one to a counter in global memory; whoever waits for it sees what this warpgroup wrote to global memory before."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def signal(_, counter):
-        mgpu.utils.warpgroup_barrier()
-        mgpu.SemaphoreRef(mgpu.utils.memref_ptr(counter)).signal(1, memory_scope="gpu")
-
-    signal(counter)
-
-
-def await_count(counter, target, *, reset: bool = False) -> None:
-    """Waits for a counter in global memory to reach `target`, then sets it back to 0 with `reset`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
-    def wait(_, counter, target):
-        pointer = mgpu.utils.memref_ptr(counter)
-        mgpu.SemaphoreRef(pointer).wait(target.registers.item(), decrement=False, memory_scope="gpu")
-        if reset:
-            with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-                mgpu.utils.inline_ptx("st.relaxed.gpu.global.b32 [$0], 0;", pointer, has_side_effects=True)
-
-    wait(counter, jnp.asarray(target, jnp.int32))
 
 
 def rows_of(ref, layout):

@@ -3,13 +3,14 @@
 import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of shared memory
-COPIES = 2  # that fill one slot of weights: two blocks, or one of gate and one of up rows
-X_BLOCKS = 2  # of activations in one slot
+COPIES = 2  # blocks that fill one slot of weights: 256 bytes of each row
+X_BLOCKS = COPIES  # of activations in one slot
 FLIGHT = 3  # slots of weights that a CTA asks for at once
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
 SHARED_MEMORY = 227 * 1024
-COUNTERS = (3 + 253, 32)  # meetings, then one for each 64 features of the residual stream; each alone in 128 bytes
+LINE = 32  # words of 128 bytes
+EMPTY = -1  # a word of an exchange that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
 SPARE = 6 * 1024  # barriers and the scratch of reductions
 
 
@@ -40,18 +41,8 @@ class Product:
 
     @property
     def steps(self) -> int:
-        """Slots of the whole depth; the CTAs that share it take as many each, or one more."""
-        return self.depth // (self.blocks * BLOCK)
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the depth in one slot of the ring."""
-        return COPIES // self.parts
-
-    @property
-    def unit(self) -> int:
-        """Slots of weights for one of activations."""
-        return X_BLOCKS // self.blocks
+        """Slots of the whole depth, gate and up rows in turn; the CTAs that share it take as many each, or one more."""
+        return self.parts * self.depth // (COPIES * BLOCK)
 
     @property
     def slot_rows(self) -> int:
@@ -93,6 +84,66 @@ class Plan:
         """CTAs that add up a split product and the residual stream, 64 features each."""
         return self.hidden // ROWS
 
+    @property
+    def x_group(self) -> int:
+        """Slots of activations that are taken from other CTAs at once: up to eight vectors of each thread."""
+        return max(min(self.x_slots // 2, ROWS // self.tokens), 1)
+
+    @property
+    def exchange(self) -> "Exchange":
+        return Exchange(self.ctas, self.tokens, self.hidden, self.products[1].features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Where in global memory CTAs hand results to one another, in words of four bytes.
+
+    A line for each CTA's counts of launches comes first, then two areas alike, which launches take turns with. An area holds, for
+    the output projection and for the down projection one after the other: float32 parts of sums, as many tiles of `64 x tokens` as
+    there are CTAs; sums of squares of 64 features each; the normed stream `[tokens, hidden]` in bfloat16. Last come the gated
+    activations `[tokens, inner]` in bfloat16.
+    """
+
+    ctas: int
+    tokens: int
+    hidden: int
+    inner: int
+
+    @property
+    def tile(self) -> int:
+        return ROWS * self.tokens
+
+    @property
+    def squares(self) -> int:
+        return self.ctas * self.tile
+
+    @property
+    def scaled(self) -> int:
+        return self.squares + self.hidden // ROWS * self.tokens
+
+    @property
+    def stage(self) -> int:
+        """Words of one of the two projections."""
+        return self.scaled + self.tokens * self.hidden // 2
+
+    @property
+    def gated(self) -> int:
+        return 2 * self.stage
+
+    @property
+    def share(self) -> int:
+        """Words of an area that one CTA makes empty."""
+        words = self.gated + self.tokens * self.inner // 2
+        return -(-words // (self.ctas * LINE)) * LINE
+
+    def area(self, turn):
+        """The first word of the area of launches with this number's parity."""
+        return self.ctas * LINE + turn * (self.ctas * self.share)
+
+    @property
+    def words(self) -> int:
+        return self.area(2)
+
 
 def padded_rows(live: int) -> int:
     """Tokens of a launch: what the matrix instruction and the copies of activations take."""
@@ -109,7 +160,7 @@ def plan(
     for name, size in widths.items():
         if size % even:
             raise NotImplementedError(f"takes widths that {even} divides, not {name} {size}")
-    if hidden // ROWS > min(ctas, COUNTERS[0] - 3):
+    if hidden // ROWS > ctas:
         raise NotImplementedError(f"hidden {hidden} needs {hidden // ROWS} multiprocessors to add up, there are {ctas}")
     products = [
         split_product("o", hidden, heads_width, ctas), whole_product("gate_up", inner, hidden, 2, ctas),

@@ -17,12 +17,12 @@ def layer_chain_reference(
     next_norm: Float[Array, "D"] | None,
     following: Float[Array, "G D"] | None,
     ahead: Any,
-    counter: Any,
+    exchange: Any,
     *,
     eps: float,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
-    del ahead, counter
+    del ahead, exchange
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
     wide = wide + _linear(x, o)
     gate, up = jnp.split(_linear(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
