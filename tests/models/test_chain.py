@@ -9,10 +9,13 @@ import pytest
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.config import Qwen3Config
+from dflash_jax.models import bind
 from dflash_jax.models.chain import run_layers
 from dflash_jax.models.rows import fits, run_rows
 
-from .test_parity_qwen3 import CASES, golden
+from .golden_files import cases, golden
+
+CASES = cases("qwen3")
 
 
 class Decodes:
@@ -29,7 +32,8 @@ class Decodes:
 
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_layers_called_one_by_one(case: str) -> None:
-    config, model, inputs, _ = golden(case)
+    config, params, inputs, _ = golden(case)
+    model: Any = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     x, rotary = model.embed(ids), model.rotary(positions)
     plain = run_layers(model.layers, x, rotary, dense_attend())
@@ -45,6 +49,7 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
-    _, model, inputs, _ = golden(case)
+    config, params, inputs, _ = golden(case)
+    model: Any = bind(config, params)
     hidden = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())[0]
     np.testing.assert_array_equal(np.asarray(model.best(hidden)), np.argmax(np.asarray(model.logits(hidden)), axis=-1))
