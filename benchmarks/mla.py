@@ -5,10 +5,11 @@
 
 A figure is the time of one call inside one compiled loop on the device, with everything the call launches (the kernel, the merge
 of the parts and of their lse): the host's clock around many calls, divided by their number. The host looks after each turn of the
-loop, which is four calls or more, and does nothing else: everything is compiled before the first call is timed. Every call reads
-other pages than the calls before it, over 256 MB or more, so that nothing is left in the 60 MB L2. The floor is the larger of the
-bytes at 4.3 TB/s and the products at 790 TFLOP/s, both measured on this kind of GPU. Correctness is checked first, in the same
-process, on inputs of a tenth of the normal distribution: one sequence against float64, all against the jnp definition.
+loop, which is four calls or more (16 of short ones, as it takes some 8 us), and does nothing else: everything is compiled before
+the first call is timed. Every call reads other pages than the calls before it, over 256 MB or more, so that nothing is left in the
+60 MB L2. The floor is the larger of the bytes at 4.3 TB/s and the products at 790 TFLOP/s, both measured on this kind of GPU.
+Correctness is checked first, in the same process, on inputs of a tenth of the normal distribution: one sequence against float64,
+all against the jnp definition.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ RANK, ROTATED = 512, 64
 OPTIONS: dict[str, Any] = {"kv_lora_rank": RANK, "scale": (RANK + ROTATED) ** -0.5, "causal": True}
 LATENT_SCALE = 1 / 512  # of the float8 cases
 COLD = 256 * 2**20
-CALLS = 4  # in one turn of the loop, at least
+CALLS, SHORT_CALLS = 4, 16  # in one turn of the loop, at least; of calls whose floor is below 100 us
 PEER = "FlashMLA, an earlier run on an H200"
 # Microseconds of FlashMLA, CUDA-graph replay, cold L2, causal: (B, L, T, heads) to time.
 PEER_US = {
@@ -84,10 +85,12 @@ QUANTISED_CASES = [Case(*shape, quantised=True) for shape in ((128, 4096, 1, 128
 PAGE_CASES = [Case(128, 4096, 1, 16, page_size=16)]
 
 
-def inputs(case: Case, cold: int = COLD) -> tuple[Any, ...]:
+def inputs(case: Case, cold: int = COLD, calls: int | None = None) -> tuple[Any, ...]:
     """q, the pool of `cold` bytes or more, a table for every copy of the batch, lengths and live queries; pages are shuffled."""
+    if calls is None:
+        calls = CALLS if case.floor_us >= 100 else SHORT_CALLS
     width = case.length // case.page_size
-    copies = max(math.ceil(cold / case.bytes), CALLS)
+    copies = max(math.ceil(cold / case.bytes), calls)
     keys = jax.random.split(jax.random.key(0), 3)
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) / 10, static_argnums=1)
     q = make(keys[0], (case.b, case.t, case.heads, RANK + ROTATED))

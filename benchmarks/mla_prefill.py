@@ -193,23 +193,24 @@ def memory(record: Record, chunk: int) -> None:
 
 def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...], heads: tuple[int, ...]) -> None:
     """New tokens at the end of a context, absorbed and expanded. A program takes any length."""
-    number = jnp.int32(0)
+    number, forms = jnp.int32(0), {"absorbed": _absorbed, "expanded": _expanded}
+    cases = [(n, t, form) for n in heads for t in tokens for form in forms]
+    shapes = {(n, t): jax.eval_shape(functools.partial(inputs, t, max(lengths), n)) for n, t, _ in cases}
+    # All before anything is timed.
+    with ThreadPoolExecutor(8) as pool:
+        jobs = {case: pool.submit(_compiled, forms[case[2]], shapes[case[:2]], number) for case in cases}
     for n in heads:
         for t in tokens:
             arrays = inputs(t, max(lengths), n)
-            with ThreadPoolExecutor(2) as pool:
-                forms = {"absorbed": _absorbed, "expanded": _expanded}
-                programs = {name: pool.submit(_compiled, form, arrays, number) for name, form in forms.items()}
             for length in lengths:
-                for name, program in programs.items():
-                    run = program.result()
+                for form in forms:
+                    run = jobs[n, t, form].result()
                     once = min(seconds(run, arrays, jnp.int32(length), jnp.int32(1), runs=2))
                     count = max(2, min(20, int(0.01 / once)))
                     times = seconds(run, arrays, jnp.int32(length), jnp.int32(count), runs=3)
                     micro = round(statistics.median(times) / count * 1e6, 1)
-                    record.add(
-                        f"mla {t} tokens, {length // 1024}k context, {n} heads bf16", f"{name} form", micro, "us"
-                    )
+                    name = f"mla {t} tokens, {length // 1024}k context, {n} heads bf16"
+                    record.add(name, f"{form} form", micro, "us")
 
 
 def _compiled(form: Any, arrays: dict[str, jax.Array], number: jax.Array) -> Any:

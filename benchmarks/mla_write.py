@@ -79,6 +79,8 @@ def check(tokens: int) -> None:
     together, separate = (jax.jit(functools.partial(f, **options))(pool, *arrays) for f in (mla_write, apart))
     for found, expected in zip(together, separate, strict=True):
         found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+        # A normed number is rounded twice, and where a float32 sum falls beside the other's it may be by two units, 2^-6 of a
+        # number just past a power of two. Where a turn's two products cancel, what is left is their float32 rounding.
         if not (np.abs(found - expected) <= 2**-6 * np.abs(expected) + 1e-6).all():
             raise SystemExit(f"{tokens} tokens: mla_write and the same operations apart disagree")
 

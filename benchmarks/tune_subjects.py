@@ -156,7 +156,7 @@ def paged_choices(case: attention.Case) -> list[Choice]:
 
 
 def latent(case: mla.Case) -> Trial:
-    q, pool, tables, lens, live = mla.inputs(case, cold())
+    q, pool, tables, lens, live = mla.inputs(case, cold(), mla.CALLS)
     sample = mla.ragged(case, (q, pool, tables, lens, live))
     true = mla.truth(sample)
     options = case.options | {"interpret": interpreted()}

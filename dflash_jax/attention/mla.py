@@ -49,9 +49,10 @@ class LatentLayer(Protocol):
         ...
 
 
-# After 8k of context, 64 tokens of 16 heads take 0.09 ms absorbed and 0.26 ms expanded, most of it the same for any number of
-# tokens (an H200, bfloat16); absorbed gets there with about eight times as many.
-_FIXED_COST_ROWS = 8192
+# Measured on an H200 in bfloat16 (`benchmarks/mla_prefill.py --parts crossover`): with 16 heads expanding takes nearly as long for
+# 128 new tokens as for 512, 0.2 ms after 8k of context and 0.75 ms after 32k; absorbed takes that long for some 420 tokens, after
+# 2k of context for 256.
+_FIXED_COST_ROWS = 6144
 _WORKSPACE = 320 * 2**20  # bytes
 
 
@@ -61,7 +62,7 @@ class LatentForm:
 
     Attributes:
       expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer, but
-        no fewer than 8192 query rows (tokens times heads), which the launches and merges of the expanded form cost on an H200.
+        no fewer than 6144 query rows (tokens times heads), which the launches and merges of the expanded form cost on an H200.
       context_chunk: rows expanded at a time, for all sequences of a call together; the new tokens' at least. None: as many as a
         workspace of 320 MiB holds, 32768 for 16 heads of 192 and 128 in bfloat16.
     """

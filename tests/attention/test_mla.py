@@ -163,8 +163,8 @@ def test_the_form_follows_the_number_of_queries() -> None:
     assert break_even_queries(8, 8, 8) == math.inf
     assert not LatentForm().expands(170, **sizes)
     assert LatentForm().expands(171, **sizes)
-    assert not LatentForm().expands(512, **(sizes | {"heads": 16}))
-    assert LatentForm().expands(513, **(sizes | {"heads": 16}))
+    assert not LatentForm().expands(384, **(sizes | {"heads": 16}))
+    assert LatentForm().expands(385, **(sizes | {"heads": 16}))
     assert LatentForm(expand_above=16).expands(17, **sizes)
     assert not LatentForm(expand_above=16).expands(16, **sizes)
 

@@ -69,11 +69,12 @@ def same(found: tuple[jax.Array, ...], expected: tuple[jax.Array, ...], ulp: flo
         assert (np.abs(one - other) <= ulp * np.abs(other) + 1e-6).all()
 
 
+DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float32], ids=["bf16", "f16", "f32"])
 POOLS = pytest.mark.parametrize("pool", [None, jnp.float8_e4m3fn], ids=["plain", "f8"])
 
 
 @POOLS
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bf16", "f16"])
+@DTYPES
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (5, 16), (3, 6)])
 def test_kernel_interpreted(tokens: int, heads: int, dtype: Any, pool: Any) -> None:
     case = make_case(tokens, heads, dtype=dtype, pool=pool)
@@ -87,7 +88,7 @@ def test_kernel_interpreted(tokens: int, heads: int, dtype: Any, pool: Any) -> N
 
 @pytest.mark.gpu
 @POOLS
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=["bf16", "f16"])
+@DTYPES
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (100, 128), (33, 5)])
 def test_kernel_on_a_gpu(tokens: int, heads: int, dtype: Any, pool: Any) -> None:
     case = make_case(tokens, heads, rank=512, rotated=64, nope=128, dtype=dtype, pool=pool)
@@ -105,6 +106,7 @@ def test_packed_rows_and_other_rotations_take_the_definition() -> None:
         (case, {}, "no pool of uint8"),
         (plain, {"interleaved": False}, "interleaved"),
         (make_case(4, 2, rank=96), {}, "96"),
+        (make_case(4, 2, rotated=48), {}, "not 128 and 48"),
     ]
     for arrays, options, reason in refused:
         call = functools.partial(mla_write, norm=arrays[6], implementation="mosaic_gpu", **options)

@@ -94,6 +94,14 @@ def test_kernel_on_a_gpu(page_size: int, cluster: int, heads: int, dtype: Any) -
     check(case, *call(*(jnp.asarray(x) for x in case)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_as_many_heads_as_deepseek_v3_on_a_gpu(cluster: int) -> None:
+    case = make_case([192, 0, 64], [500, 0, 130], heads=128, rank=512)
+    call = jax.jit(functools.partial(tuned, rows=512, tuning=Tuning(cluster=cluster)))
+    check(case, *call(*(jnp.asarray(x) for x in case)))
+
+
 @contextlib.contextmanager
 def hopper():
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")

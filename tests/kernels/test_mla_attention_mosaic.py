@@ -112,20 +112,17 @@ def test_longest_sequences_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, Tuning(splits=1), plgpu.InterpretGPUParams())
 
 
-def quantised(case: Case) -> tuple[Case, np.ndarray]:
-    """The same rows as e4m3 numbers, and what they stand for under a scale of 1/8; garbage stays NaN."""
-    stored = (jnp.asarray(case.k_pages, jnp.float32) * 8).astype(jnp.float8_e4m3fn)
-    return dataclasses.replace(case, k_pages=stored), np.asarray(stored, np.float32) / 8
-
-
-def test_float8_rows(interpret: Any) -> None:
-    """Widened exactly: against float64 of the numbers that the pages stand for, as near as with 16-bit rows."""
-    case, exact = quantised(latent_case([390, 3], [2, 2], t=2, heads=3, page_size=32))
-    case.options["latent_scale"] = jnp.float32(1 / 8)
-    (out, lse), true = run(case, Tuning(splits=2), interpret), dataclasses.replace(case, k_pages=exact)
-    true_out, true_lse = true_values(true)
-    np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2**-8 * max(np.abs(true_out).max(), 1))
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-3)
+@pytest.mark.parametrize("power", [-70, 40])
+def test_parts_hold_numbers_of_any_size(power: int, interpret: Any) -> None:
+    """They leave in float16, each row under a factor of its own: what the rows are multiplied with, the output is, too."""
+    case = latent_case([190], t=2, heads=3, page_size=64)
+    plain, lse = run(case, Tuning(splits=2), interpret)
+    factor = np.float32(2.0**power)
+    pages = (case.k_pages.astype(np.float32) * factor).astype(case.k_pages.dtype)
+    q = (case.q.astype(np.float32) / factor).astype(case.q.dtype)
+    out, scaled_lse = run(dataclasses.replace(case, k_pages=pages, q=q), Tuning(splits=2), interpret)
+    np.testing.assert_allclose(out.astype(np.float64) / factor, plain.astype(np.float64), rtol=2**-7, atol=1e-9)
+    np.testing.assert_allclose(scaled_lse, lse, rtol=1e-6)
 
 
 def test_nothing_unused_is_read(interpret: Any) -> None:

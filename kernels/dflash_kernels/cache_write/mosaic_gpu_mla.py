@@ -38,16 +38,16 @@ def launch_mla(
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     if not interleaved:
         raise NotImplementedError("takes rotations of neighbours (interleaved) only")
-    if rows.dtype not in (jnp.bfloat16, jnp.float16) or {q.dtype, norm.dtype} != {rows.dtype}:
+    if rows.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or {q.dtype, norm.dtype} != {rows.dtype}:
         raise NotImplementedError(
-            f"takes bfloat16 or float16 throughout, not rows of {rows.dtype} with {q.dtype} and {norm.dtype}"
+            f"takes one dtype throughout, not rows of {rows.dtype} with {q.dtype} and {norm.dtype}"
         )
     if latent_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, E4M3):
         raise NotImplementedError(f"takes no pool of {latent_pages.dtype}")
     rank, half = norm.shape[0], cos.shape[1]
-    if rank % 64 or half % 8 or q.shape[2] % 2:
+    if rank % 64 or half % 16 or q.shape[2] % 2:
         raise NotImplementedError(
-            f"takes latents of a multiple of 64 and turning parts of a multiple of 16, not {rank} and {2 * half}"
+            f"takes latents of a multiple of 64 and turning parts of a multiple of 32, not {rank} and {2 * half}"
         )
     if rows.shape[0] == 0:
         raise NotImplementedError("takes one token or more")

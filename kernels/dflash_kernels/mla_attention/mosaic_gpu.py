@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import RANK, ROTATED, STORED, Tuning, longest_first, plan
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import (
+    NARROW_ROWS,
+    RANK,
+    ROTATED,
+    STORED,
+    Launch,
+    Tuning,
+    longest_first,
+    plan,
+)
 from dflash_kernels.target import HOPPER, target
 from dflash_kernels.tuning import choose
 
@@ -90,18 +99,41 @@ def _attend(
         # float16 holds every e4m3 number; the scale goes into the queries before, and into the output after.
         largest = float(jnp.finfo(jnp.float16).max)
         folded = jnp.clip(folded.astype(jnp.float32) * latent_scale, -largest, largest).astype(jnp.float16)
+    table, lens, new_lens = (array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens))
+    if launch.narrow:
+        out, lse = _few_rows(launch, folded, latent_pages, latent_scale, table, lens, new_lens, q.dtype, interpret)
+        return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
     if launch.rows > rows:
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - rows), (0, 0)))
-    table, lens, new_lens = (array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens))
-    order = longest_first(seq_lens) if launch.ordered else jnp.arange(b, dtype=jnp.int32)
+    order = longest_first(seq_lens) if launch.ordered else lens
     out, lse = kernel.attention(launch, folded, latent_pages, table, lens, new_lens, order, interpret=interpret)
     if launch.direct:
-        out, lse = out[:, :rows], lse[:, 0, :rows]
+        out, lse = out[:, :rows], lse[:, 0, 0, :rows]
     else:
         out, lse = merging.merge(out, lse, rows, folded.dtype, interpret)
     if latent_scale is not None:
         out = (out.astype(jnp.float32) * latent_scale).astype(q.dtype)
     return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
+
+
+def _few_rows(
+    launch: Launch, q: Array, latent_pages: Array, latent_scale: Array | None, table: Array, lens: Array, new_lens: Array,
+    dtype: Any, interpret: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    """The kernel for float8 rows under few queries: `q [B, rows, R + r]`, the scale in it already."""
+    from dflash_kernels.mla_attention import mosaic_gpu_merge as merging
+    from dflash_kernels.mla_attention import mosaic_gpu_narrow as narrow
+    from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
+
+    rows = launch.tokens * launch.heads
+    # A row's garbage would raise the base of all rows.
+    live = (jnp.arange(rows) // launch.heads)[None, :, None] < new_lens[:, None, None]
+    q = jnp.pad(in_key_order(jnp.where(live, q, 0)), ((0, 0), (0, NARROW_ROWS - rows), (0, 0)))
+    factor = jnp.ones((1,), jnp.float32) if latent_scale is None else latent_scale.reshape(1)
+    out, lse = narrow.attention(launch, q, latent_pages, factor, table, lens, new_lens, dtype, interpret=interpret)
+    if launch.direct:
+        return out, lse[:, 0, 0, :rows]
+    return merging.merge(out, lse, rows, dtype, interpret)
 
 
 def _refuse_device() -> None:

@@ -20,14 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, RANK, ROWS, Launch
-from dflash_kernels.mla_attention.mosaic_gpu_tiles import Tiles, opaque_zero, scratch, unpack_unions
+from dflash_kernels.mla_attention.mosaic_gpu_lanes import rescale
+from dflash_kernels.mla_attention.mosaic_gpu_results import ROW, SUM, TOP, Results
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, PARTS, RANK, ROWS, Launch
+from dflash_kernels.mla_attention.mosaic_gpu_tiles import opaque_zero, scratch, unpack_unions
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
-# Rows of the exchanged statistics.
-_TOP, _TOTAL, _SUM = 0, 2, 4
+_SLACK = 8.0  # powers of two that scores may exceed the base of their weights by
 
 
 def attention(
@@ -45,14 +45,16 @@ def attention(
       order: `[B]` int32, the sequences in the order in which they begin, read where `launch.ordered`.
 
     Returns:
-      Output `[B, rows, R]` where `launch.direct`, else float32 partial outputs `[B, splits, rows, R]`, each normalised, whose
-      empty splits are not written; natural lse `[B, splits, rows or 64]` float32, -inf where empty.
+      Output `[B, rows, R]` where `launch.direct`, else partial outputs `[B, splits, rows, R]` in `PARTS`, whose empty splits are
+      not written. Float32 `[B, splits, 1, rows or 64]` natural lse, -inf where empty; `[B, splits, 3, rows or 64]` of parts, whose
+      last two are what the left and the right half of a part's columns have to be multiplied with.
     """
     b = q.shape[0]
     if launch.direct:
         out = jax.ShapeDtypeStruct((b, launch.rows, RANK), q.dtype)
     else:
-        out = jax.ShapeDtypeStruct((b, launch.splits, launch.rows, RANK), jnp.float32)
+        out = jax.ShapeDtypeStruct((b, launch.splits, launch.rows, RANK), PARTS)
+    stats = (b, launch.splits, 1 if launch.direct else 3, max(launch.rows, ROWS))
 
     def body(q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, o_ref, lse_ref, **buffers):
         unpack_unions(buffers)
@@ -60,7 +62,7 @@ def attention(
 
     return plgpu.kernel(
         body,
-        out_type=(out, jax.ShapeDtypeStruct((b, launch.splits, max(launch.rows, ROWS)), jnp.float32)),
+        out_type=(out, jax.ShapeDtypeStruct(stats, jnp.float32)),
         scratch_types=scratch(launch, q.dtype, interpret),
         grid=(b, launch.splits, launch.row_tiles), grid_names=("b", "split", "rows"),
         num_threads=2, thread_name="wg",
@@ -71,7 +73,7 @@ def attention(
     )(q, latent_pages, table, seq_lens, q_lens, order)  # fmt: skip
 
 
-class _Block(Tiles):
+class _Block(Results):
     """One CTA's arithmetic."""
 
     def run(self):
@@ -81,11 +83,13 @@ class _Block(Tiles):
             @pl.when((self.wg == wg) & (self.begin < self.end))
             def _(wg=wg, pair=pair, single=single):
                 self._start(wg)
-                top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
-                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
+                top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA)
                 masked = functools.partial(pair, masked=True)
-                carry = (acc, top, total, *self._coming(0))
+                coming = self._coming(0)
+                self._ask(self.begin + 2 + wg, coming[wg])
+                carry = (acc, top, total, *coming)
                 carry = lax.fori_loop(0, self.whole_pairs, pair, carry)
                 carry = lax.fori_loop(self.whole_pairs, self.pairs, masked, carry)
                 acc, top, total = lax.fori_loop(self.pairs, self.pairs + self.odd, single, carry[:3])
@@ -107,12 +111,13 @@ class _Block(Tiles):
         self._widen(0, stages=(0, 1))
         acc, top, total = self._left_first(tile, carry[:3], masked)
         self._fill_half(0, 0, tile + 2, coming[0])
+        self._ask(tile + 4, later[0])
         plgpu.barrier_wait(memory["weights_in"].at[1])
-        new_top = self._stat(_TOP + 1)
+        new_top = self._stat(TOP + 1)
         kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(0, 1, tile + 1)
-        acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 0, 1)
+        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 0, 1)
         self._fill_half(0, 1, tile + 3, coming[1])
         return acc, new_top, total * kept, *later
 
@@ -137,12 +142,12 @@ class _Block(Tiles):
         # The rotated keys of this tile are used up: the weights take their place.
         self._together()
         memory["rotated"].at[0][...] = weights
-        memory["stats"].at[_TOP][...] = new_top
+        memory["stats"].at[TOP][...] = new_top
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory["weights_in"].at[0])
         if masked:
             self._clear_unused_values(0, 0, tile)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        acc = self._rescaled(acc, kept)
         if "staged" in memory:
             # The interpreter has no weights from registers.
             memory["staged"][...] = weights
@@ -160,8 +165,8 @@ class _Block(Tiles):
         def hand_over(scores, top):
             new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
             memory["weights"][...] = weights.astype(memory["weights"].dtype)
-            memory["stats"].at[_TOP + 1][...] = new_top
-            memory["stats"].at[_SUM][...] = weights.sum(axis=1)
+            memory["stats"].at[TOP + 1][...] = new_top
+            memory["stats"].at[SUM][...] = weights.sum(axis=1)
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory["weights_in"].at[1])
 
@@ -184,13 +189,14 @@ class _Block(Tiles):
         acc, top, total = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
         self._fill_half(1, 0, tile + 2, coming[0])
         self._fill_rotated(0, tile + 2, coming[0])
-        new_top = self._stat(_TOP + 1)
+        self._ask(tile + 5, later[1])
+        new_top = self._stat(TOP + 1)
         kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(1, 1, tile + 1)
-        acc = self._add_values(acc * lax.broadcast_in_dim(kept, acc.shape, [0]), self._second_weights, 1, 1)
+        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 1, 1)
         self._fill_half(1, 1, tile + 3, coming[1])
-        return acc, new_top, total * kept + self._stat(_SUM), *later
+        return acc, new_top, total * kept + self._stat(SUM), *later
 
     def _right_single(self, pair, carry):
         self.zero = opaque_zero(pair)
@@ -202,9 +208,9 @@ class _Block(Tiles):
     def _right_values(self, acc, top, total):
         """The right warpgroup's sums under the maximum of the left one's tile, whose weights are there on return."""
         plgpu.barrier_wait(self.memory["weights_in"].at[0])
-        new_top = self._stat(_TOP)
+        new_top = self._stat(TOP)
         kept = jnp.exp2(top - _finite(new_top))
-        return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), new_top, total * kept
+        return self._rescaled(acc, kept), new_top, total * kept
 
     def _multiply_keys(self, scores, stage):
         """Starts to add `[64, 576] @ [64, 576].T` in float32; each product starts as its part arrives."""
@@ -222,10 +228,12 @@ class _Block(Tiles):
         plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
 
     def _softmax(self, scores, tile, top, masked):
-        """New running maximum (base 2), what is kept of what came before, and the weights of a tile."""
+        """Base of the weights, `_SLACK` or less below the highest score; what is kept of sums from before; the weights."""
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
+        highest = scores.max(axis=1) * self.unit
+        # Nearly always the maximum stays, and what was added up under it with it.
+        new_top = jnp.where(highest > top + _SLACK, highest, top)
         base = _finite(new_top)
         weights = jnp.exp2(scores * self.unit - lax.broadcast_in_dim(base, scores.shape, [0]))
         return new_top, jnp.exp2(top - base), weights
@@ -249,19 +257,16 @@ class _Block(Tiles):
 
         return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
 
+    def _rescaled(self, acc, kept):
+        if "staged" in self.memory:
+            return acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        return rescale(acc, kept)
+
     def _first_weights(self):
         return self.memory["rotated"].at[self.zero]
 
     def _second_weights(self):
         return self.memory["weights"]
-
-    def _stat(self, row):
-        return plgpu.load(self.memory["stats"].at[row], layout=_ROW)
-
-    def _row_tokens(self):
-        """Query token of each row."""
-        rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
-        return lax.div(rows + self.first_row, jnp.int32(self.launch.heads))
 
     def _mask(self, tile):
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (ROWS, KEYS), 1), _WGMMA)
@@ -269,41 +274,6 @@ class _Block(Tiles):
             return keys < self.kv_len - tile * KEYS
         limit = self._limit(self._row_tokens()) - tile * KEYS
         return keys < lax.broadcast_in_dim(limit, (ROWS, KEYS), [0])
-
-    def _finish(self, wg, acc, top, total):
-        """Adds up both warpgroups' totals, normalises and writes this one's columns."""
-        memory = self.memory
-        memory["stats"].at[_TOTAL + wg][...] = total
-        plgpu.barrier_arrive(memory["total_in"].at[wg])
-        plgpu.barrier_wait(memory["total_in"].at[1 - wg])
-        total += self._stat(_TOTAL + 1 - wg)
-        live = (self._row_tokens() < self.q_len) & (total != 0)
-        inverse = jnp.where(live, 1.0 / jnp.where(live, total, 1.0), 0.0)
-        if wg == 0:
-            self._write_lse(jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf))
-        factor = lax.broadcast_in_dim(inverse, acc.shape, [0])
-        # Not a product alone: rows past the live ones may hold NaN.
-        self._write(wg, jnp.where(factor != 0, acc * factor, 0.0))
-
-    def _nothing(self, wg):
-        if wg == 0:
-            self._write_lse(plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW))
-        if self.launch.direct:
-            self._write(wg, plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA))
-
-    def _write_lse(self, lse):
-        self.lse_ref.at[self.b, self.split, pl.ds(self.first_row, ROWS)][...] = lse
-
-    def _write(self, wg, out):
-        """Through shared memory that nothing reads any more: the queries', or the latents' of this half."""
-        rows, columns = self.launch.tile_rows, pl.ds(wg * HALF, HALF)
-        source = self.memory["q_sm" if self.launch.direct else "out"].at[wg]
-        self._together()
-        source[...] = out.astype(source.dtype)
-        plgpu.commit_smem()
-        target = self.o_ref.at[self.b] if self.launch.direct else self.o_ref.at[self.b, self.split]
-        plgpu.copy_smem_to_gmem(source.at[pl.ds(0, rows)], target.at[pl.ds(self.first_row, rows), columns])
-        plgpu.wait_smem_to_gmem(0)
 
 
 def _finite(top):

@@ -15,16 +15,30 @@ EARLY = 32  # parts
 
 
 def merge(
-    parts: Float[Array, "B splits padded R"], parts_lse: Float[Array, "B splits wide"], rows: int, dtype: Any, interpret: Any = None
+    parts: Float[Array, "B splits padded R"], stats: Float[Array, "B splits kinds wide"], rows: int, dtype: Any,
+    interpret: Any = None,
 ) -> tuple[Float[Array, "B rows R"], Float[Array, "B rows"]]:  # fmt: skip
-    """Output and natural lse of all parts, one CTA for each query row. Parts of lse -inf were never written and are not read."""
+    """Output and natural lse of all parts, one CTA for each query row.
+
+    Of the stats the first is a part's natural lse, the next two, if there are any, the factors of the left and the right half of
+    its columns. Parts of lse -inf were never written: what lies there is not used.
+    """
     b, splits, _, rank = parts.shape
 
-    def body(parts_ref, lse_ref, out_ref, total_ref):
+    def factor_of(stats_ref, batch, split, row, weight):
+        """Of a part's columns, in the sum."""
+        if stats.shape[2] == 1:
+            return jnp.broadcast_to(weight, (rank,))
+        left, right = (jnp.broadcast_to(weight * stats_ref[batch, split, half, row], (rank,)) for half in (1, 2))
+        factor = jnp.where(lax.iota(jnp.int32, rank) < rank // 2, left, right)
+        # Unwritten stats may be NaN as well.
+        return jnp.where(jnp.broadcast_to(weight, (rank,)) > 0, factor, 0.0)
+
+    def body(parts_ref, stats_ref, out_ref, total_ref):
         batch, row = lax.axis_index("b"), lax.axis_index("row")
         # As much as registers hold is asked for before the first weight is known, so that a CTA waits for memory once.
         early = [parts_ref[batch, split, row] for split in range(min(splits, EARLY))]
-        logits = [lse_ref[batch, split, row] for split in range(splits)]
+        logits = [stats_ref[batch, split, 0, row] for split in range(splits)]
         top = functools.reduce(jnp.maximum, logits)
         top = jnp.where(top == -jnp.inf, 0.0, top)
         weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits]
@@ -33,9 +47,9 @@ def merge(
         out = jnp.zeros((rank,), jnp.float32)
         for split, weight in enumerate(weights):
             value = early[split] if split < EARLY else parts_ref[batch, split, row]
-            factor = jnp.broadcast_to(weight * share, out.shape)
+            factor = factor_of(stats_ref, batch, split, row, weight * share)
             # What lies in an empty part is skipped, not weighted.
-            out += jnp.where(factor != 0, value * factor, 0.0)
+            out += jnp.where(factor != 0, value.astype(jnp.float32) * factor, 0.0)
         out_ref[batch, row] = out.astype(dtype)
         total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
 
@@ -45,4 +59,4 @@ def merge(
         grid=(b, rows), grid_names=("b", "row"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
-    )(parts, parts_lse)  # fmt: skip
+    )(parts, stats)  # fmt: skip

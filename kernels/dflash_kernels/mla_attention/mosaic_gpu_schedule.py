@@ -9,11 +9,13 @@ STORED = jnp.float8_e4m3fn  # dtype of quantised rows
 ROWS = 64  # query rows of a CTA: the M of a Hopper matrix instruction
 KEYS = 64  # keys of a tile
 RANK, ROTATED = 512, 64  # the widths that the kernel's registers and shared memory are laid out for
+PARTS = jnp.float16  # dtype of partial outputs, each row of each half under a factor of its own
+NARROW_ROWS = 16  # query rows of a CTA of one warpgroup, for quantised rows under few queries
 HALF = RANK // 2  # value columns of a warpgroup
 MULTIPROCESSORS = 132
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of merging at all, and of the result of one CTA's part in it.
-STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.1
+STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Launch:
         return min(self.rows, ROWS)
 
     @property
+    def narrow(self) -> bool:
+        """Whether the kernel for float8 rows under few queries takes the call."""
+        return self.quantised and self.tokens * self.heads <= NARROW_ROWS
+
+    @property
     def direct(self) -> bool:
         """Whether CTAs write the output itself rather than float32 partial results."""
         return self.splits == 1
@@ -108,8 +115,8 @@ def best_splits(ctas: int, longest: int) -> int:
     """Parts of a sequence that take least time, for `ctas` CTAs of whole sequences of `longest` rows, one at a time on each
     multiprocessor.
 
-    The times are measured on an H200. The float32 results of a part are written and read again, 64 rows of it in about a
-    fifteenth of the time that a tile of keys takes.
+    The times are measured on an H200. The results of a part are written and read again, 64 rows of it in about a thirtieth
+    of the time that a tile of keys takes.
     """
     tiles = max(-(-longest // KEYS), 1)
 

@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, RANK, ROTATED, ROWS, STORED, Launch
+from dflash_kernels.mla_attention.mosaic_gpu_lanes import prefetch_rows
+from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, PARTS, RANK, ROTATED, ROWS, STORED, Launch
 from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -25,7 +26,7 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
     wide: dict[str, Any] = {"transforms": swizzled(dtype, HALF)}
     latents, rotated = plgpu.SMEM((2, 2, KEYS, HALF), dtype, **wide), plgpu.SMEM((2, KEYS, ROTATED), dtype, **wide)
-    out = plgpu.SMEM((2, ROWS, HALF), jnp.float32, transforms=swizzled(jnp.float32, HALF))
+    out = plgpu.SMEM((2, ROWS, HALF), PARTS, transforms=swizzled(PARTS, HALF))
     buffers = {
         "q_sm": plgpu.SMEM((2, ROWS, HALF), dtype, **wide), "q_rotated": plgpu.SMEM((1, ROWS, ROTATED), dtype, **wide),
         "weights": plgpu.SMEM((ROWS, KEYS), dtype, **wide),
@@ -161,6 +162,19 @@ class Tiles:
             for piece, source in enumerate(sources):
                 part = target if len(sources) == 1 else target.at[pl.ds(piece * height, height)]
                 plgpu.copy_gmem_to_smem(source, part, barrier)
+
+    def _ask(self, tile, pages):
+        """Starts a tile's way from memory to the L2, where the copies of all CTAs of the sequence find it a pair later.
+
+        Gains where short parts wait for memory; costs where the GPU is at its power limit all along.
+        """
+        if self.launch.direct or "staged" in self.memory:
+            return
+
+        @pl.when((tile < self.end) & (lax.axis_index("rows") == 0))
+        def _():
+            for source in self._sources(slice(None), tile, pages):
+                prefetch_rows(source)
 
     def _widen(self, wg, stages):
         """Makes 16-bit numbers of the eight-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
