@@ -100,23 +100,23 @@ def child(folder: Path, started: float) -> None:
     model = dj.load(folder, draft=folder / "draft", max_batch=1, ahead=first_run)
     done("loaded")
     pieces = dj.stream(model, prompt, params)
-    next(pieces)
+    tokens = [*next(pieces).token_ids]
     done("first token")
-    next(pieces)
+    tokens += next(pieces).token_ids
     done("first cycles")
-    for _ in pieces:
-        pass
+    tokens += [token for piece in pieces for token in piece.token_ids]
     done("all tokens")
-    print(json.dumps(stages | {"compiling": round(model.engine.programs.compile_s, 2)}))
+    print(json.dumps([stages | {"compiling": round(model.engine.programs.compile_s, 2)}, tokens]))
 
 
-def start(folder: Path, cache: Path) -> dict[str, float]:
-    """Stages of a fresh process with its compiled programs below `cache`."""
+def start(folder: Path, cache: Path) -> tuple[dict[str, float], list[int]]:
+    """Stages of a fresh process with its compiled programs below `cache`, and its tokens."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     environment["XDG_CACHE_HOME"] = str(cache)
     command = [sys.executable, __file__, "--child", str(folder), repr(time.time())]
     answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(answer.stdout.splitlines()[-1])
+    stages, tokens = json.loads(answer.stdout.splitlines()[-1])
+    return stages, tokens
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
         "--files", nargs="+", choices=("memory", "disk"), default=["memory", "disk"], help="where they are read from"
     )
     options = parser.parse_args()
-    results = {}
+    results, texts = {}, []
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         folder = Path(scratch) / "target"
         began = time.time()
@@ -144,8 +144,11 @@ def main() -> None:
                 case += ", files in memory" if files == "memory" else ""
                 if files == "disk":
                     drop_from_page_cache(folder)
-                results[case] = start(folder, Path(scratch) / f"{files} cache")
+                results[case], tokens = start(folder, Path(scratch) / f"{files} cache")
+                texts.append(tokens)
                 print(case, results[case], flush=True)
+    if any(tokens != texts[0] for tokens in texts):
+        raise SystemExit(f"programs from disk do not write what compiled ones write: {texts}")
     # This process has not touched the GPU until here: its children had all of it.
     record = Record("cold_start", options)
     for case, stages in results.items():
