@@ -49,9 +49,10 @@ class LatentLayer(Protocol):
         ...
 
 
-# Measured on an H200 in bfloat16 (`benchmarks/mla_prefill.py --parts crossover`): with 16 heads expanding takes nearly as long for
+# Measured on an H200 in bfloat16 (`benchmarks/mla_prefill.py --parts crossover`). With 16 heads expanding takes nearly as long for
 # 128 new tokens as for 512, 0.2 ms after 8k of context and 0.75 ms after 32k; absorbed takes that long for some 420 tokens, after
-# 2k of context for 256.
+# 2k of context for 256. With 128 heads, carried on from 64 and 128 tokens, both take as long for some 250, after 2k for 200.
+_BREAK_EVEN_COSTS = 1.4  # times the query tokens at which multiplications are equal
 _FIXED_COST_ROWS = 6144
 _WORKSPACE = 320 * 2**20  # bytes
 
@@ -61,8 +62,9 @@ class LatentForm:
     """When latent attention is expanded, and in what pieces.
 
     Attributes:
-      expand_above: calls of more query tokens than this are expanded, others absorbed. None: `break_even_queries` of the layer, but
-        no fewer than 6144 query rows (tokens times heads), which the launches and merges of the expanded form cost on an H200.
+      expand_above: calls of more query tokens than this are expanded, others absorbed. None: 1.4 times `break_even_queries` of the
+        layer, but no fewer than 6144 query rows (tokens times heads), which the launches and merges of the expanded form cost on
+        an H200.
       context_chunk: rows expanded at a time, for all sequences of a call together; the new tokens' at least. None: as many as a
         workspace of 320 MiB holds, 32768 for 16 heads of 192 and 128 in bfloat16.
     """
@@ -73,7 +75,7 @@ class LatentForm:
     def expands(self, queries: int, *, heads: int, rank: int, nope: int, value: int) -> bool:
         if self.expand_above is not None:
             return queries > self.expand_above
-        return queries > max(break_even_queries(rank, nope, value), _FIXED_COST_ROWS / heads)
+        return queries > max(_BREAK_EVEN_COSTS * break_even_queries(rank, nope, value), _FIXED_COST_ROWS / heads)
 
     def chunk(self, row: int) -> int:
         """Rows to expand at a time; a row's keys and values of all heads take `row` bytes."""

@@ -161,8 +161,8 @@ def test_the_form_follows_the_number_of_queries() -> None:
     sizes = {"heads": 64, "rank": 512, "nope": 128, "value": 128}
     assert math.ceil(break_even_queries(512, 128, 128)) == 171
     assert break_even_queries(8, 8, 8) == math.inf
-    assert not LatentForm().expands(170, **sizes)
-    assert LatentForm().expands(171, **sizes)
+    assert not LatentForm().expands(238, **sizes)
+    assert LatentForm().expands(239, **sizes)
     assert not LatentForm().expands(384, **(sizes | {"heads": 16}))
     assert LatentForm().expands(385, **(sizes | {"heads": 16}))
     assert LatentForm(expand_above=16).expands(17, **sizes)
