@@ -1,4 +1,4 @@
-"""What every test shares: the platform, exact float32, shape checks, and a compilation cache for this run alone.
+"""What every test shares: the platform, exact float32, shape checks, quick compiling, and a compilation cache for this run alone.
 
 Set in the environment, so that processes started by a test inherit it, and on import of this file: pytest imports the conftest
 files of folders named on its command line, and with them the package, before it calls any hook.
@@ -28,9 +28,10 @@ if importlib.util.find_spec("beartype") is not None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The CPU, unless the tests asked for need a GPU."""
+    """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax
 
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_disable_most_optimizations", True)
