@@ -8,6 +8,8 @@ from dflash_kernels import paged_attention
 
 from dflash_jax.attention.chunks import attend_to_pages, long_chunks
 
+from ..devices import h200
+
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -40,10 +42,9 @@ def test_chunks_agree_with_the_op_for_decoding(sequences: int, causal: bool) -> 
 def test_chunks_that_fill_a_hopper_gpu_take_the_kernel_for_prompts(
     sequences: int, tokens: int, dtype: type, taken: bool
 ) -> None:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     q, pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((sequences, tokens, 32, 128), (9, 8, 64, 128)))
     table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((sequences, 4), (sequences,)))
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+    with h200():
         traced = jax.jit(attend_to_pages).trace(q, pool, pool, table, lens, q_lens=lens)
         text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
     assert ("ragged_paged_attention" in text) == taken

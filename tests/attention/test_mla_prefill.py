@@ -13,6 +13,7 @@ from dflash_jax.attention import mla_prefill
 from dflash_jax.attention.mla import absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 
+from ..devices import h200
 from .latent_layer import Layer, make_batch
 
 
@@ -45,8 +46,7 @@ def test_a_hopper_gpu_gets_its_kernels() -> None:
     pages, table, lens = array(9, 1, 64, rank + rotated), array(1, 8, dtype=jnp.int32), array(1, dtype=jnp.int32)
     # Rows expanded and attended to, for the last chunk and in the loop over others.
     calls = [(functools.partial(chunked_prefill, context_chunk=256), 4), (absorbed_attention, 1)]
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+    with h200():
         for call, least in calls:
             lowered = (
                 jax.jit(call).trace(layer, *q, pages, table, lens, lens).lower(lowering_platforms=("cuda",)).as_text()

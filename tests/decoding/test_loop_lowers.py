@@ -10,7 +10,8 @@ from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
 from dflash_jax.requests import empty_state
 
-from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON, on
+from ..devices import on
+from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from .conftest import draft_config, target_config
 
 

@@ -1,6 +1,5 @@
 """Norm, rotation and write in one operation: programs for an H200, writes in place, what is refused."""
 
-import contextlib
 import functools
 import inspect
 import re
@@ -13,12 +12,8 @@ import pytest
 from dflash_kernels import NoImplementationError, kv_write, paged_attention, qkv_write
 from dflash_kernels.cache_write.mosaic_gpu import launch_kv, launch_qkv
 
+from ..devices import h200
 from .qkv_cases import CANDIDATES, CASES, F16, F32, FP8, INT8, Case, bits, inputs, run
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def shapes_of(arguments: dict[str, Any]) -> dict[str, Any]:

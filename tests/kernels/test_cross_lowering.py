@@ -1,6 +1,5 @@
 """Every op lowers for GPUs that are not here, in shapes of real models, with the implementation that is best there."""
 
-import contextlib
 import importlib.util
 import re
 from typing import Any
@@ -11,16 +10,13 @@ import jax.numpy as jnp
 import pytest
 from dflash_kernels.target import target
 
+from ..devices import on
+
 BATCH, TOKENS, TABLE = 4, 16, 64
 # jax-triton cannot be imported without a CUDA build of JAX; those GPUs then run on XLA.
 HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 HAS_JAX_TRITON = HAS_CUDA and all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
 CALLS = {"NVIDIA A100-SXM4-80GB": "triton_kernel_call", "NVIDIA H200": "mosaic_gpu_v2"}
-
-
-def on(kind: str) -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

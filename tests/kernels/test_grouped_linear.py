@@ -11,6 +11,8 @@ from dflash_kernels import NoImplementationError, grouped_linear, grouped_linear
 from dflash_kernels.grouped_linear.mosaic_gpu import SHARED_MEMORY, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
+
 
 def make(rows: int, groups: list[int], features: int, depth: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
     """A call: rows and group of the last block are what nobody may look at."""
@@ -70,8 +72,7 @@ def test_the_definition(dtype: Any, gated: bool) -> None:
 ])  # fmt: skip
 def test_lowers_for_an_h200(rows: int, features: int, depth: int, gated: bool) -> None:
     call = jax.eval_shape(lambda: make(rows, list(range(8)), features, depth))
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+    with h200():
         program = jax.jit(lambda call: launch(**call, gated=gated)).trace(call)
         assert "@mosaic_gpu_v2" in program.lower(lowering_platforms=("cuda",)).as_text()
     schedule = plan(rows, features // (1 + gated), depth, gated=gated)

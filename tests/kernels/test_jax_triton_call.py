@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention
 
+from ..devices import on
 from .attention_oracle import make_case
-from .test_cross_lowering import on
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:

@@ -1,6 +1,5 @@
 """The Hopper kernel of paged attention: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -15,6 +14,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_schedule import HALF_SHARED_MEMOR
 from dflash_kernels.paged_attention.reference import paged_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
 from .attention_oracle import Case, make_case, oracle
 
 SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
@@ -122,11 +122,6 @@ def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
     case = make_case([330, 70], [4, 2], t=4, group=4, head_dim=64, page_size=32, dtype=jnp.bfloat16)
     check(case, Tuning(splits=2, stages=2), plgpu.InterpretGPUParams(detect_races=True))
     assert "race" not in capfd.readouterr().out.lower()
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 @pytest.mark.parametrize("t", [1, 16])

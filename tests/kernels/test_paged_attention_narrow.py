@@ -10,8 +10,9 @@ from dflash_kernels import paged_attention
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import HALF_SHARED_MEMORY, Tuning, plan_narrow
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
 from .attention_oracle import make_case
-from .test_paged_attention_mosaic import MASK, SINKS, SLOPES, call, check, h200, interpret, run
+from .test_paged_attention_mosaic import MASK, SINKS, SLOPES, call, check, interpret, run
 
 __all__ = ["interpret"]
 FP8, INT8 = jnp.float8_e4m3fn, np.int8

@@ -1,6 +1,5 @@
 """Attention dealt out by a schedule: the schedule itself, the kernel in Pallas's interpreter, lowered, and for real (`-m gpu`)."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -13,6 +12,7 @@ from dflash_kernels.paged_attention.mosaic_gpu import tuned
 from dflash_kernels.paged_attention.schedule import LEAST, MOST, MOST_OF_FEW_ROWS, SLOTS, TILE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
 from .attention_oracle import Case, make_case, oracle
 
 MASK = {"causal": True, "window": (None, None), "soft_cap": None, "scale": 0.1}
@@ -108,13 +108,6 @@ def test_long_ones_are_divided_until_the_gpu_is_full() -> None:
     assert parts([4096] * 64) == [1] * 64
     assert parts([4096] * 8) == [2] * 8
     assert parts([512] * 7 + [32768]) == [1] * 7 + [14]
-
-
-@contextlib.contextmanager
-def h200() -> Any:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        yield
 
 
 def layers(q, k_pages, v_pages, table, lens):

@@ -12,6 +12,8 @@ from dflash_kernels import NoImplementationError, quantised_linear
 from dflash_kernels.quantised_linear.mosaic_gpu import ROWS, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
+
 DTYPES = [jnp.int8, jnp.float8_e4m3fn]
 
 
@@ -68,8 +70,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 151936, 2560), (16, 2560, 9728), (64, 6144, 2560)])
 def test_lowers_for_an_h200(rows: int, features: int, depth: int, kind: Any) -> None:
     call = jax.eval_shape(lambda: make(rows, features, depth, kind))
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+    with h200():
         lowered = (
             jax.jit(lambda *call: launch(*call, multiprocessors=132)).trace(*call).lower(lowering_platforms=("cuda",))
         )

@@ -1,6 +1,5 @@
 """The Hopper kernel of ragged attention: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -15,6 +14,7 @@ from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, SHARED_ME
 from dflash_kernels.ragged_attention.reference import ragged_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
 from .ragged_oracle import Case, make_case, oracle
 
 SINKS = np.linspace(-1.5, 2.5, 4, dtype=np.float32)
@@ -176,11 +176,6 @@ def test_launches_fit() -> None:
         tiles = launch.stages * launch.keys * sum(dims) * 2
         held = BLOCK * (dims[0] + dims[1] if launch.separate_out else max(dims)) * 2
         assert tiles + held < SHARED_MEMORY
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def lowered(

@@ -1,6 +1,5 @@
 """Tables of measured choices: what is in them, how a call finds its own, and the script that writes them."""
 
-import contextlib
 import dataclasses
 import importlib
 import json
@@ -20,6 +19,8 @@ from dflash_kernels.paged_attention import mosaic_gpu as paged
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
 from dflash_kernels.ragged_attention import mosaic_gpu as ragged
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
+
+from ..devices import on
 
 KERNELS = Path(dflash_kernels.__file__).parent
 TABLES = sorted(KERNELS.glob("*/tuning.json"))
@@ -42,11 +43,6 @@ def tune() -> Iterator[Any]:
     sys.path.insert(0, folder)
     yield importlib.import_module("tune")
     sys.path.remove(folder)
-
-
-def on(device: str) -> contextlib.AbstractContextManager[Any]:
-    kind = jax.sharding.AbstractDevice(device_kind=device, num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=kind))
 
 
 def ragged_call(entry: dict[str, Any]) -> Any:

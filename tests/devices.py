@@ -1,0 +1,16 @@
+"""GPUs that need not be here: inside one of these contexts, programs are traced and lowered for it."""
+
+import contextlib
+from typing import Any
+
+import jax
+
+
+def on(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """A GPU by the name that its driver gives it."""
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+def h200() -> contextlib.AbstractContextManager[Any]:
+    return on("NVIDIA H200")
