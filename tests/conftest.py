@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from jaxtyping import install_import_hook
@@ -35,3 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def optimised() -> Iterator[None]:
+    """Programs optimised as for users: for tests that run them for long."""
+    import jax
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

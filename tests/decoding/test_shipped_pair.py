@@ -12,6 +12,7 @@ import dflash_jax as dj
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 TOKENS = 128
+pytestmark = pytest.mark.usefixtures("optimised")
 
 
 @pytest.fixture(scope="module")
