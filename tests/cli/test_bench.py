@@ -25,10 +25,12 @@ def workload(model) -> Workload:
 
 def test_figures_of_a_closed_loop(model, workload) -> None:
     figures = measure(model, workload, concurrency=2, requests=5, draft=True)
+    compiled = set(model.engine.programs._compiled)
     again = measure(model, workload, concurrency=2, requests=5, draft=True)
+    assert set(model.engine.programs._compiled) == compiled
     assert (figures.requests, figures.concurrency, figures.prompt_tokens, figures.max_tokens) == (5, 2, 12.0, 10)
     assert figures.tokens_per_s > 0
-    assert figures.compile_s > again.compile_s == 0  # nothing compiles in a timed run, nor in a second one
+    assert figures.compile_s > again.compile_s  # a second run only looks for its programs
     for percentiles in (figures.time_to_first_token_ms, figures.inter_token_ms):
         assert 0 < percentiles["p50"] <= percentiles["p90"] <= percentiles["p99"]
     shares = figures.acceptance_by_position
@@ -44,7 +46,8 @@ def test_everything_is_compiled_before_the_first_request(model, workload) -> Non
         job()
     compiled = set(model.engine.programs._compiled)
     figures = measure(model, workload, concurrency=2, requests=5, draft=True, imposed_acceptance=2.0)
-    assert (figures.compile_s, set(model.engine.programs._compiled)) == (0.0, compiled)
+    assert figures.imposed_acceptance == 2.0
+    assert set(model.engine.programs._compiled) == compiled
     assert model.engine.imposed_acceptance is None
 
 
