@@ -1,11 +1,13 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
     PagedSchedule,
+    attention_chain,
     kv_write,
     latent_encode,
     latent_write,
@@ -71,6 +73,31 @@ class PagedAttend:
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
             k_scale=k_scale, v_scale=v_scale, schedule=self._shared(layer),
         )  # fmt: skip
+
+    @property
+    def chained_pools(self) -> tuple[Array, int] | None:
+        """The first layer's keys and the width of the table where `chain` may take them; None for latent pools."""
+        return (self._k[0], self.page_table.shape[1]) if self._v else None
+
+    def chain(
+        self,
+        layer: Attention,
+        qkv: Array,
+        rotary: Rotary,
+        stream: Array,
+        weights: tuple[Any, ...],
+        exchange: Any,
+    ) -> tuple[Array, Array | None]:
+        """A whole layer: `attention_chain` with its weights from `o` on, to the stream and the next projection."""
+        i = layer.index
+        rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        out = attention_chain(
+            self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
+            q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...], exchange=exchange, causal=layer.causal,
+            scale=layer.scale, eps=layer.config.norm_eps,
+        )  # fmt: skip
+        self._k[i], self._v[i] = out.k_pages, out.v_pages
+        return out.stream, out.projected
 
     def _shared(self, layer: Attention) -> PagedSchedule | None:
         """The schedule of all layers, made for the first."""

@@ -4,7 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from dflash_kernels import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels import (
+    attention_chain_exchange,
+    attention_chain_refusal,
+    chain_exchange,
+    chain_stream,
+    layer_chain,
+    layer_chain_refusal,
+)
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -13,6 +20,8 @@ from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import fits, run_rows
 
 CHAIN_LAYERS = True  # False for separate operations: for comparisons
+# Attention over pages in the same operation, where there is one; False for comparisons.
+CHAIN_ATTENTION = True
 # Products with what follows them as one launch, for a few hundred rows (`dflash_jax.models.rows`).
 DENSE_ROWS = True
 
@@ -28,8 +37,9 @@ def run_layers(
     """The residual stream after each layer.
 
     Where `CHAIN_LAYERS` is on, `attend` decodes (`attend.decodes`: nobody takes gradients), rows are few and `layer_chain` knows
-    the layers, the stream stays in float32 between layers. Where `DENSE_ROWS` is on, `attend` decodes and there are some hundred
-    rows, products take what follows them along (`models.rows`). Otherwise each layer is called.
+    the layers, the stream stays in float32 between layers; where `CHAIN_ATTENTION` is on and `attention_chain` knows the call, a
+    layer is one operation. Where `DENSE_ROWS` is on, `attend` decodes and there are some hundred rows, products take what follows
+    them along (`models.rows`). Otherwise each layer is called.
 
     Args:
       layers: of one model.
@@ -67,9 +77,11 @@ def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) 
 def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
     """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
     projected: Any
-    rows = x.shape[0] * x.shape[1]
+    rows, down = x.shape[0] * x.shape[1], layers[0].mlp.down_proj.weight[...]
     stream = chain_stream(x.reshape(rows, -1))
-    exchange = jax.new_ref(chain_exchange(stream, layers[0].mlp.down_proj.weight[...]))
+    if implementation is None and CHAIN_ATTENTION and _attends(layers, x, rotary, attend):
+        return _whole(layers, x, stream, rotary, attend)
+    exchange = jax.new_ref(chain_exchange(stream, down))
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
@@ -79,6 +91,38 @@ def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, imple
             layer.mlp.down_proj.weight[...], *_projection(later), ahead=ahead, exchange=exchange, eps=layer.post_norm.eps,
             implementation=implementation,
         )  # fmt: skip
+        streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
+    return streams
+
+
+def _attends(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any) -> bool:
+    """Whether attention goes into the same operation."""
+    pools, attn, mlp = getattr(attend, "chained_pools", None), layers[0].attn, layers[0].mlp
+    if pools is None or any(layer.attn.window is not None or layer.attn.sinks is not None for layer in layers):
+        return False
+    pool, width = pools
+    _, kv_heads, page_size, head_dim = pool.shape
+    if pool.dtype != x.dtype or 2 * rotary.cos.shape[-1] != head_dim:
+        return False
+    qkv, o, down = (part.weight[...] for part in (attn.qkv_proj, attn.o_proj, mlp.down_proj))
+    reason = attention_chain_refusal(
+        x.shape[0], x.shape[1], x.dtype, group=attn.config.num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim,
+        page_size=page_size, table_width=width, hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
+        next_width=qkv.shape[0],
+    )  # fmt: skip
+    return reason is None
+
+
+def _whole(layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any) -> list[Array]:
+    """Every layer is one operation."""
+    rows, config = x.shape[0] * x.shape[1], layers[0].attn.config
+    heads, down = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}, layers[0].mlp.down_proj.weight[...]
+    exchange = tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
+    projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
+    for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        parts = (layer.attn.o_proj, layer.post_norm, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+        weights = (*(part.weight[...] for part in parts), *_projection(later))
+        stream, projected = attend.chain(layer.attn, projected, rotary, stream, weights, exchange)
         streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
     return streams
 

@@ -4,6 +4,12 @@ Letters: B sequences, T query tokens per sequence, S keys, N query heads, K key/
 R latent width, r rotated key part, C = R + r.
 """
 
+from dflash_kernels.attention_chain.api import (
+    Chained,
+    attention_chain,
+    attention_chain_exchange,
+    attention_chain_refusal,
+)
 from dflash_kernels.cache_write.api import cache_write, latent_write
 from dflash_kernels.cache_write.mla import MlaWritten, mla_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
@@ -23,8 +29,9 @@ from dflash_kernels.quantised_linear.api import quantised_linear
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
 
 __all__ = [
-    "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvWritten", "add_norm", "cache_write",
-    "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal",
+    "Chained", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvWritten", "add_norm",
+    "attention_chain", "attention_chain_exchange", "attention_chain_refusal", "cache_write", "chain_exchange",
+    "chain_stream", "dense", "dense_best", "dense_gated", "dense_parts", "dense_refusal",
     "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
     "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
     "layer_chain_refusal", "merge_states", "mla_attention", "mla_write", "paged_attention", "paged_schedule",

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.cache.pages import make_pages
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models import bind
+from dflash_jax.models import bind, chain
 from dflash_jax.models.chain import run_layers
 from dflash_jax.models.rows import fits, run_rows
 
@@ -45,6 +47,36 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
     for theirs, *ours in zip(plain, chained, rows, strict=True):
         for found in ours:
             np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""
+    config, params, inputs, _ = golden(case)
+    model: Any = bind(config, params)
+    ids = jnp.asarray(inputs["ids"])[:1, :4].repeat(2, axis=0)
+    table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
+    monkeypatch.setattr(chain, "layer_chain_refusal", lambda *_, **__: None)
+
+    def runs() -> list[Any]:
+        held, found = pages, []
+        for first, lens in ((0, [4, 3]), (4, [1, 0])):
+            positions = first + jnp.arange(4)[None].repeat(2, axis=0)
+            attend = PagedAttend(held, table, positions, jnp.asarray(lens))
+            found.append(run_layers(model.layers, model.embed(ids), model.rotary(positions), attend))
+            held = attend.pages
+        return [found, held]
+
+    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: "apart")
+    apart = runs()
+    taken = []
+    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: taken.append(True))
+    whole = runs()
+    plain = type(config) is Qwen3Config and not config.attention_bias and all(reach is None for reach in config.windows)
+    plain = plain and config.rope.partial == 1
+    assert bool(taken) == plain
+    for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -70,6 +70,8 @@ class Bring:
             def bring(step, _, product=product, taken=taken):
                 index = taken + step
                 slot = rem(index, self.plan.slots)
+                if self.syncs:
+                    self._clear(index)
                 pl.when(index >= self.plan.slots)(lambda: plgpu.barrier_wait(left.at[slot]))
                 if self.syncs:
                     # With more requests at once, everybody else's would wait longer for memory.
@@ -91,6 +93,9 @@ class Bring:
                 plgpu.async_prefetch(source.at[rows, columns])
 
         lax.fori_loop(0, self._steps(product), bring, None)
+
+    def _clear(self, index):
+        """Waits until a slot may be filled for the first time."""
 
     def _bring_activations(self):
         source = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
@@ -120,19 +125,18 @@ class Bring:
         lax.fori_loop(jnp.maximum(units - lag, 0), units, lambda unit, _: self._ready_x(taken + unit), None)
 
     def _take_activations(self, product: Product, taken, name: str):
-        """Brings what other CTAs hand over, several slots at a time."""
+        """Brings what other CTAs hand over."""
+        pitch = self.plan.products[1].features if name == "gated" else self.plan.hidden
+        self._take(product, taken, self.refs["exchange"], self._handed(name, product), pitch)
+
+    def _take(self, product: Product, taken, area, word, pitch: int):
+        """Brings a matrix of `pitch` columns that other CTAs hand over at a word of `area`, several slots at a time."""
         group, units = self.plan.x_group, self._units(product)
-        word, pitch = (
-            self._handed(name, product),
-            self.plan.products[1].features if name == "gated" else self.plan.hidden,
-        )
 
         def bring(first, count: int):
             slots = [self._free_x(taken + first + unit) for unit in range(count)]
             column = self._first_column(product) + first * (X_BLOCKS * BLOCK)
-            exchange.take_rows(
-                self.refs["exchange"], word, column, self.buffers["x_sm"], slots, rows=self.plan.live, pitch=pitch
-            )
+            exchange.take_rows(area, word, column, self.buffers["x_sm"], slots, rows=self.plan.live, pitch=pitch)
             for unit in range(count):
                 self._ready_x(taken + first + unit)
 

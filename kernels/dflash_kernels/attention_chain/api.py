@@ -1,0 +1,151 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.attention_chain.mosaic_gpu import attention_chain_mosaic_gpu, refuse
+from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS
+from dflash_kernels.attention_chain.reference import attention_chain_reference
+from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.layer_chain.api import chain_exchange
+from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY
+from dflash_kernels.target import target
+
+IMPLEMENTATIONS = {"mosaic_gpu": attention_chain_mosaic_gpu, "xla": attention_chain_reference}
+
+
+class Chained(NamedTuple):
+    """What `attention_chain` returns: the stream after the layer, the next projection or None, and the pools."""
+
+    stream: Array
+    projected: Array | None
+    k_pages: Array
+    v_pages: Array
+
+
+def attention_chain_refusal(
+    sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
+    hidden: int, heads_width: int, inner: int, next_width: int,
+) -> str | None:  # fmt: skip
+    """Why `attention_chain` has nothing faster than separate operations for calls of these sizes; None where it has.
+
+    Args:
+      group: query heads of a KV head.
+      table_width: pages that a row of the page table has room for.
+    """
+    try:
+        refuse(
+            sequences, tokens, dtype, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
+            table_width=table_width, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width,
+        )  # fmt: skip
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def attention_chain_exchange(
+    stream: Float[Array, "D n"], down: Float[Array, "D F"], sequences: int, tokens: int, *, heads: int, kv_heads: int
+) -> tuple[Int[Array, "..."], ...]:
+    """What the Refs start with through which multiprocessors hand results to one another: four, for all layers of a step."""
+    ctas, rows = max(target().multiprocessors, 1), tokens * heads // kv_heads
+    shapes = ((ctas, rows, HEAD_DIM), (ctas, KEYS), (sequences * tokens, heads * HEAD_DIM // 2))
+    return chain_exchange(stream, down), *(jnp.full(shape, EMPTY, jnp.int32) for shape in shapes)
+
+
+def attention_chain(
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    qkv: Float[Array, "M E"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    cos: Float[Array, "M half"],
+    sin: Float[Array, "M half"],
+    stream: Float[Array, "D n"],
+    o: Float[Array, "D A"],
+    post_norm: Float[Array, "D"],
+    gate_up: Float[Array, "twoF D"],
+    down: Float[Array, "D F"],
+    next_norm: Float[Array, "D"] | None = None,
+    following: Float[Array, "G D"] | None = None,
+    *,
+    q_norm: Float[Array, "H"],
+    k_norm: Float[Array, "H"],
+    exchange: Any,
+    causal: bool = True,
+    scale: float | None = None,
+    eps: float = 1e-6,
+    implementation: str | Sequence[str] | None = None,
+) -> Chained:
+    """One layer for a few tokens, from its projection of queries, keys and values to the next layer's: `qkv_write`,
+    `paged_attention` and `layer_chain` in one.
+
+    Args:
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
+      qkv: the projection, `E = (N + 2 K) * H`: query heads, key heads, value heads; `M = B * T` tokens, those of a sequence
+        together.
+      page_table: int32 page indices; entries past a sequence's last page may hold anything.
+      seq_lens: int32 keys of each sequence, the new tokens' own included; 0 for an idle row.
+      q_lens: int32 new tokens that are real, at most `seq_lens`: token i stands at position `seq_lens - q_lens + i` and is written
+        there. The rest write nothing, and their attention is 0.
+      cos, sin: float32, of each token's angles and times any factor.
+      stream: the residual stream, from `chain_stream` or the call before.
+      o, post_norm, gate_up, down, next_norm, following: as for `layer_chain`.
+      q_norm, k_norm: weights of the norms of queries and keys.
+      exchange: Refs of `attention_chain_exchange`, passed to one call after the other.
+      causal: a token sees no key after its own position.
+      scale: softmax scale, `H ** -0.5` where None.
+      eps: added to the mean squares of all norms.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    _check(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm)
+    (rows, width), (_, kv_heads, _, head_dim) = qkv.shape, k_pages.shape
+    (hidden, columns), inner, heads = stream.shape, down.shape[1], width - 2 * kv_heads * head_dim
+    if o.shape != (hidden, heads) or down.shape[0] != hidden or gate_up.shape != (2 * inner, hidden):
+        raise ValueError(
+            f"o {o.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit {heads} columns of heads and {stream.shape}"
+        )
+    if (next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
+        raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
+    if columns < rows:
+        raise ValueError(f"stream {stream.shape} must have a column for each of {rows} rows of qkv")
+    options = {"causal": causal, "scale": head_dim**-0.5 if scale is None else scale, "eps": eps}
+    with jax.named_scope("attention_chain"):
+        out = first_fitting(
+            "attention_chain", IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin,
+            q_norm, k_norm, stream, o, post_norm, gate_up, down, next_norm, following, exchange, **options,
+        )  # fmt: skip
+    return Chained(*out)
+
+
+def _check(
+    k_pages: Array, v_pages: Array, qkv: Array, page_table: Array, seq_lens: Array, q_lens: Array, cos: Array, sin: Array,
+    q_norm: Array, k_norm: Array,
+) -> None:  # fmt: skip
+    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
+        )
+    (rows, width), (_, kv_heads, _, head_dim), b = qkv.shape, k_pages.shape, page_table.shape[0]
+    if width % (kv_heads * head_dim) or width <= 2 * kv_heads * head_dim:
+        raise ValueError(f"qkv {qkv.shape} must be [M, (N + 2 * {kv_heads}) * {head_dim}], N a multiple of {kv_heads}")
+    if rows % b or seq_lens.shape != (b,) or q_lens.shape != (b,):
+        raise ValueError(
+            f"qkv {qkv.shape}, seq_lens {seq_lens.shape} and q_lens {q_lens.shape} do not fit {b} sequences of page_table"
+        )
+    if cos.shape != sin.shape or cos.shape[0] != rows or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"cos {cos.shape} and sin {sin.shape} must be [{rows}, half] with at most {head_dim} dims to turn"
+        )
+    if q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,):
+        raise ValueError(
+            f"q_norm {q_norm.shape} and k_norm {k_norm.shape} must be one weight for each of {head_dim} dims"
+        )

@@ -1,0 +1,323 @@
+"""A whole layer for a few tokens as one operation: the definition, and the Hopper kernel in Pallas's interpreter, lowered for an
+H200, and for real (`-m gpu`)."""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import (
+    NoImplementationError,
+    attention_chain,
+    attention_chain_exchange,
+    attention_chain_refusal,
+    chain_stream,
+    layer_chain,
+    paged_attention,
+    qkv_write,
+)
+from dflash_kernels.attention_chain.mosaic_gpu import launch
+from dflash_kernels.attention_chain.mosaic_gpu_plan import attention_plan
+from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+EPS = 1e-6
+UNUSED = 2147480000  # entries of page tables past a sequence's last page
+QWEN3_4B = {"hidden": 2560, "inner": 9728, "heads": 32, "kv_heads": 8, "next": 6144}
+QWEN3_8B = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "next": 6144}
+MIDDLE = {"hidden": 1024, "inner": 3072, "heads": 32, "kv_heads": 8, "next": 1024}
+TINY = {"hidden": 128, "inner": 128, "heads": 2, "kv_heads": 1, "next": 128}
+NAMES = (
+    "k_pages", "v_pages", "qkv", "page_table", "seq_lens", "q_lens", "cos", "sin", "q_norm", "k_norm", "stream", "o",
+    "post_norm", "gate_up", "down", "next_norm", "following",
+)  # fmt: skip
+
+
+def make(
+    tokens: int, seq_lens: list[int], q_lens: list[int], sizes: dict[str, int], *, page_size: int = 64, width: int = 0
+) -> dict[str, Any]:
+    """Arguments of a call: NaN in slots that hold no key, garbage in unused entries of the table, pages in no order."""
+    d, f, n, k, h = *(sizes[name] for name in ("hidden", "inner", "heads", "kv_heads")), 128
+    b, rng, keys = len(seq_lens), np.random.default_rng(0), iter(jax.random.split(jax.random.key(0), 16))
+    width = width or max(-(-max(seq_lens) // page_size), 1) + 1
+
+    def draw(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return (mean + jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
+
+    needed = [-(-length // page_size) for length in seq_lens]
+    ids = rng.permutation(sum(needed) + 3)
+    table = np.full((b, width), UNUSED, np.int32)
+    pools = np.full((2, sum(needed) + 3, k, page_size, h), np.nan, np.float32)
+    for i, (length, fresh) in enumerate(zip(seq_lens, q_lens, strict=True)):
+        own, ids = ids[: needed[i]], ids[needed[i] :]
+        table[i, : len(own)] = own
+        for position in range(length - fresh):
+            pools[:, own[position // page_size], :, position % page_size] = rng.normal(size=(2, k, h))
+    positions = np.array(
+        [[length - fresh + t for t in range(tokens)] for length, fresh in zip(seq_lens, q_lens, strict=True)]
+    )
+    angles = positions.reshape(-1, 1) * (10000.0 ** (-np.arange(h // 2) / (h // 2)))
+    return {
+        "k_pages": jnp.asarray(pools[0], jnp.bfloat16), "v_pages": jnp.asarray(pools[1], jnp.bfloat16),
+        "qkv": draw((b * tokens, (n + 2 * k) * h)), "page_table": jnp.asarray(table), "seq_lens": jnp.asarray(seq_lens, jnp.int32),
+        "q_lens": jnp.asarray(q_lens, jnp.int32), "cos": jnp.asarray(np.cos(angles), jnp.float32),
+        "sin": jnp.asarray(np.sin(angles), jnp.float32), "q_norm": draw((h,), 0.1, 1.0), "k_norm": draw((h,), 0.1, 1.0),
+        "stream": chain_stream(draw((b * tokens, d))), "o": draw((d, n * h), (n * h) ** -0.5), "post_norm": draw((d,), 0.1, 1.0),
+        "gate_up": draw((2 * f, d), d**-0.5), "down": draw((d, f), f**-0.5), "next_norm": draw((d,), 0.1, 1.0),
+        "following": draw((sizes["next"], d), d**-0.5),
+    }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def _separate(call: dict[str, Any], slots: Any, *, causal: bool) -> tuple[Any, ...]:
+    b, rows = call["page_table"].shape[0], call["qkv"].shape[0]
+    q, k, v, _ = qkv_write(
+        call["k_pages"], call["v_pages"], call["qkv"], slots, call["cos"], call["sin"], q_norm=call["q_norm"],
+        k_norm=call["k_norm"], eps=EPS, implementation="xla",
+    )  # fmt: skip
+    out = paged_attention(
+        q.reshape(b, rows // b, *q.shape[1:]), k, v, call["page_table"], call["seq_lens"], q_lens=call["q_lens"], causal=causal,
+        implementation="xla",
+    )  # fmt: skip
+    weights = [call.get(name) for name in NAMES[10:]]
+    stream, projected = layer_chain(out.reshape(rows, -1), *weights, exchange=None, eps=EPS, implementation="xla")
+    return stream, call["qkv"] if projected is None else projected, k, v
+
+
+def separate(call: dict[str, Any], *, causal: bool, wide: bool) -> list[np.ndarray]:
+    """Stream, projection and pools of the definitions of three operations, computed in float32 throughout with `wide`."""
+    if wide:
+        call = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in call.items()}
+    page_size, table, q_lens = call["k_pages"].shape[2], np.asarray(call["page_table"]), np.asarray(call["q_lens"])
+    tokens = call["qkv"].shape[0] // len(table)
+    slots = np.full((len(table), tokens), -1, np.int32)
+    for i, t in np.ndindex(*slots.shape):
+        position = int(call["seq_lens"][i]) - q_lens[i] + t
+        if t < q_lens[i] and position // page_size < table.shape[1]:
+            slots[i, t] = table[i, position // page_size] * page_size + position % page_size
+    return [np.asarray(x, np.float64) for x in _separate(call, jnp.asarray(slots.reshape(-1)), causal=causal)]
+
+
+def check(call: dict[str, Any], out: tuple[Any, ...], *, causal: bool = True) -> None:
+    """Errors of at most twice those of separate operations and two units in the last place; NaN where nothing was written."""
+    true, theirs = (separate(call, causal=causal, wide=wide) for wide in (True, False))
+    for ours, near, exact in zip(out, theirs, true, strict=True):
+        if ours is None:
+            continue
+        ours = np.asarray(ours, np.float64)
+        assert np.array_equal(np.isnan(ours), np.isnan(exact))
+        ours, near, exact = (np.nan_to_num(x) for x in (ours, near, exact))
+        bound = 2 * np.abs(near - exact).max() + 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(exact).max()
+        assert np.abs(ours - exact).max() <= bound
+
+
+def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tuple[Any, ...]:
+    start = attention_chain_exchange(
+        call["stream"], call["down"], len(call["seq_lens"]), tokens, heads=sizes["heads"], kv_heads=sizes["kv_heads"]
+    )
+    return tuple(jax.new_ref(array) for array in start)
+
+
+def interpreted(call: dict[str, Any], *, causal: bool = True, ctas: int = 7, **options: Any) -> tuple[Any, ...]:
+    arrays = [call.get(name) for name in NAMES]
+    return jax.jit(
+        lambda *arrays: launch(
+            *arrays,
+            None,
+            causal=causal,
+            scale=128**-0.5,
+            eps=EPS,
+            ctas=ctas,
+            interpret=plgpu.InterpretGPUParams(),
+            **options,
+        )
+    )(*arrays)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
+    [
+        (
+            5,
+            [258],
+            [5],
+            128,
+            True,
+            {"ctas": 3, "stages": 1},
+        ),  # new keys in the tiles of two CTAs, two tiles in one stage
+        (2, [0, 70], [0, 1], 16, False, {"ctas": 4}),
+    ],
+)
+def test_agrees_with_separate_operations(
+    tokens: int, seq_lens: list[int], q_lens: list[int], page_size: int, causal: bool, options: dict[str, int]
+) -> None:
+    call = make(tokens, seq_lens, q_lens, TINY, page_size=page_size)
+    check(call, interpreted(call, causal=causal, **options), causal=causal)
+
+
+def test_the_definition() -> None:
+    """A sequence that its table cuts short among them: what has no place there is neither written nor seen."""
+    call = make(3, [40, 0, 35, 7], [3, 0, 2, 3], TINY, page_size=16, width=3)
+    call["page_table"], call["seq_lens"] = call["page_table"].at[0, 2].set(0), call["seq_lens"].at[0].set(50)
+    call["k_pages"], call["v_pages"] = (jnp.nan_to_num(call[name]) for name in ("k_pages", "v_pages"))
+    out = attention_chain(**call, exchange=None, eps=EPS, implementation="xla")
+    check(call, out)
+
+
+def test_last_layer_projects_nothing() -> None:
+    call = make(1, [9], [1], TINY)
+    del call["next_norm"], call["following"]
+    out = attention_chain(**call, exchange=None, eps=EPS, implementation="xla")
+    assert out.projected is None
+    check(call, out)
+
+
+def h200() -> contextlib.AbstractContextManager[Any]:
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
+
+
+@pytest.mark.parametrize(("tokens", "b", "sizes"), [(1, 1, QWEN3_4B), (16, 1, QWEN3_8B), (2, 8, QWEN3_4B)])
+def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int]) -> None:
+    """Two layers; pools and exchange are changed in place."""
+    call = jax.eval_shape(lambda: make(tokens, [tokens] * b, [tokens] * b, sizes))
+
+    def layers(call: dict[str, Any]) -> Any:
+        exchange = new_exchange(call, tokens, sizes)
+        for _ in range(2):
+            out = attention_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
+            call = {**call, "stream": out.stream, "qkv": out.projected, "k_pages": out.k_pages, "v_pages": out.v_pages}
+        return out
+
+    with h200():
+        text = jax.jit(layers).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
+    assert "output_operand_alias" in text
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+@pytest.mark.parametrize(("b", "tokens"), [(1, 1), (1, 16), (2, 8), (16, 1)])
+def test_schedule(b: int, tokens: int, sizes: dict[str, int]) -> None:
+    """Attention keeps most multiprocessors busy, and all that it needs at once fits into their memory."""
+    whole = plan(
+        live=b * tokens,
+        hidden=sizes["hidden"],
+        heads_width=4096,
+        inner=sizes["inner"],
+        next_width=6144,
+        ctas=132,
+        eps=EPS,
+    )
+    for stages in (1, 2):
+        attention, launched = attention_plan(
+            whole,
+            sequences=b,
+            group=4,
+            kv_heads=8,
+            head_dim=128,
+            page_size=64,
+            table_width=26,
+            causal=True,
+            scale=1.0,
+            stages=stages,
+        )
+        assert 110 <= attention.items <= 132
+        assert attention.mergers * 128 >= attention.quads or attention.mergers == attention.splits
+        memory = 128 * (
+            launched.slots * launched.slot_rows + launched.x_slots * 2 * launched.tokens + 4 * attention.staged
+        )
+        assert 100 * 1024 < memory < SHARED_MEMORY
+        assert launched.slots > attention.borrowed
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"head_dim": 64}, "takes head dim 128, not 64"), ({"page_size": 24}, "page sizes 8, 16, 32 and multiples of 64"),
+        ({"group": 8}, "16 tokens of 64 heads a KV head, not 16 of 8"), ({"kv_heads": 160}, "132 KV heads of all sequences"),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_reason(changes: dict[str, int], reason: str) -> None:
+    whole = plan(live=16, hidden=2560, heads_width=4096, inner=9728, next_width=6144, ctas=132, eps=EPS)
+    shapes: dict[str, Any] = {"group": 4, "kv_heads": 8, "head_dim": 128, "page_size": 64} | changes
+    with pytest.raises(NotImplementedError, match=reason):
+        attention_plan(whole, sequences=1, table_width=26, causal=True, scale=1.0, **shapes)
+
+
+def test_what_is_not_bfloat16_or_turns_in_part_is_refused() -> None:
+    call = make(2, [9], [2], TINY)
+    with pytest.raises(NotImplementedError, match="takes bfloat16 throughout"):
+        interpreted({**call, "k_pages": call["k_pages"].astype(jnp.float16)}, ctas=2)
+    with pytest.raises(NotImplementedError, match="turns whole heads of 128, not 64 columns"):
+        interpreted({**call, "cos": call["cos"][:, :32], "sin": call["sin"][:, :32]}, ctas=2)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    call = make(2, [9], [2], TINY)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"gate_up": call["gate_up"][:250]}, r"gate_up \(250, 128\) and down \(128, 128\) do not fit 256 columns of heads"),
+        ({"next_norm": None}, "come with the weight of its norm"),
+        ({"stream": call["stream"][:, :1]}, "a column for each of 2 rows"),
+        ({"v_pages": call["v_pages"].astype(jnp.float16)}, "must be alike"),
+        ({"qkv": call["qkv"][:, :256]}, r"must be \[M, \(N \+ 2 \* 1\) \* 128\]"),
+        ({"cos": jnp.zeros((2, 65)), "sin": jnp.zeros((2, 65))}, "at most 128 dims to turn"),
+    ]  # fmt: skip
+    for changes, reason in wrong:
+        with pytest.raises(ValueError, match=reason):
+            attention_chain(**{**call, **changes}, exchange=None)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    sizes = {"hidden": 2560, "heads_width": 4096, "inner": 9728, "next_width": 6144}
+    shapes = {"group": 4, "kv_heads": 8, "head_dim": 128, "page_size": 64, "table_width": 26}
+    assert "needs a Hopper GPU" in str(attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, **sizes))
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        attention_chain(**make(1, [9], [1], TINY), exchange=None, implementation="mosaic_gpu")
+    with h200():
+        assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, **sizes) is None
+        assert "up to 2048 keys" in str(
+            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | {"table_width": 33}, **sizes)
+        )
+        assert "one sequence" in str(attention_chain_refusal(2, 1, jnp.bfloat16, **shapes, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
+    [
+        (QWEN3_4B, 16, [1091], [16], 64, True, {}),
+        (MIDDLE, 1, [1100], [1], 64, True, {"stages": 1}),
+        (MIDDLE, 16, [3001], [16], 64, True, {"stages": 2}),
+        (MIDDLE, 16, [1640], [16], 16, False, {"stages": 1}),
+        (MIDDLE, 16, [16], [16], 128, True, {}),
+        (MIDDLE, 2, [0, 1, 2, 63, 65, 513, 1000, 257], [0, 1, 2, 2, 1, 2, 0, 2], 32, True, {}),
+        (MIDDLE, 11, [777], [9], 64, False, {}),
+    ],
+)
+def test_full_size_on_a_gpu(
+    sizes: dict[str, int],
+    tokens: int,
+    seq_lens: list[int],
+    q_lens: list[int],
+    page_size: int,
+    causal: bool,
+    options: Any,
+) -> None:
+    call = make(tokens, seq_lens, q_lens, sizes, page_size=page_size)
+
+    @jax.jit
+    def run(call: dict[str, Any]) -> Any:
+        exchange = new_exchange(call, tokens, sizes)
+        return launch(
+            *[call[name] for name in NAMES], exchange, causal=causal, scale=128**-0.5, eps=EPS, ctas=132, **options
+        )
+
+    out = run(call)
+    check(call, out, causal=causal)
+    for _ in range(3):
+        again = run(call)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))
