@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.engine import Engine
 from dflash_jax.memory import size
-from dflash_jax.model import check_pair, choose_dtype, choose_model_len, open_pair, plan_for
+from dflash_jax.model import choose_dtype, choose_model_len, plan_for
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 from dflash_jax.weights import weight_shapes
 

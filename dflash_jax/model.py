@@ -2,10 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +14,10 @@ import tqdm
 
 from dflash_jax.cache import CacheDtype, check_cache_dtype
 from dflash_jax.cache.calibration import calibrate
-from dflash_jax.checkpoint import Checkpoint, open_checkpoint
+from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import Engine, Run
-from dflash_jax.errors import PairError, ParameterError
+from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, workspace_bytes
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, quantise_weights
@@ -27,13 +26,6 @@ from dflash_jax.tokenizer import Tokenizer, end_token_ids
 from dflash_jax.weights import read_weights, same_shapes, weight_bytes, weight_shapes
 
 DEFAULT_MODEL_LEN = 4096
-
-# Published drafters, by the target they were trained for (hub ids).
-KNOWN_DRAFTERS: Mapping[str, str] = {
-    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
-    "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
-    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
-}
 
 
 @dataclass
@@ -230,29 +222,6 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: str | Sequence[int]) -> 
     return tokenizer.encode(text)
 
 
-def open_pair(
-    path: str | Path | None = None,
-    draft: str | Path | bool | None = None,
-    *,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-) -> tuple[Checkpoint, Checkpoint | None]:
-    """The checkpoints that `load` would read, checked one by one and not yet loaded. Arguments and errors are those of `load`."""
-    if path is None:
-        if draft is None or draft is True:
-            draft = shipped_pair() / "draft"
-        path = shipped_pair() / "target"
-    target = open_checkpoint(path, revision=revision)
-    if target.family.role != "target":
-        raise PairError(f"{path} is a drafter ({target.family.name}): load its target and name this one as draft=")
-    return target, _open_drafter(path, target, draft, draft_revision)
-
-
-def shipped_pair() -> Path:
-    """Folder of the pair that comes with the package."""
-    return Path(str(resources.files("dflash_jax"))) / "pair"
-
-
 def choose_dtype(dtype: str | None) -> str | None:
     """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
     if dtype is None:
@@ -290,49 +259,3 @@ def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -
         return length
     which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
     raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
-
-
-def _open_drafter(
-    path: Any, target: Checkpoint, draft: str | Path | bool | None, revision: str | None
-) -> Checkpoint | None:
-    if draft is False:
-        return None
-    if draft is None or draft is True:
-        beside = target.folder / "draft"
-        known = KNOWN_DRAFTERS.get(str(path))
-        if beside.is_dir():
-            draft = beside
-        elif known is not None:
-            draft = known
-        elif draft is True:
-            known_ids = ", ".join(f"{theirs} for {ours}" for ours, theirs in KNOWN_DRAFTERS.items())
-            raise PairError(f"no drafter is known for {path}; known: {known_ids}. Name one as draft=")
-        else:
-            return None
-    drafter = open_checkpoint(draft, revision=revision)
-    if drafter.family.role != "draft":
-        raise PairError(f"{draft} is a {drafter.family.name} target, not a DFlash drafter")
-    return drafter
-
-
-def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
-    """Raises PairError, with every reason, unless `draft` can draft for `target`."""
-    wrong = []
-    if draft.target_hidden_size != target.hidden_size:
-        wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {target.hidden_size}")
-    if draft.num_target_layers not in (0, target.num_layers):
-        wrong.append(
-            f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}"
-        )
-    if max(draft.target_layer_ids) >= target.num_layers:
-        wrong.append(f"it taps layers {list(draft.target_layer_ids)}, the target has {target.num_layers}")
-    if draft.hidden_size != target.hidden_size and not (draft.own_embedding and draft.own_head):
-        wrong.append(
-            f"it borrows the target's embedding or head but is {draft.hidden_size} wide, not {target.hidden_size}"
-        )
-    if draft.vocab_size != target.vocab_size:
-        wrong.append(f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}")
-    if draft.mask_token_id >= draft.vocab_size and not draft.mask_embedding:
-        wrong.append(f"its mask_token_id {draft.mask_token_id} is outside the embedding table of {draft.vocab_size}")
-    if wrong:
-        raise PairError("target and drafter do not fit: " + "; ".join(wrong))

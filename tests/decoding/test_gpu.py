@@ -9,9 +9,9 @@ import pytest
 from dflash_convert.hf_reader import assemble
 
 import dflash_jax as dj
+from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
-from dflash_jax.model import open_pair
 from dflash_jax.requests import empty_state
 
 pytestmark = pytest.mark.gpu
