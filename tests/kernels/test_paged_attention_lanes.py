@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as below
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
 
@@ -22,7 +22,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
         "addi": np.add, "subi": np.subtract, "muli": np.multiply, "xori": np.bitwise_xor, "divui": np.floor_divide,
         "remui": np.remainder, "andi": np.bitwise_and, "ori": np.bitwise_or, "shrui": np.right_shift,
     }  # fmt: skip
-    for module in (lanes, th):
+    for module in (below, th):
         monkeypatch.setattr(module, "arith", types.SimpleNamespace(**arith))
         monkeypatch.setattr(module, "utils", types.SimpleNamespace(c=lambda value, ty: value & MASK))
     monkeypatch.setattr(th, "constant", lambda value, like: value)
@@ -64,7 +64,7 @@ def fragments(tile: np.ndarray, loads: Any, transposed: bool) -> np.ndarray:
     row, column = LANE // 4, LANE % 4 * 2
     for offset, places in steps:
         for word, of_word in zip(load_matrices(memory, offset, transposed), places, strict=True):
-            for (tile_row, tile_column, half), pair in zip(of_word, lanes._paired(transposed), strict=True):
+            for (tile_row, tile_column, half), pair in zip(of_word, below.paired(transposed), strict=True):
                 for element in range(2):
                     value = word >> 8 * pair[element] & 255
                     found[64 * tile_row + 16 * WARP + 8 * half + row, 8 * tile_column + column + element] = value
@@ -75,9 +75,9 @@ def fragments(tile: np.ndarray, loads: Any, transposed: bool) -> np.ndarray:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_keys_and_values_land_where_the_product_expects_them(head_dim: int) -> None:
     tile = np.random.default_rng(0).integers(0, 256, (64, head_dim)).astype(np.uint8)
-    keys = fragments(tile, lanes._key_loads, transposed=False)
+    keys = fragments(tile, below.key_loads, transposed=False)
     np.testing.assert_array_equal(keys, np.asarray(in_key_order(jnp.asarray(tile))))
-    values = fragments(tile, lanes._value_loads, transposed=True)
+    values = fragments(tile, below.value_loads, transposed=True)
     in_order = values.reshape(-1, 2, 8, 64).swapaxes(1, 2).reshape(head_dim, 64)
     np.testing.assert_array_equal(in_order, tile.T)
 
@@ -151,15 +151,15 @@ def test_every_byte_widens_exactly(stored: str, across: bool, monkeypatch: pytes
     class Float8:
         pass
 
-    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
-    monkeypatch.setattr(lanes.utils, "inline_ptx", run_ptx, raising=False)
+    monkeypatch.setattr(below, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
+    monkeypatch.setattr(below.utils, "inline_ptx", run_ptx, raising=False)
     monkeypatch.setattr(th, "i32", lambda: None)
     held = np.arange(256, dtype=np.uint8)
     words = held.view(np.uint32).astype(np.int64)
     narrow = None if stored == "int8" else Float8()
     found = np.empty(256)
-    pairs = lanes._pairs(words, narrow, across, stored.endswith("finite"))
-    for bytes_of_pair, pair in zip(lanes._paired(across), pairs, strict=True):
+    pairs = below._pairs(words, narrow, across, stored.endswith("finite"))
+    for bytes_of_pair, pair in zip(below.paired(across), pairs, strict=True):
         for element, byte in enumerate(bytes_of_pair):
             found[byte::4] = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(np.float16)
     true = held.view(np.int8 if narrow is None else jnp.float8_e4m3fn).astype(np.float64)
@@ -173,12 +173,12 @@ def test_float8_bits_in_bfloat16_are_the_value_times_a_power_of_two(monkeypatch:
     class Float8:
         pass
 
-    monkeypatch.setattr(lanes, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
+    monkeypatch.setattr(below, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
     monkeypatch.setattr(th, "i32", lambda: None)
     stored = np.arange(256, dtype=np.uint8)
     words = stored.view(np.uint32).astype(np.int64)
     found = np.empty(256)
-    for first, pair in zip((0, 1), lanes._bfloat16_pairs(words, Float8()), strict=True):
+    for first, pair in zip((0, 1), below._bfloat16_pairs(words, Float8()), strict=True):
         for element in range(2):
             wide = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(jnp.bfloat16)
             found[first + 2 * element :: 4] = wide.astype(np.float64) * 2.0**120

@@ -7,7 +7,7 @@ each row (`load_queries`), weights by the base that they are taken from.
 
 The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
-While the weights of a tile are made, the product for the scores of the next one runs.
+Keys widen while values multiply, and values while weights are made: two CTAs of a multiprocessor hide each other's products.
 """
 
 import math
@@ -102,10 +102,6 @@ def attention(
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
 
 
-def _nothing():
-    return None
-
-
 class _Block(Part):
     """One CTA's work."""
 
@@ -134,8 +130,7 @@ class _Block(Part):
             acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX)
             total = plgpu.layout_cast(jnp.zeros((launch.keys, launch.rows), jnp.float32), _MATRIX)
             base = plgpu.layout_cast(jnp.full((launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
-            plgpu.barrier_wait(self.buffers["k_in"].at[0])
-            first = self._scores(self.begin)
+            first = ops.first_keys(self._keys(self.begin), self.interpret)
             self._finish(*self.walk(self._step, (acc, base, total, first))[:3])
 
         @pl.when(self.begin >= self.end)
@@ -144,65 +139,68 @@ class _Block(Part):
             if launch.direct:
                 self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX))
 
-    def _scores(self, tile, meanwhile=_nothing):
-        """Scores of a tile that is there, and what `meanwhile` returns."""
-        keys = ops.widened_keys(self.buffers["k_sm"].at[self.stage(tile)], self.interpret)
-        scores, result = ops.scores(keys, self.buffers["q_sm"], self.interpret, meanwhile)
-        return scores if meanwhile is _nothing else (scores, result)
+    def _keys(self, tile):
+        """A tile of keys in the ring, once it is there; past the last tile what lies in its place."""
+        stage = self.stage(tile)
+
+        @pl.when(tile < self.end)
+        def _():
+            plgpu.barrier_wait(self.buffers["k_in"].at[stage])
+
+        return self.buffers["k_sm"].at[stage]
+
+    def _start_scores(self, tile, first):
+        return ops.start_scores(first, self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
 
     def _step(self, tile, carry, *, masked):
-        """One tile of keys: weights and values, while the scores of the next one are made.
+        """One tile: scores, weights, and values, while which multiply the first half of the next keys is widened.
 
         The running sum of weights stays apart in every thread.
         """
-        stage, (acc, base, total, scores) = self.stage(tile), carry
-        following = tile + self.launch.stages
-        coming = self.pages(following)
+        stage, (acc, base, total, first) = self.stage(tile), carry
+        following, values_in = tile + self.launch.stages, self.buffers["v_sm"].at[stage]
         shared = self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(2))]
-
-        @pl.when(tile + 1 < self.end)
-        def _():
-            plgpu.barrier_wait(self.buffers["k_in"].at[self.stage(tile + 1)])
 
         def exponents(scores):
             scores = self._in_base_2(scores, stage, tile)
             return jnp.where(self._mask(tile), scores, -jnp.inf) if masked else scores
 
-        def raised(acc, base, total, weights):
+        def raised(acc, base, total, weights, values):
             """Base so that the highest score so far weighs `RAISED_TO`, and everything that counts from it."""
-            del weights
+            del weights, values
             # Made again: there are no registers to keep them in.
-            scores = exponents(self._scores(tile))
+            scores = self._start_scores(tile, ops.first_keys(self.buffers["k_sm"].at[stage], self.interpret))
+            scores, values = ops.finish_scores(scores, values_in, self.interpret, finite=masked)
+            scores = exponents(scores)
             higher = jnp.maximum(base, scores.max(axis=0) - math.log2(RAISED_TO))
             kept = jnp.exp2(base - higher)
             weights = jnp.exp2(scores - self._spread(higher))
             ops.publish(weights, shared, LIMIT, self.interpret)
             acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            return acc, higher, ops.add_weights(total * self._spread(kept), weights, self.interpret)
+            total = ops.add_weights(total * self._spread(kept), weights, self.interpret)
+            return acc, higher, total, values
 
-        def as_it_is(acc, base, total, weights):
-            return acc, base, ops.add_weights(total, weights, self.interpret)
+        def as_it_is(acc, base, total, weights, values):
+            return acc, base, ops.add_weights(total, weights, self.interpret), values
+
+        scores = self._start_scores(tile, first)
+        coming = self.pages(following)
+        for stream in self.streams[1:]:
+            plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
+        # Values widen here, among the exponentials. Only where rows are unused can they hold NaN.
+        scores, values = ops.finish_scores(scores, values_in, self.interpret, finite=masked)
+        weights = jnp.exp2(exponents(scores) - self._spread(base))
+        over = ops.publish(weights, shared, LIMIT, self.interpret)
+        acc, base, total, values = lax.cond(over, raised, as_it_is, acc, base, total, weights, values)
+        acc = ops.start_values(acc, values, shared, self.interpret)
+        first = ops.first_keys(self._keys(tile + 1), self.interpret)
 
         def refill():
-            @pl.when(following < self.end)
-            def _():
-                for stream in self.streams:
-                    self.fill(stream, following, coming)
+            for stream in self.streams:
+                self.fill(stream, following, coming)
 
-        def weigh():
-            for stream in self.streams[1:]:
-                plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
-            weights = jnp.exp2(exponents(scores) - self._spread(base))
-            # Only where rows are unused can they hold NaN.
-            over, values = ops.publish_and_widen(
-                weights, shared, LIMIT, self.buffers["v_sm"].at[stage], self.interpret, finite=masked
-            )  # fmt: skip
-            sums = lax.cond(over, raised, as_it_is, acc, base, total, weights)
-            return ops.add_values(sums[0], values, shared, self.interpret, refill), *sums[1:]
-
-        # Past the last tile what lies in its place is multiplied, and nobody looks.
-        coming_scores, sums = self._scores(tile + 1, weigh)
-        return *sums, coming_scores
+        ops.by_one_warp(following < self.end, refill, self.interpret)
+        return ops.finish(acc, self.interpret), base, total, first
 
     def _in_base_2(self, scores, stage, tile):
         """Scores as exponents of two: scaled, capped, and ALiBi's share added."""

@@ -1,10 +1,9 @@
-"""The kernel for one-byte pages below Pallas: bytes loaded as matrix fragments, widened in registers, multiplied, and stored.
+"""The kernel for one-byte pages below Pallas: queries scaled, products begun and ended, weights shared.
 
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as narrow_words
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
 
@@ -89,13 +89,40 @@ def publish(weights: Any, target: Any, limit: int) -> Any:
     return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
 
 
-def publish_and_widen(weights: Any, target: Any, limit: int, values: Any, finite: bool) -> tuple[Any, Any]:
-    """`publish`, and a tile of values, read before the vote and widened once the product before it is done."""
-    loaded = _loaded(values, across=True)
-    over = publish(weights, target, limit)
-    # Its operands' registers are free then.
+def start_scores(first, tile, queries) -> Any:
+    """Product with the columns that are widened already, and with the others, widened meanwhile: `[64, N]`, under way."""
+    (_, head_dim), (_, done) = th.rows_and_columns(queries), first.shape
+    count, width = th.rows_and_columns(queries)[0], th.swizzle(queries)
+    transposed = utils.memref_transpose(queries, (1, 0, 3, 2))
+    first_tiles = done * 2 // width
+    scores = mgpu.WGMMAAccumulator.zero(64, count)
+    scores = mgpu.wgmma(scores, first, utils.memref_slice(transposed, slice(0, first_tiles)), swizzle=width)
+    nvvm.wgmma_commit_group_sync_aligned()
+    if done < head_dim:
+        others = utils.memref_slice(transposed, slice(first_tiles, head_dim * 2 // width))
+        scores = mgpu.wgmma(scores, narrow_words.keys(tile, done, head_dim), others, swizzle=width)
+        nvvm.wgmma_commit_group_sync_aligned()
+    return scores.value
+
+
+def finish_scores(scores, values, finite: bool) -> tuple[Any, Any]:
+    """The product done; and values, which were loaded while it ran."""
+    loaded = narrow_words.loaded_values(values)
+    scores = finish(scores)
+    return scores, narrow_words.widened_values(loaded, values, finite)
+
+
+def start_values(acc, values, weights) -> Any:
+    """`acc + values @ weights`, under way."""
+    total = mgpu.wgmma(mgpu.WGMMAAccumulator.from_registers(acc), values, weights, swizzle=th.swizzle(weights))
+    nvvm.wgmma_commit_group_sync_aligned()
+    return total.value
+
+
+def finish(product) -> Any:
     nvvm.wgmma_wait_group_sync_aligned(0)
-    return over, _widened(loaded, values, across=True, finite=finite)
+    # What follows must not be moved before the wait.
+    return mgpu.optimization_barrier(product)
 
 
 def _pair_sums(weights) -> list[Any]:
@@ -157,135 +184,3 @@ def store(out, target, first_row, rows: int, factors) -> None:
                 else:
                     rounded = arith.truncf(ir.VectorType.get((2,), dtype), value)
                     th.when(exists, "st.global.b32 [$0], $1;", address, utils.bitcast(rounded, i32))
-
-
-def widened_keys(tile) -> Any:
-    return _widened(_loaded(tile, across=False), tile, across=False, finite=False)
-
-
-def _loads(tile, across: bool) -> tuple[Any, str, Any]:
-    _, columns, _, width = ir.MemRefType(tile.type).shape
-    return (_value_loads if across else _key_loads)(columns * width, width)
-
-
-def _loaded(tile, across: bool) -> list[Any]:
-    """Words of a `[64, H]` tile of the ring: keys as they are, values `across`, which is transposed."""
-    base, (_, opcode, steps) = th.address(tile, space=3), _loads(tile, across)
-    return [
-        utils.inline_ptx(
-            f"ldmatrix.sync.aligned.m8n8.x4{opcode}.shared.b16 {{$0, $1, $2, $3}}, [$4];", th.add(base, offset),
-            result_types=[th.i32()] * 4, has_side_effects=True, convergent=True,
-        )
-        for offset, _ in steps
-    ]  # fmt: skip
-
-
-def _widened(loaded: list[Any], tile, across: bool, finite: bool) -> Any:
-    """The tile's words as float16 in the matrix layout."""
-    narrow = ir.MemRefType(tile.type).element_type
-    return _assembled(loaded, tile, across, lambda word: _pairs(word, narrow, across, finite), ir.F16Type.get())
-
-
-def widened_rows(_ctx, tile) -> Any:
-    """A `[64, H]` tile as bfloat16, float8 times 2^-120, its columns in parity order."""
-    narrow = ir.MemRefType(tile.type).element_type
-    loaded = _loaded(tile, across=False)
-    wide = _assembled(loaded, tile, False, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
-    return mgpu.optimization_barrier(wide)
-
-
-def _assembled(loaded: list[Any], tile, across: bool, pairs: Callable[[Any], tuple[Any, ...]], dtype) -> Any:
-    pair, (shape, _, steps) = ir.VectorType.get((2,), dtype), _loads(tile, across)
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
-    for words, (_, places) in zip(loaded, steps, strict=True):
-        for word, of_word in zip(words, places, strict=True):
-            for (row, column, half), value in zip(of_word, pairs(word), strict=True):
-                registers[row, column, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(value, pair)
-    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-
-def _key_loads(head_dim: int, width: int):
-    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks."""
-    lane, warp = th.lane_and_warp()
-    matrix, row = th.div(lane, 8), th.rem(lane, 8)
-    group_of_8 = th.add(th.mul(warp, 2), th.rem(matrix, 2))
-    start = th.add(th.mul(group_of_8, 8 * head_dim), th.mul(row, width))
-    chunk = th.xor(th.mul(th.div(matrix, 2), th.CHUNK), th.swizzle_of(row, width))
-    steps = []
-    for first in range(0, head_dim // th.CHUNK, 2):
-        across, inside = divmod(first * th.CHUNK, width)
-        offset = th.add(th.add(start, across * 8 * width), th.xor(chunk, inside))
-        places = [[(0, 2 * (first + i // 2) + pair, i % 2) for pair in range(2)] for i in range(4)]
-        steps.append((offset, places))
-    return (64, head_dim), "", steps
-
-
-def _value_loads(head_dim: int, width: int):
-    """Each load: 32 keys of the chunk of 16 channels that is the warp's in 64."""
-    lane, warp = th.lane_and_warp()
-    matrix, row = th.div(lane, 8), th.rem(lane, 8)
-    start = th.add(th.mul(matrix, 8 * head_dim), th.mul(row, width))
-    swizzle, own = th.swizzle_of(row, width), th.mul(warp, th.CHUNK)
-    steps = []
-    for tile in range(head_dim // 64):
-        across, inside = divmod(tile * 64, width)
-        chunk = th.xor(th.add(own, inside), swizzle)
-        for keys in range(2):
-            offset = th.add(th.add(start, keys * 32 * head_dim + across * 8 * width), chunk)
-            steps.append((offset, [[(tile, 4 * keys + i, parity) for parity in range(2)] for i in range(4)]))
-    return (head_dim, 64), ".trans", steps
-
-
-def _paired(across: bool) -> tuple[tuple[int, int], ...]:
-    """Which of a word's bytes become a pair, as a product takes it: neighbours, or where a word lies across two keys, theirs."""
-    return ((0, 2), (1, 3)) if across else ((0, 1), (2, 3))
-
-
-def _pairs(word, narrow, across: bool, finite: bool) -> tuple[Any, ...]:
-    """The pairs of a word's bytes as float16, float8's NaN as 480 where they have to be `finite`."""
-    i32 = th.i32()
-    if isinstance(narrow, ir.Float8E4M3FNType) and not finite:
-        if across:
-            (a, b), (c, d) = _paired(across)
-            word = utils.inline_ptx(f"prmt.b32 $0, $1, 0, {a | b << 4 | c << 8 | d << 12};", word, result_types=i32)
-        return utils.inline_ptx(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
-            word, result_types=[i32] * 2,
-        )  # type: ignore  # fmt: skip
-    if isinstance(narrow, ir.Float8E4M3FNType):
-        # Each byte below eight copies of its sign; at a float16's places they are the value times 2^-8, subnormals included.
-        above, other = (8, 9, 10, 11), 0
-        steps = (
-            "shl.b32 wide, wide, 7; and.b32 wide, wide, 0xbf80bf80; mov.b32 by, 0x5c005c00; mul.rn.f16x2 $0, wide, by;"
-        )
-    else:
-        # The byte, sign turned, as the last of a float16 between 1024 and 1280, less 1024 and 128.
-        word, above, other = arith.xori(word, utils.c(0x80808080 - 2**32, i32)), (4, 4, 4, 4), 0x64646464
-        steps = "mov.b32 by, 0x64806480; sub.rn.f16x2 $0, wide, by;"
-    selectors = [a | above[a] << 4 | b << 8 | above[b] << 12 for a, b in _paired(across)]
-    return tuple(
-        utils.inline_ptx(
-            f"{{ .reg .b32 wide, by; prmt.b32 wide, $1, {other}, {selector}; {steps} }}", word, result_types=i32
-        )
-        for selector in selectors
-    )
-
-
-def _bfloat16_pairs(word, narrow) -> tuple[Any, Any]:
-    """Bytes 0 and 2 of four, and bytes 1 and 3, as pairs of bfloat16."""
-    i32 = th.i32()
-    if isinstance(narrow, ir.Float8E4M3FNType):
-        sources = [(th.shift_left(word, 4), th.shift_left(word, 8)), (arith.shrui(word, utils.c(4, i32)), word)]
-        return tuple(
-            arith.ori(arith.andi(bits, utils.c(0x07F007F0, i32)), arith.andi(sign, utils.c(0x80008000 - 2**32, i32)))
-            for bits, sign in sources
-        )  # type: ignore
-    # The byte as the fraction of a bfloat16 between 128 and 256, less 128 or, where its sign bit is in the exponent's place, 256.
-    return tuple(
-        utils.inline_ptx(
-            f"{{ .reg .b32 both, low, high; prmt.b32 both, $1, 0x43, {selector}; and.b32 low, both, 0xff7fff7f;"
-            " and.b32 high, both, 0xff80ff80; sub.bf16x2 $0, low, high; }",
-            word, result_types=i32,
-        )
-        for selector in ("0x4240", "0x4341")
-    )  # type: ignore  # fmt: skip

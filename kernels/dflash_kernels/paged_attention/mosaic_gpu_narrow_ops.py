@@ -87,53 +87,105 @@ def load_queries(source, target, factors, first_row, rows, interpret: Any):
     load(source, target, factors, first_row, rows)
 
 
-def widened_keys(tile, interpret: Any):
-    """A `[64, H]` tile of the ring in registers, the columns in the keys' order, for `scores`."""
+def first_columns(head_dim: int) -> int:
+    """Columns of a tile of keys that are widened before the product that needs them begins: half, in steps of its operands."""
+    return -(-head_dim // 128) * 64
+
+
+def first_keys(tile, interpret: Any):
+    """The first columns of a `[64, H]` tile of the ring in registers, in the keys' order, for `start_scores`."""
+    shape = (tile.shape[0], first_columns(tile.shape[1]))
     if interpret is not None:
-        return in_key_order(tile[...].astype(jnp.float32))
+        return in_key_order(tile[...].astype(jnp.float32))[:, : shape[1]]
 
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as words
 
-    @plgpu.inline_mgpu(
-        arg_types=(_tile_of(tile),),
-        return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.dtype(jnp.float16), layout=_MATRIX),
-    )
+    @plgpu.inline_mgpu(arg_types=(_tile_of(tile),), return_type=_matrix(shape, jnp.float16))
     def widen(_ctx, tile):
-        return lanes.widened_keys(tile)
+        return words.keys(tile, 0, shape[1])
 
     return widen(tile)
 
 
-def scores(keys, queries, interpret: Any, meanwhile: Callable[[], Any]) -> tuple[Any, Any]:
-    """`keys @ queries.T` in float32, `[64, N]`, and what `meanwhile` returns, which runs while the product does.
+def start_scores(first, tile, queries, interpret: Any):
+    """Starts `keys @ queries.T` in float32, `[64, N]`, which `finish_scores` or `finish` is to end.
 
     Args:
-      keys: from `widened_keys`.
+      first: from `first_keys` of this tile.
+      tile: `[64, H]` of the ring, which must stay until the end.
       queries: `[N, H]` float16 in shared memory, in the keys' order.
     """
     if interpret is not None:
-        result = meanwhile()
-        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST), result
+        others = in_key_order(tile[...].astype(jnp.float32))[:, first.shape[1] :]
+        keys = jnp.concatenate([first, others], axis=1) if others.size else first
+        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
-    def multiply(product):
-        plgpu.wgmma(product, keys, queries.transpose((1, 0)))
-        result = meanwhile()
-        return product[...], result
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    return pl.run_scoped(multiply, plgpu.ACC((KEYS, queries.shape[0]), jnp.float32))
+    @plgpu.inline_mgpu(
+        arg_types=(_MATRIX, _tile_of(tile), _tile_of(queries)),
+        return_type=_matrix((KEYS, queries.shape[0]), jnp.float32),
+    )
+    def start(_ctx, first, tile, queries):
+        return lanes.start_scores(first, tile, queries)
+
+    return start(first, tile, queries)
 
 
-def add_values(acc, values, weights, interpret: Any, meanwhile: Callable[[], None]):
-    """`acc + values @ weights`: `[H, N]`, the values from `publish_and_widen`, the weights `[64, N]` in shared memory."""
+def finish_scores(scores, values, interpret: Any, *, finite: bool):
+    """Scores when they are there, and a `[64, H]` tile of values, loaded meanwhile: transposed, in the product's order of rows.
+
+    With `finite`, values may be NaN and do not become so.
+    """
     if interpret is not None:
-        meanwhile()
+        return scores, _in_value_order(_plain(values[...]).T)
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    types = (_matrix(scores.shape, jnp.float32), _matrix(values.shape[::-1], jnp.float16))
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(values)), return_type=types)
+    def end(_ctx, scores, values):
+        return lanes.finish_scores(scores, values, finite)
+
+    return end(scores, values)
+
+
+def start_values(acc, values, weights, interpret: Any):
+    """Starts `acc + values @ weights`: `[H, N]`, the weights `[64, N]` in shared memory, which `finish` is to end."""
+    if interpret is not None:
         return acc + jnp.dot(values, weights[...].astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
-    def multiply(total):
-        plgpu.wgmma(total, values, weights)
-        meanwhile()
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX, _tile_of(weights)), return_type=_matrix(acc.shape, jnp.float32))
+    def start(_ctx, acc, values, weights):
+        return lanes.start_values(acc, values, weights)
+
+    return start(acc, values, weights)
+
+
+def by_one_warp(condition, task: Callable[[], None], interpret: Any):
+    """Runs copies, if the condition holds: a warpgroup would arrive at each barrier thread by thread, and wait for all."""
+    if interpret is not None:
+        pl.when(condition)(task)
+        return
+
+    plgpu.warp_map(lambda warp: pl.when((warp == 0) & condition)(task))
+
+
+def finish(product, interpret: Any):
+    """A product when it is there."""
+    if interpret is not None:
+        return product
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=_matrix(product.shape, jnp.float32))
+    def end(_ctx, product):
+        return lanes.finish(product)
+
+    return end(product)
 
 
 def publish(weights, target, limit: int, interpret: Any):
@@ -152,25 +204,8 @@ def publish(weights, target, limit: int, interpret: Any):
     return store_and_vote(weights, target) != 0
 
 
-def publish_and_widen(weights, target, limit: int, values, interpret: Any, *, finite: bool):
-    """`publish`, and a tile of values read before threads waited: transposed, `[H, 64]`, in the product's order of rows.
-
-    Waits for products under way. With `finite`, values may be NaN and do not become so.
-    """
-    if interpret is not None:
-        wide = _in_value_order(_plain(values[...]).T)
-        return publish(weights, target, limit, interpret), wide
-
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
-
-    wide = plgpu.ShapeDtypeStruct(values.shape[::-1], jnp.dtype(jnp.float16), layout=_MATRIX)
-
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target), _tile_of(values)), return_type=(_VOTE, wide))
-    def store_vote_and_widen(_ctx, weights, target, values):
-        return lanes.publish_and_widen(weights, target, limit, values, finite)
-
-    over, wide = store_vote_and_widen(weights, target, values)
-    return over != 0, wide
+def _matrix(shape, dtype):
+    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_MATRIX)
 
 
 def _tile_of(memory):
@@ -184,9 +219,7 @@ def add_weights(total, weights, interpret: Any):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    shape = plgpu.ShapeDtypeStruct(total.shape, jnp.dtype(jnp.float32), layout=_MATRIX)
-
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX), return_type=shape)
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX), return_type=_matrix(total.shape, jnp.float32))
     def add(_ctx, total, weights):
         return lanes.add_weights(total, weights)
 

@@ -89,7 +89,7 @@ def _add_product(total, weights, x, interpret: Any):
         shift = 1.0 if weights.dtype == jnp.int8 else 2.0**-FLOAT8_SHIFT
         return total + jnp.dot(wide, x[...].astype(jnp.float32).T, precision="highest") * shift
 
-    from dflash_kernels.paged_attention.mosaic_gpu_narrow_lanes import widened_rows
+    from dflash_kernels.paged_attention.mosaic_gpu_narrow_words import widened_rows
 
     widen = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(weights.dtype, BLOCK)),),
