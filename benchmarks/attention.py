@@ -1,7 +1,8 @@
 """Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128), cold L2, against the memory floor.
 
-    python benchmarks/attention.py             # measure and write results/attention.json
-    python benchmarks/attention.py --sweep     # time the kernel's choices for each shape, write nothing
+    python benchmarks/attention.py --without-xla     # measure and write results/attention.json
+
+The kernel's choices are compared by benchmarks/tune.py.
 
 A figure is the time of one call inside one compiled loop on the device, with everything the call launches (folding the heads,
 the kernel, the merge of the parts; a schedule, where layers share one, once for eight calls or more): the host's clock around many
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from record import Record, arguments
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 COLD = 512 * 2**20
+COMPILED_AT_ONCE = 4
 PEER = "FA3, an earlier run on an H200"
 # Microseconds of FA3, CUDA-graph replay, cold L2, causal: (B, L) to T to time.
 PEER_US = {
@@ -188,13 +191,13 @@ def dealt(case: Case, lens: jax.Array) -> PagedSchedule:
     return paged_schedule(lens, heads=HEADS, kv_heads=KV_HEADS, tokens=case.t)
 
 
-def measure(
+def looped(
     case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False, scheduled: bool = False
-) -> list[float]:
-    """Microseconds of one call, in each of several runs of about 40 ms."""
+) -> Callable[[], float]:
+    """A run of about 40 ms, compiled and warm: gives microseconds of one call."""
     copies = given.tables.shape[0]
-    unrolled = copies if slow else max(copies, 8)
-    rounds = 1 if slow else max(round(0.04 / (max(case.floor_us, 8) * 1e-6 * unrolled)), 1)
+    unrolled = 1 if slow else min(max(copies, 8), 16)
+    rounds = copies if slow else max(round(0.04 / (max(case.floor_us, 8) * 1e-6 * unrolled)), 1)
 
     @jax.jit
     def many(q, k, v, tables, lens, scales):
@@ -205,79 +208,57 @@ def measure(
             options = scales | ({"schedule": dealt(case, lens)} if scheduled else {})
             for call in range(unrolled):
                 q = attend(q, k, v, tables[call % copies], lens, live, **options)[0]
-            # The tables move, so that nothing about them is taken out of the loop.
-            return q, jnp.roll(tables, 1, axis=0)
+            # The next calls take the next tables, and nothing about them is taken out of the loop.
+            return q, jnp.roll(tables, -unrolled, axis=0)
 
         return jax.lax.fori_loop(0, rounds, body, (q, tables))
 
     arrays = (given.q, given.k, given.v, given.tables, given.lens, given.scales)
-    many(*arrays)[0].block_until_ready()
-    times = []
-    for _ in range(3 if slow else 7):
+
+    def run() -> float:
         started = time.perf_counter()
         many(*arrays)[0].block_until_ready()
-        times.append((time.perf_counter() - started) * 1e6 / (rounds * unrolled))
-    return times
+        return (time.perf_counter() - started) * 1e6 / (rounds * unrolled)
+
+    run()
+    return run
 
 
-def variants(case: Case) -> list[Tuning]:
-    """What a sweep tries, the choice made from the shapes first."""
-    if case.b * KV_HEADS >= 256:
-        changes = [{}, {"splits": 2}, {"splits": 2, "merge": "xla"}, {"stages": 3}, {"stages": 4}, {"keys": 128}]
-        return [Tuning(**change) for change in changes]
-    splits = (2, 4, 8) if case.b > 1 else (8, 16, 32)
-    tried = [{"splits": count, "merge": merge} for count in splits for merge in ("kernel", "xla")]
-    tried += [{"splits": count, "stages": 4} for count in splits[:2]]
-    tried += [{"splits": count, "keys": 128} for count in splits[:2]]
-    return [Tuning(), *(Tuning(**change) for change in tried)]
+def measure(case: Case, given: Inputs, attend: Callable[..., Any], *, slow: bool = False) -> list[float]:
+    """Microseconds of one call, in each of several runs."""
+    run = looped(case, given, attend, slow=slow)
+    return [run() for _ in range(3 if slow else 7)]
 
 
-def sweep(case: Case, given: Inputs) -> None:
-    timed, call = [], ragged(case, given)
-    true = truth(case, call, given.scales)
-    for tuning in variants(case):
-        changed = {key: value for key, value in dataclasses.asdict(tuning).items() if value != getattr(Tuning(), key)}
-        name = " ".join(f"{key}={value}" for key, value in changed.items()) or "chosen"
-        try:
-            attend = implementation(case, "mosaic_gpu", tuning)
-            error, times = error_of(true, attend(*call, **given.scales)[0]), measure(case, given, attend)
-        except Exception as reason:  # a variant that does not compile or fit must not end the sweep
-            print(f"{case.name:34s} {name:34s} failed: {str(reason)[:200]}", flush=True)
-            continue
-        timed.append((statistics.median(times), name))
-        share = case.floor_us / timed[-1][0]
-        print(
-            f"{case.name:34s} {name:34s} {timed[-1][0]:8.1f} us  {share:6.1%} of the floor  error {error:.1e}",
-            flush=True,
-        )
-    if timed:
-        print(f"{case.name:34s} best: {min(timed)[1]}", flush=True)
+def prepared(case: Case, without_xla: bool) -> tuple[float, dict[str, Callable[[], float]]]:
+    """The kernel's error, and runs to time for each implementation by name."""
+    given = inputs(case)
+    error = check(case, given)
+    names = ["mosaic_gpu", "xla"] if case in PEER_CASES and not without_xla else ["mosaic_gpu"]
+    runs = {}
+    for name in names:
+        slow = name == "xla"
+        runs[name] = looped(case, given, implementation(case, name), slow=slow, scheduled=not slow and deals(case))
+    return error, runs
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time the kernel's choices instead")
     parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
     parser.add_argument(
         "--without-xla", action="store_true", help="leave the slow baseline out of those that have a peer"
     )
     options = parser.parse_args()
+    cases = PEER_CASES + STORED_CASES + FULL_CASES + PAGE_CASES + RAGGED_CASES
+    cases = [case for case in cases if not options.only or case.name in options.only]
     record = Record("attention", options)
-    cases = PEER_CASES + STORED_CASES + ([] if options.sweep else FULL_CASES + PAGE_CASES + RAGGED_CASES)
-    for case in cases:
-        if options.only and case.name not in options.only:
-            continue
-        given = inputs(case)
-        if options.sweep:
-            sweep(case, given)
-            continue
-        error = check(case, given)
-        compared = case in PEER_CASES
-        names = ["mosaic_gpu", "xla"] if compared and not options.without_xla else ["mosaic_gpu"]
-        peer = PEER_US[case.b, case.length].get(case.t) if compared else None
-        for name in names:
-            scheduled = name != "xla" and deals(case)
-            times = measure(case, given, implementation(case, name), slow=name == "xla", scheduled=scheduled)
+    # Compiling takes longer than measuring: it goes on side by side, and is over before anything is timed.
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+        ready = list(pool.map(functools.partial(prepared, without_xla=options.without_xla), cases))
+    for case, (error, runs) in zip(cases, ready, strict=True):
+        peer = PEER_US[case.b, case.length].get(case.t) if case in PEER_CASES else None
+        for name, run in runs.items():
+            times = [run() for _ in range(3 if name == "xla" else 7)]
             middle = statistics.median(times)
             record.add(
                 case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",
