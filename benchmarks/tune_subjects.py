@@ -133,13 +133,19 @@ def paged(case: attention.Case) -> Trial:
     options = case.mask | {"interpret": interpreted()} | given.scales
     live = jnp.full((case.b,), case.t, jnp.int32)
 
+    dealt = attention.deals(case)
+
+    def shared(lens):
+        # Made again for each call, which takes the same time with all choices.
+        return {"schedule": attention.dealt(case, lens)} if dealt else {}
+
     def call(tuning, table, q, k, v, lens):
-        return tuned_paged(q, k, v, table, lens, live, **options, tuning=tuning)[0]
+        return tuned_paged(q, k, v, table, lens, live, **options, **shared(lens), tuning=tuning)[0]
 
     def error_of(tuning):
-        return attention.error_of(true, tuned_paged(*sample, **options, tuning=tuning)[0])
+        return attention.error_of(true, tuned_paged(*sample, **options, **shared(sample[4]), tuning=tuning)[0])
 
-    key = paged_key(given.q, given.k, given.tables[0], case.causal)
+    key = paged_key(given.q, given.k, given.tables[0], case.causal, dealt=dealt)
     arrays = (given.q, given.k, given.v, given.lens)
     return paged_trial(case.name, key, call, given.tables, arrays, case.floor_us, error_of, 0.02)
 
@@ -150,9 +156,13 @@ def paged_choices(case: attention.Case) -> list[Choice]:
         return [{}]
     if case.b * attention.KV_HEADS >= 256:
         return [{}, {"splits": 2}, {"stages": 3}, {"keys": 128}]
+    # One CTA on most multiprocessors, with room for more stages than the two that share one have.
+    stages = [{"stages": 3}, {"stages": 4}]
+    if attention.deals(case):
+        return [{}, *stages]
     # Around the number of parts that fills the multiprocessors.
     filling = 132 // (case.b * attention.KV_HEADS)
-    return [{}, *({"splits": splits} for splits in (filling, 2 * filling) if splits <= 32), {"stages": 4}]
+    return [{}, *stages, {"splits": filling // 2, "stages": 4}, {"splits": filling * 3 // 4, "stages": 4}]
 
 
 def latent(case: mla.Case) -> Trial:
@@ -186,7 +196,7 @@ SUBJECTS = {
         PromptTuning, prefill.CASES, prefill.Case(1, 1, 64, 64, True, b=1, length=70), prompt_choices, prompts
     ),
     "paged_attention": Subject(
-        PagedTuning, attention.PEER_CASES, attention.Case(1, 64, 1), paged_choices, paged
+        PagedTuning, attention.PEER_CASES + attention.RAGGED_CASES, attention.Case(1, 64, 1), paged_choices, paged
     ),
     "mla_attention": Subject(
         LatentTuning, mla.PEER_CASES, mla.Case(1, 64, 1, 8), latent_choices, latent

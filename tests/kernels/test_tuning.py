@@ -17,6 +17,7 @@ from dflash_kernels.mla_attention import mosaic_gpu as latent
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning as LatentTuning
 from dflash_kernels.paged_attention import mosaic_gpu as paged
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
+from dflash_kernels.paged_attention.schedule import paged_schedule
 from dflash_kernels.ragged_attention import mosaic_gpu as ragged
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
 
@@ -59,12 +60,25 @@ def ragged_call(entry: dict[str, Any]) -> Any:
     return ragged.tuned_paged, (q, k, v, lens, table, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
+def scheduled(function: Any, shape: dict[str, int]) -> Any:
+    return lambda *arrays, **options: function(*arrays, schedule=paged_schedule(arrays[4], **shape), **options)
+
+
 def paged_call(entry: dict[str, Any]) -> Any:
     exact, sizes = entry["exact"], entry["sizes"]
     kv_heads, pages = sizes["kv_heads"], (sizes["b"] * sizes["table_width"], sizes["kv_heads"], sizes["page_size"])
     q = jax.ShapeDtypeStruct((sizes["b"], 1, kv_heads * sizes["rows"], exact["head_dim"]), jnp.dtype(exact["dtype"]))
     pool = jax.ShapeDtypeStruct((*pages, exact["head_dim"]), jnp.dtype(exact["stored"]))
     table = jax.ShapeDtypeStruct((sizes["b"], sizes["table_width"]), jnp.int32)
+    if exact.get("dealt"):
+        shape = {"heads": q.shape[2], "kv_heads": kv_heads, "tokens": 1}
+        return scheduled(paged.tuned, shape), (
+            q,
+            pool,
+            pool,
+            table,
+            *[jax.ShapeDtypeStruct((sizes["b"],), jnp.int32)] * 2,
+        )
     return paged.tuned, (q, pool, pool, table, *[jax.ShapeDtypeStruct((sizes["b"],), jnp.int32)] * 2)
 
 

@@ -73,7 +73,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
-    exact, sizes = described(q, k_pages, page_table, causal)
+    exact, sizes = described(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
     tuning = tuning or choose("paged_attention", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
@@ -81,11 +81,14 @@ def tuned(
     )  # fmt: skip
 
 
-def described(q: Array, k_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by."""
+def described(
+    q: Array, k_pages: Array, page_table: Array, causal: bool, *, dealt: bool = False
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the table of choices knows a call by; `dealt`: its parts are a schedule's."""
     b, tokens, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     exact = {"dtype": str(q.dtype), "stored": str(k_pages.dtype), "head_dim": head_dim, "causal": causal}
+    exact |= {"dealt": True} if dealt else {}
     sizes = {"b": b, "rows": tokens * heads // kv_heads, "kv_heads": kv_heads}
     return exact, sizes | {"page_size": page_size, "table_width": page_table.shape[1]}
 
