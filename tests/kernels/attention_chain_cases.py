@@ -1,0 +1,98 @@
+"""Calls of a whole layer as one operation, and what judges their results."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dflash_kernels import chain_stream, layer_chain, paged_attention, qkv_write
+
+EPS = 1e-6
+UNUSED = 2147480000  # entries of page tables past a sequence's last page
+QWEN3_4B = {"hidden": 2560, "inner": 9728, "heads": 32, "kv_heads": 8, "next": 6144}
+QWEN3_8B = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "next": 6144}
+MIDDLE = {"hidden": 1024, "inner": 3072, "heads": 32, "kv_heads": 8, "next": 1024}
+TINY = {"hidden": 128, "inner": 128, "heads": 2, "kv_heads": 1, "next": 128}
+NAMES = (
+    "k_pages", "v_pages", "qkv", "page_table", "seq_lens", "q_lens", "cos", "sin", "q_norm", "k_norm", "stream", "o",
+    "post_norm", "gate_up", "down", "next_norm", "following",
+)  # fmt: skip
+
+
+def make(
+    tokens: int, seq_lens: list[int], q_lens: list[int], sizes: dict[str, int], *, page_size: int = 64, width: int = 0
+) -> dict[str, Any]:
+    """Arguments of a call: NaN in slots that hold no key, garbage in unused entries of the table, pages in no order."""
+    d, f, n, k, h = *(sizes[name] for name in ("hidden", "inner", "heads", "kv_heads")), 128
+    b, rng, keys = len(seq_lens), np.random.default_rng(0), iter(jax.random.split(jax.random.key(0), 16))
+    width = width or max(-(-max(seq_lens) // page_size), 1) + 1
+
+    def draw(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
+        return (mean + jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
+
+    needed = [-(-length // page_size) for length in seq_lens]
+    ids = rng.permutation(sum(needed) + 3)
+    table = np.full((b, width), UNUSED, np.int32)
+    pools = np.full((2, sum(needed) + 3, k, page_size, h), np.nan, np.float32)
+    for i, (length, fresh) in enumerate(zip(seq_lens, q_lens, strict=True)):
+        own, ids = ids[: needed[i]], ids[needed[i] :]
+        table[i, : len(own)] = own
+        for position in range(length - fresh):
+            pools[:, own[position // page_size], :, position % page_size] = rng.normal(size=(2, k, h))
+    positions = np.array(
+        [[length - fresh + t for t in range(tokens)] for length, fresh in zip(seq_lens, q_lens, strict=True)]
+    )
+    angles = positions.reshape(-1, 1) * (10000.0 ** (-np.arange(h // 2) / (h // 2)))
+    return {
+        "k_pages": jnp.asarray(pools[0], jnp.bfloat16), "v_pages": jnp.asarray(pools[1], jnp.bfloat16),
+        "qkv": draw((b * tokens, (n + 2 * k) * h)), "page_table": jnp.asarray(table), "seq_lens": jnp.asarray(seq_lens, jnp.int32),
+        "q_lens": jnp.asarray(q_lens, jnp.int32), "cos": jnp.asarray(np.cos(angles), jnp.float32),
+        "sin": jnp.asarray(np.sin(angles), jnp.float32), "q_norm": draw((h,), 0.1, 1.0), "k_norm": draw((h,), 0.1, 1.0),
+        "stream": chain_stream(draw((b * tokens, d))), "o": draw((d, n * h), (n * h) ** -0.5), "post_norm": draw((d,), 0.1, 1.0),
+        "gate_up": draw((2 * f, d), d**-0.5), "down": draw((d, f), f**-0.5), "next_norm": draw((d,), 0.1, 1.0),
+        "following": draw((sizes["next"], d), d**-0.5),
+    }  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnames="causal")
+def _separate(call: dict[str, Any], slots: Any, *, causal: bool) -> tuple[Any, ...]:
+    b, rows = call["page_table"].shape[0], call["qkv"].shape[0]
+    q, k, v, _ = qkv_write(
+        call["k_pages"], call["v_pages"], call["qkv"], slots, call["cos"], call["sin"], q_norm=call["q_norm"],
+        k_norm=call["k_norm"], eps=EPS, implementation="xla",
+    )  # fmt: skip
+    out = paged_attention(
+        q.reshape(b, rows // b, *q.shape[1:]), k, v, call["page_table"], call["seq_lens"], q_lens=call["q_lens"], causal=causal,
+        implementation="xla",
+    )  # fmt: skip
+    weights = [call.get(name) for name in NAMES[10:]]
+    stream, projected = layer_chain(out.reshape(rows, -1), *weights, exchange=None, eps=EPS, implementation="xla")
+    return stream, call["qkv"] if projected is None else projected, k, v
+
+
+def separate(call: dict[str, Any], *, causal: bool, wide: bool) -> list[np.ndarray]:
+    """Stream, projection and pools of the definitions of three operations, computed in float32 throughout with `wide`."""
+    if wide:
+        call = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in call.items()}
+    page_size, table, q_lens = call["k_pages"].shape[2], np.asarray(call["page_table"]), np.asarray(call["q_lens"])
+    tokens = call["qkv"].shape[0] // len(table)
+    slots = np.full((len(table), tokens), -1, np.int32)
+    for i, t in np.ndindex(*slots.shape):
+        position = int(call["seq_lens"][i]) - q_lens[i] + t
+        if t < q_lens[i] and position // page_size < table.shape[1]:
+            slots[i, t] = table[i, position // page_size] * page_size + position % page_size
+    return [np.asarray(x, np.float64) for x in _separate(call, jnp.asarray(slots.reshape(-1)), causal=causal)]
+
+
+def check(call: dict[str, Any], out: tuple[Any, ...], *, causal: bool = True) -> None:
+    """Errors of at most twice those of separate operations and two units in the last place; NaN where nothing was written."""
+    true, theirs = (separate(call, causal=causal, wide=wide) for wide in (True, False))
+    for ours, near, exact in zip(out, theirs, true, strict=True):
+        if ours is None:
+            continue
+        ours = np.asarray(ours, np.float64)
+        assert np.array_equal(np.isnan(ours), np.isnan(exact))
+        ours, near, exact = (np.nan_to_num(x) for x in (ours, near, exact))
+        bound = 2 * np.abs(near - exact).max() + 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.abs(exact).max()
+        assert np.abs(ours - exact).max() <= bound
