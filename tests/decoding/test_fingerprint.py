@@ -1,4 +1,6 @@
-"""What compiled programs depend on: this package's sources."""
+"""What compiled programs depend on: this package's sources, and not what JAX sets for itself."""
+
+import jax
 
 from dflash_jax import fingerprint
 
@@ -18,3 +20,13 @@ def test_sources_are_hashed_with_their_names(tmp_path, monkeypatch):
     assert len(set(found)) == 4
     (tmp_path / "dflash_kernels" / "part" / "notes.txt").write_text("no source")
     assert fingerprint.sources.__wrapped__() == found[-1]
+
+
+def test_what_jax_sets_itself_when_it_traces_a_kernel_does_not_matter(monkeypatch):
+    device = jax.devices()[0]
+    before = fingerprint.environment.__wrapped__(device)
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "/elsewhere")
+    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", "/elsewhere")
+    assert fingerprint.environment.__wrapped__(device) == before
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    assert fingerprint.environment.__wrapped__(device) != before

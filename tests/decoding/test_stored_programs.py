@@ -16,7 +16,6 @@ from jax._src import compilation_cache, config
 
 from dflash_jax import fingerprint, stored_programs
 from dflash_jax.cache import Pages
-from dflash_jax.executables import find_kernel_runtime
 from dflash_jax.models import chain
 from dflash_jax.programs import Programs
 from dflash_jax.stored_programs import MAGIC, SUFFIX, StoredPrograms
@@ -121,25 +120,6 @@ def test_everything_a_program_depends_on_is_in_its_key(store, monkeypatch, chang
     fingerprint.environment.cache_clear()
     assert TRACED == ["step"] * 2
     assert len(entries(store.folder)) == 2
-
-
-def test_what_jax_sets_itself_when_it_traces_a_kernel_is_not_in_the_key(store, monkeypatch):
-    before = store.key(step, (2.0,), (1,), arguments())
-    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "/elsewhere")
-    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", "/elsewhere")
-    fingerprint.environment.cache_clear()
-    assert store.key(step, (2.0,), (1,), arguments()) == before
-
-
-def test_kernels_find_their_runtime_as_jax_would_tell_them(monkeypatch):
-    """Their code is restored without any import of what would name it."""
-    pytest.importorskip("jax._src.lib.mosaic_gpu", exc_type=ImportError)
-    monkeypatch.delenv("MOSAIC_GPU_RUNTIME_LIB_PATH", raising=False)
-    find_kernel_runtime()
-    ours = os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"]
-    from jax.experimental.mosaic.gpu import core
-
-    assert str(core.RUNTIME_PATH) == ours
 
 
 def test_settings_of_one_thread_are_in_the_key(store):
