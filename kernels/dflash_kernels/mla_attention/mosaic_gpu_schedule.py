@@ -78,7 +78,7 @@ class Launch:
 
     @property
     def direct(self) -> bool:
-        """Whether CTAs write the output itself rather than float32 partial results."""
+        """Whether CTAs write the output itself rather than partial results."""
         return self.splits == 1
 
 
