@@ -1,5 +1,5 @@
 # make demo    generates code with the pair that ships
-# make test    runs the tests (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
+# make test    runs the tests, in two processes (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
 # make lint    ruff check, ruff format --check, pyright
 #
 # Each sets up .venv on first use and installs again when pyproject.toml changes. PYTHON=... names the interpreter to use.
@@ -23,7 +23,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/dflash-jax demo
 
 test: $(VENV)/installed-test
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

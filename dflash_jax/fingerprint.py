@@ -34,7 +34,8 @@ def settings() -> dict[str, str]:
         for name in sorted(jax.config.values)
         if not any(part in name for part in NEUTRAL_SETTINGS)
     }
-    return found | {"chain_layers": str(chain.CHAIN_LAYERS), "dense_rows": str(chain.DENSE_ROWS)}
+    switches = (chain.CHAIN_LAYERS, chain.CHAIN_ATTENTION, chain.DENSE_ROWS)
+    return found | {"switches": ",".join(map(str, switches))}
 
 
 @functools.cache

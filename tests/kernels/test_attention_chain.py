@@ -186,6 +186,9 @@ def test_other_devices_are_refused() -> None:
             attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | {"table_width": 33}, **sizes)
         )
         assert "one sequence" in str(attention_chain_refusal(2, 1, jnp.bfloat16, **shapes, **sizes))
+        assert "pages of 64 tokens, not 16" in str(
+            attention_chain_refusal(1, 1, jnp.bfloat16, **shapes | {"page_size": 16}, **sizes)
+        )
 
 
 @pytest.mark.gpu

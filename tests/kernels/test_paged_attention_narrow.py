@@ -29,6 +29,16 @@ CASES = {
 }
 
 
+# One format takes minutes enough where it is interpreted.
+ONCE_INTERPRETED = [
+    pytest.param(FP8, "interpreted", id="interpreted-fp8"),
+    *(
+        pytest.param(stored, "gpu", id=f"gpu-{name}", marks=pytest.mark.gpu)
+        for name, stored in (("fp8", FP8), ("int8", INT8))
+    ),
+]
+
+
 def case_of(name: str):
     stored, t, group, page_size, head_dim, seq_lens, q_lens, mask, tuning = CASES[name]
     shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": jnp.bfloat16}
@@ -40,7 +50,7 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(*case_of(name), interpret)
 
 
-@pytest.mark.parametrize("stored", [FP8, pytest.param(INT8, marks=pytest.mark.gpu)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
     """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish."""
     case = make_case([256, 130], t=2, group=2, page_size=64, head_dim=64, stored=stored, dtype=jnp.bfloat16, scale=4.0)
@@ -49,7 +59,7 @@ def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
     check(case, Tuning(splits=1), interpret)
 
 
-@pytest.mark.parametrize("stored", [FP8, pytest.param(INT8, marks=pytest.mark.gpu)], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_nothing_unused_is_read(stored: Any, interpret: Any) -> None:
     results = [
         run(
@@ -63,7 +73,11 @@ def test_nothing_unused_is_read(stored: Any, interpret: Any) -> None:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, results[0], strict=True))
 
 
-@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.gpu), 65])
+@pytest.mark.parametrize(
+    ("length", "interpret"),
+    [(65, "interpreted"), *(pytest.param(length, "gpu", marks=pytest.mark.gpu) for length in (1, 65))],
+    indirect=["interpret"],
+)
 def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
     """Each finite one as a key and as a value, the subnormals and zeros too: all keys are the same, so the output is the value."""
     bits = np.arange(256, dtype=np.uint8)

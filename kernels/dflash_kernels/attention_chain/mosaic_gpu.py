@@ -16,6 +16,7 @@ from dflash_kernels.target import target
 # Keys of the longest sequence: two tiles for each of its CTAs, which are on their way at once. More have not been measured to be
 # faster than attention as a launch of its own, and neither have several sequences.
 WORTH_KEYS = 2048
+SEEN_PAGE_SIZE = 64  # others are interpreted by the tests
 
 
 def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array | None, Array, Array]:
@@ -36,6 +37,8 @@ def refuse(
     products.refuse(sequences * tokens, dtype, **widths)
     if sequences > 1:
         raise NotImplementedError(f"is known to be faster for one sequence, not {sequences}")
+    if page_size != SEEN_PAGE_SIZE:
+        raise NotImplementedError(f"has been checked on a GPU with pages of {SEEN_PAGE_SIZE} tokens, not {page_size}")
     if table_width * page_size > WORTH_KEYS:
         raise NotImplementedError(f"is known to be faster for up to {WORTH_KEYS} keys, not {table_width * page_size}")
     whole = plan(live=sequences * tokens, ctas=target().multiprocessors, eps=0.0, **widths)
