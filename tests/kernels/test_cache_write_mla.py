@@ -13,6 +13,8 @@ from dflash_kernels.cache_write.mla_reference import mla_write_reference
 from dflash_kernels.cache_write.mosaic_gpu_mla import launch_mla
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
+
 RANK, ROTATED, NOPE, EPS = 128, 32, 24, 1e-5
 
 
@@ -100,7 +102,6 @@ def test_kernel_on_a_gpu(tokens: int, heads: int, dtype: Any, pool: Any) -> None
 def test_packed_rows_and_other_rotations_take_the_definition() -> None:
     case = make_case(4, 2, pool=np.uint8)
     mla_write(*case[:6], norm=case[6])
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     plain = make_case(4, 2)
     refused = [
         (case, {}, "no pool of uint8"),
@@ -112,7 +113,7 @@ def test_packed_rows_and_other_rotations_take_the_definition() -> None:
     for arrays, options, reason in refused:
         call = functools.partial(mla_write, norm=arrays[6], implementation="mosaic_gpu", **options)
         with (
-            jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)),
+            h200(),
             pytest.raises(NoImplementationError, match=reason),
         ):
             jax.eval_shape(call, *arrays[:6])

@@ -1,7 +1,6 @@
 """Products and what follows them: the definitions, and the Hopper kernels in Pallas's interpreter, lowered for an H200, and for
 real (`-m gpu`)."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -21,6 +20,8 @@ from dflash_kernels.dense.mosaic_gpu import add_norm_launch, best, launch
 from dflash_kernels.dense.mosaic_gpu_kernel import dense as kernel
 from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
 
 EPS = 1e-6
 INTERPRET = plgpu.InterpretGPUParams()
@@ -126,11 +127,6 @@ def test_add_norm(parts: int) -> None:
     check_norm(call, add_norm(*call, eps=EPS, implementation="xla"))
     wide = norm_call(parts, 3, 512, jnp.float32)
     check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(128, QWEN3_4B), (512, QWEN3_8B)])

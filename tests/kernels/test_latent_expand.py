@@ -1,6 +1,5 @@
 """Keys and values out of latent rows in pages, against float64."""
 
-import contextlib
 import functools
 import inspect
 from typing import Any
@@ -13,6 +12,8 @@ from dflash_kernels import NoImplementationError, latent_expand
 from dflash_kernels.latent_expand.mosaic_gpu import tuned
 from dflash_kernels.latent_expand.mosaic_gpu_plan import Tuning
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
 
 GARBAGE_ENTRY = 2_147_480_000
 
@@ -102,18 +103,11 @@ def test_as_many_heads_as_deepseek_v3_on_a_gpu(cluster: int) -> None:
     check(case, *call(*(jnp.asarray(x) for x in case)))
 
 
-@contextlib.contextmanager
-def hopper():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        yield
-
-
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_lowers_for_hopper(page_size: int, cluster: int) -> None:
     case = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in make_case([0], [9], heads=4, rank=512, page_size=page_size)]
-    with hopper():
+    with h200():
         call = jax.jit(functools.partial(tuned, rows=256, tuning=Tuning(cluster=cluster)))
         assert "mosaic_gpu_v2" in call.trace(*case).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -130,7 +124,7 @@ def test_what_the_kernel_refuses() -> None:
     ]
     for options, reason in refused:
         arrays = [jnp.asarray(x) for x in make_case([0], [9], **options)]
-        with hopper(), pytest.raises(NoImplementationError, match=reason):
+        with h200(), pytest.raises(NoImplementationError, match=reason):
             latent_expand(*arrays, rows=64, implementation="mosaic_gpu")
 
 

@@ -1,7 +1,6 @@
 """From one layer's attention to the next layer's projection: the definition, and the Hopper kernel in Pallas's interpreter,
 lowered for an H200, and for real (`-m gpu`)."""
 
-import contextlib
 from typing import Any
 
 import jax
@@ -12,6 +11,8 @@ from dflash_kernels import NoImplementationError, chain_exchange, chain_stream, 
 from dflash_kernels.layer_chain.mosaic_gpu import launch
 from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_rows, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
 
 EPS = 1e-6
 QWEN3_4B = {"hidden": 2560, "heads_width": 4096, "inner": 9728, "next_width": 6144}
@@ -107,11 +108,6 @@ def test_last_layer_projects_nothing() -> None:
 def test_the_definition(dtype: Any) -> None:
     call = make(5, TINY, dtype=dtype)
     check(call, layer_chain(**call, exchange=None, eps=EPS, implementation="xla"))
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(1, QWEN3_4B), (64, QWEN3_4B), (16, QWEN3_8B)])

@@ -1,6 +1,5 @@
 """The Hopper kernel of latent attention: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -16,6 +15,7 @@ from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits
 from dflash_kernels.mla_attention.reference import mla_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import h200
 from .attention_oracle import Case, make_case
 
 RANK, WIDTH = 512, 576
@@ -150,11 +150,6 @@ def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
     case = latent_case([290], [2], t=2, heads=2, page_size=64)
     check(case, Tuning(splits=1), plgpu.InterpretGPUParams(detect_races=True))
     assert "race" not in capfd.readouterr().out.lower()
-
-
-def h200() -> contextlib.AbstractContextManager[Any]:
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 
 
 def test_lowers_for_an_h200() -> None:
