@@ -8,6 +8,14 @@ import pytest
 from dflash_jax.interrupts import interrupts
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """A shell without job control has what it starts in the background ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Interrupted:
     """Its destructor is interrupted; an exception raised there is only printed."""
 

@@ -279,7 +279,8 @@ def compile_in_a_process(folder, start, answers):
     answers.put((run(), len(TRACED), noticed))
 
 
-def test_processes_at_once_do_not_spoil_each_other(folder, notices):
+def test_processes_at_once_do_not_spoil_each_other(folder, notices, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where new processes find this module by its name
     context = multiprocessing.get_context("spawn")
     start, answers = context.Event(), context.Queue()
     processes = [context.Process(target=compile_in_a_process, args=(str(folder), start, answers)) for _ in range(3)]
