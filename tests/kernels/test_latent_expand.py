@@ -133,7 +133,7 @@ def test_arguments_that_do_not_agree() -> None:
     call = functools.partial(inspect.unwrap(latent_expand), rows=9)
     with pytest.raises(ValueError, match=r"not \[P, 1, p, C\]"):
         call(pages[:, 0], table, starts, lens, w_uk, w_uv)
-    with pytest.raises(ValueError, match="one number for each of 2 sequences"):
+    with pytest.raises(ValueError, match="must start with 2 sequences"):
         call(pages, table, starts[:1], lens, w_uk, w_uv)
     with pytest.raises(ValueError, match=r"must be \[N, nope, R\] and \[N, V, R\]"):
         call(pages, table, starts, lens, w_uk, w_uv[:1])

@@ -152,8 +152,8 @@ def test_an_unknown_implementation_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latent_pages": (6, 2, 16, WIDTH)}, r"\[P, 1, p, R \+ r\]"),
-        ({"latent_pages": (6, 1, 16, 30)}, "width 32 does not fit"),
+        ({"latent_pages": (6, 2, 16, WIDTH)}, r"\[P, 1, p, 32\]"),
+        ({"latent_pages": (6, 1, 16, 30)}, r"\(6, 1, 16, 30\) are not \[P, 1, p, 32\]"),
         ({"kv_lora_rank": 0}, "kv_lora_rank 0"),
         ({"kv_lora_rank": WIDTH + 1}, "kv_lora_rank 33"),
         ({"page_table": (1, 2)}, "start with 2 sequences"),

@@ -183,7 +183,8 @@ def test_an_unknown_implementation_is_named() -> None:
         ({"v_pages": (6, 2, 8, 64)}, r"\(6, 2, 8, 64\)"),
         ({"page_table": (1, 2)}, r"must start with 2 sequences"),
         ({"seq_lens": (3,)}, r"must start with 2 sequences"),
-        ({"q_lens": (1,)}, r"must start with 2 sequences"),
+        ({"q_lens": (1,)}, r"q_lens \(1,\) must start with 2 sequences"),
+        ({"sinks": (2,)}, r"sinks \(2,\) must be \(4,\), one for each query head"),
     ],
 )
 def test_shapes_that_do_not_agree(changes: dict[str, tuple[int, ...]], message: str) -> None:
@@ -194,7 +195,7 @@ def test_shapes_that_do_not_agree(changes: dict[str, tuple[int, ...]], message: 
         "page_table": (2, 2),
         "seq_lens": (2,),
     }
-    floats = ("q", "k_pages", "v_pages")
+    floats = ("q", "k_pages", "v_pages", "sinks")
     arrays = {
         name: jnp.zeros(shape, jnp.float32 if name in floats else jnp.int32)
         for name, shape in (shapes | changes).items()

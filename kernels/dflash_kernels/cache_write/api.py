@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.cache_write.reference import cache_write_reference, latent_write_reference
+from dflash_kernels.checks import check_latent_pages
 from dflash_kernels.dispatch import first_fitting
 
 IMPLEMENTATIONS = {"mosaic_gpu": cache_write_mosaic_gpu, "xla": cache_write_reference}
@@ -62,8 +63,7 @@ def latent_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1 or latents.shape[1:] != latent_pages.shape[3:]:
-        raise ValueError(f"latents {latents.shape} [T, C] do not fit pages of {latent_pages.shape} [P, 1, p, C]")
+    check_latent_pages(latent_pages, latents.shape[1])
     if slots.ndim != 1 or slots.shape[0] > latents.shape[0]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {latents.shape[0]} rows, or fewer")
     with jax.named_scope("latent_write"):

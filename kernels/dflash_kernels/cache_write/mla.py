@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.mla_reference import mla_write_reference
 from dflash_kernels.cache_write.mosaic_gpu_mla import mla_write_mosaic_gpu
+from dflash_kernels.checks import check_latent_pages
 from dflash_kernels.dispatch import first_fitting
 
 MLA_IMPLEMENTATIONS = {"mosaic_gpu": mla_write_mosaic_gpu, "xla": mla_write_reference}
@@ -58,10 +59,7 @@ def mla_write(
       NoImplementationError: nothing named takes these arguments.
     """
     t, c = rows.shape
-    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1:
-        raise ValueError(f"latent pages of {latent_pages.shape} are not [P, 1, p, stored]")
-    if latent_pages.dtype != jnp.uint8 and latent_pages.shape[3] != c:
-        raise ValueError(f"rows {rows.shape} [T, C] do not fit pages of {latent_pages.shape} [P, 1, p, C]")
+    check_latent_pages(latent_pages, None if latent_pages.dtype == jnp.uint8 else c)
     if slots.shape != (t,) or q.shape[0] != t or cos.shape[0] != t or cos.shape != sin.shape:
         raise ValueError(
             f"q {q.shape}, slots {slots.shape}, cos {cos.shape} and sin {sin.shape} must start with {t} tokens"

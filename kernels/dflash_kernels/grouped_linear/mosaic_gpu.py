@@ -63,17 +63,10 @@ def refuse(dtype: Any, depth: int, out: int, *, gated: bool) -> None:
     plan(64, out, depth, gated=gated)
 
 
-def grouped_linear_mosaic_gpu(
-    x: Float[Array, "M D"],
-    weight: Float[Array, "G F D"],
-    groups: Int[Array, "blocks"],
-    count: Int[Array, ""],
-    *,
-    gated: bool,
-) -> Float[Array, "M out"]:
+def grouped_linear_mosaic_gpu(*args: Array, gated: bool) -> Array:
     """See `grouped_linear`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
-    return launch(x, weight, groups, count, gated=gated)
+    return launch(*args, gated=gated)
 
 
 def launch(

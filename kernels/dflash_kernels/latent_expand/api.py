@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_latent_pages, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.latent_expand.mosaic_gpu import latent_expand_mosaic_gpu
 from dflash_kernels.latent_expand.reference import latent_expand_reference
@@ -44,11 +45,8 @@ def latent_expand(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    b = page_table.shape[0]
-    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1:
-        raise ValueError(f"latent pages of {latent_pages.shape} are not [P, 1, p, C]")
-    if starts.shape != (b,) or lens.shape != (b,) or b == 0:
-        raise ValueError(f"starts {starts.shape} and lens {lens.shape} must hold one number for each of {b} sequences")
+    check_latent_pages(latent_pages)
+    check_sequences(page_table.shape[0], page_table=page_table, starts=starts, lens=lens)
     if w_uk.ndim != 3 or w_uv.ndim != 3 or w_uk.shape[::2] != w_uv.shape[::2]:
         raise ValueError(f"w_uk {w_uk.shape} and w_uv {w_uv.shape} must be [N, nope, R] and [N, V, R]")
     if w_uk.shape[2] > latent_pages.shape[3]:

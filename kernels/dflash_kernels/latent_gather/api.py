@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Int, Shaped
 
+from dflash_kernels.checks import check_latent_pages, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.latent_gather.reference import latent_gather_reference
 
@@ -34,11 +35,8 @@ def latent_gather(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    b = page_table.shape[0]
-    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1:
-        raise ValueError(f"latent pages of {latent_pages.shape} are not [P, 1, p, stored]")
-    if starts.shape != (b,) or lens.shape != (b,) or b == 0:
-        raise ValueError(f"starts {starts.shape} and lens {lens.shape} must hold one number for each of {b} sequences")
+    check_latent_pages(latent_pages)
+    check_sequences(page_table.shape[0], page_table=page_table, starts=starts, lens=lens)
     with jax.named_scope("latent_gather"):
         return first_fitting(
             "latent_gather", IMPLEMENTATIONS, implementation, latent_pages, page_table, starts, lens, rows=rows

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_latent_pages, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.mla_attention.mosaic_gpu import mla_attention_mosaic_gpu
 from dflash_kernels.mla_attention.reference import mla_attention_reference
@@ -59,12 +60,10 @@ def mla_attention(
       NoImplementationError: nothing named takes these arguments.
     """
     b, t, _, width = q.shape
-    if latent_pages.ndim != 4 or latent_pages.shape[1] != 1 or latent_pages.shape[3] != width:
-        raise ValueError(f"q of width {width} does not fit latent pages of {latent_pages.shape} [P, 1, p, R + r]")
+    check_latent_pages(latent_pages, width)
     if not 0 < kv_lora_rank <= width:
         raise ValueError(f"kv_lora_rank {kv_lora_rank} must be at least 1 and at most the rows' width {width}")
-    if page_table.shape[0] != b or seq_lens.shape != (b,) or (q_lens is not None and q_lens.shape != (b,)):
-        raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
+    check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
     quantised = latent_pages.dtype == jnp.float8_e4m3fn
     if latent_scale is not None and (not quantised or jnp.shape(latent_scale) != ()):
         raise ValueError(

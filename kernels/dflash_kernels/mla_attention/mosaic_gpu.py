@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import (
     NARROW_ROWS,
     RANK,
@@ -17,30 +18,15 @@ from dflash_kernels.mla_attention.mosaic_gpu_schedule import (
     longest_first,
     plan,
 )
-from dflash_kernels.target import HOPPER, target
 from dflash_kernels.tuning import choose
 
 FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
 
 
-def mla_attention_mosaic_gpu(
-    q: Float[Array, "B T N C"],
-    latent_pages: Float[Array, "P 1 p C"],
-    page_table: Int[Array, "B W"],
-    seq_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    *,
-    kv_lora_rank: int,
-    scale: float,
-    causal: bool,
-    latent_scale: Float[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+def mla_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `mla_attention`. Raises NotImplementedError for what it does not take."""
-    _refuse_device()
-    return tuned(
-        q, latent_pages, page_table, seq_lens, q_lens, kv_lora_rank=kv_lora_rank, scale=scale, causal=causal,
-        latent_scale=latent_scale,
-    )  # fmt: skip
+    refuse_other_than_hopper()
+    return tuned(*args, **options)
 
 
 def tuned(
@@ -134,13 +120,6 @@ def _few_rows(
     if launch.direct:
         return out, lse[:, 0, 0, :rows]
     return merging.merge(out, lse, rows, dtype, interpret)
-
-
-def _refuse_device() -> None:
-    """Raises NotImplementedError where the device cannot run the kernel."""
-    device = target()
-    if device.platform != "gpu" or device.capability != HOPPER:
-        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
 
 
 def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:

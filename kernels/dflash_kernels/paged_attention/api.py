@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from dflash_kernels.checks import check_of_heads, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.paged_attention.reference import paged_attention_reference
@@ -78,12 +79,10 @@ def paged_attention(
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     if n % kv_heads or head_dim != h or k_pages.shape != v_pages.shape:
         raise ValueError(f"q heads {n} x {h} do not fit pages of {k_pages.shape} and {v_pages.shape} [P, K, p, H]")
-    if page_table.shape[0] != b or seq_lens.shape != (b,) or (q_lens is not None and q_lens.shape != (b,)):
-        raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
+    check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
+    check_of_heads(n, sinks=sinks, alibi_slopes=alibi_slopes)
     if q_lens is None:
         q_lens = jnp.full((b,), q.shape[1], jnp.int32)
-    if alibi_slopes is not None and alibi_slopes.shape != (n,):
-        raise ValueError(f"alibi_slopes {alibi_slopes.shape} must be ({n},), one for each query head")
     with jax.named_scope("paged_attention"):
         out, lse = first_fitting(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,

@@ -20,31 +20,10 @@ KERNEL_MERGES = 8
 FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
 
 
-def paged_attention_mosaic_gpu(
-    q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    page_table: Int[Array, "B W"],
-    seq_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    *,
-    causal: bool,
-    window: tuple[int | None, int | None],
-    soft_cap: float | None,
-    sinks: Float[Array, "N"] | None,
-    scale: float,
-    alibi_slopes: Float[Array, "N"] | None = None,
-    alibi_sqrt: bool = False,
-    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
-    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
-    schedule: PagedSchedule | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=causal)
-    return tuned(
-        q, k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks,
-        scale=scale, alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale, schedule=schedule,
-    )  # fmt: skip
+    refuse_other_than_hopper(causal=options["causal"])
+    return tuned(*args, **options)
 
 
 def tuned(

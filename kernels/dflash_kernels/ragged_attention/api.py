@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_of_heads, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
 from dflash_kernels.ragged_attention.reference import ragged_attention_reference, ragged_paged_attention_reference
@@ -114,10 +115,8 @@ def ragged_paged_attention(
     """
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(f"pages {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
-    b = cu_q_lens.shape[0] - 1
-    if page_table.shape[0] != b or seq_lens.shape != (b,):
-        raise ValueError(f"page_table {page_table.shape} and seq_lens {seq_lens.shape} must start with {b} sequences")
     _check_queries(q, k_pages.shape[1], k_pages.shape[3], cu_q_lens, sinks, alibi_slopes)
+    check_sequences(cu_q_lens.shape[0] - 1, page_table=page_table, seq_lens=seq_lens)
     with jax.named_scope("ragged_paged_attention"):
         out, lse = first_fitting(
             "ragged_paged_attention", PAGED, implementation, q, k_pages, v_pages, cu_q_lens, page_table, seq_lens,
@@ -136,9 +135,7 @@ def _check_queries(
         raise ValueError(
             f"cu_q_lens {cu_q_lens.shape} must have the start of every sequence and the end: [B + 1], B at least 1"
         )
-    for name, given in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if given is not None and given.shape != (n,):
-            raise ValueError(f"{name} {given.shape} must be ({n},), one for each query head")
+    check_of_heads(n, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def _options(
