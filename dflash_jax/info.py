@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.cache import CacheDtype, check_cache_dtype
+from dflash_jax.cache.formats import pool_dtype
 from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.engine import Engine
@@ -28,11 +30,13 @@ def collect(
     max_model_len: int | None = None,
     max_batch: int = 8,
     weight_dtype: str | None = None,
+    cache_dtype: CacheDtype | None = None,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
     target, drafter = open_pair(path, draft)
     if drafter is not None:
         check_pair(target.config, drafter.config)
+    check_cache_dtype(target.config, cache_dtype)
     checkpoints = [target] if drafter is None else [target, drafter]
     kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
     engine = Engine(
@@ -42,6 +46,7 @@ def collect(
         dtype=kind,
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
+        cache_dtype=cache_dtype,
     )
     memory = plan_for(engine, None)
     engine = replace(engine, num_pages=memory.num_pages)
@@ -58,6 +63,7 @@ def collect(
         "models": [_model(checkpoint, engine.dtype) for checkpoint in checkpoints],
         "pages": {
             "dtype": str(engine.dtype),
+            "target_dtype": str(pool_dtype(cache_dtype, engine.dtype)),
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
@@ -142,10 +148,13 @@ def lines(facts: dict[str, Any]) -> list[str]:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
+    kept = pages["dtype"]
+    if pages["target_dtype"] != kept:
+        kept = f"{pages['target_dtype']} (target)" + (f" and {kept} (drafter)" if len(facts["models"]) > 1 else "")
     rows += [
         (
             "pages",
-            f"{size(pages['pool_bytes'])} in {pages['dtype']}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens",
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
         *_shortage(pages, memory),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from dflash_jax.cache import CacheDtype, check_cache_dtype
 from dflash_jax.cache.calibration import calibrate
 from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, workspace_bytes
@@ -57,7 +58,7 @@ class Model:
     def warmup(
         self,
         *,
-        modes: Iterable[Literal["greedy", "sampled", "full"]] = ("greedy", "sampled"),
+        modes: Iterable[Mode] = ("greedy", "sampled"),
         draft: Iterable[bool] = (True, False),
         batch: Iterable[int] | None = None,
         progress: bool = False,
@@ -69,8 +70,18 @@ class Model:
           draft: with the drafter, without it, or both.
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.
+
+        Raises:
+          ParameterError: an unknown mode, or a number of slots outside 1 to max_batch.
+          CapacityError: the device's memory ran out.
         """
-        started = time.perf_counter()
+        started, modes, batch = time.perf_counter(), list(modes), None if batch is None else list(batch)
+        if unknown := [mode for mode in modes if mode not in get_args(Mode)]:
+            raise ParameterError(f"modes must be among {', '.join(get_args(Mode))}, got {unknown}")
+        if wrong := [size for size in batch or () if not 1 <= size <= self.engine.max_batch]:
+            raise ParameterError(
+                f"batch must hold numbers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
+            )
         drafts = [flag for flag in draft if self.draft is not None or not flag]
         setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
         jobs = list(self.engine.warmup_jobs(setups, batch))

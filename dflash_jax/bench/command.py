@@ -37,7 +37,7 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
     print(line([name for name, _ in COLUMNS]), file=out, flush=True)
     rows = []
     for users in args.concurrency:
-        for draft in (True, False) if model.draft is not None else (False,):
+        for draft in (True, False) if model.draft is not None and not args.no_draft else (False,):
             figures = measure(
                 model, workload, concurrency=users, requests=args.requests or max(8, 4 * users), draft=draft,
                 imposed_acceptance=args.imposed_acceptance if draft else None,

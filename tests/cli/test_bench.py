@@ -128,10 +128,24 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize("options", [["--imposed-acceptance", "3"], ["--shapes", "qwen3-4b", "--model", "x"]])
-def test_command_refuses(options, capsys) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--imposed-acceptance", "3"], "name --shapes"),
+        (["--shapes", "qwen3-4b", "--model", "x"], "leave --model out"),
+        (["--shapes", "qwen3-4b", "--draft", "x", "--weight-dtype", "int8"], "leave --draft, --weight-dtype out"),
+        (["--shapes", "qwen3-4b", "--cache-dtype", "fp8"], "leave --cache-dtype out"),
+    ],
+)
+def test_command_refuses(options, said, capsys) -> None:
     assert main(["bench", *options]) == 2
-    assert "--shapes" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+
+
+def test_command_without_drafting(target, capsys) -> None:
+    options = ["--input-length", "5", "--output-length", "4", "--requests", "2", "--no-draft"]
+    assert main(["bench", "--model", str(target), *options]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["1", "no"]]
 
 
 def test_a_published_shape_with_random_weights(monkeypatch) -> None:

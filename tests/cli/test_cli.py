@@ -13,6 +13,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.cli import main
+from dflash_jax.memory import size
 
 COMMAND = [sys.executable, "-m", "dflash_jax.cli"]
 
@@ -82,6 +83,7 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["generate", "-", "-"], 2, "once"),
         (["generate", "x", "--model", "/nowhere"], 3, "/nowhere"),
         (["info", "/nowhere"], 3, "/nowhere"),
+        (["generate", "x", "--cache-dtype", "fp8_packed"], 4, "needs latent rows"),
     ],
 )
 def test_errors_are_one_line_and_a_code(target, capsys, arguments, code, message):
@@ -123,6 +125,17 @@ def test_info_counts_without_loading(target, capsys):
     assert facts["versions"]["jax"] == jax.__version__
     assert main(["info", str(target), "--no-draft"]) == 0
     assert "drafter" not in capsys.readouterr().out
+
+
+def test_pages_in_eight_bits(target, capsys):
+    """As asked for, the text is what `load` with that option gives; `info` counts the smaller pages."""
+    assert main(["generate", "ab", "--model", str(target), "--max-tokens", "9", "--cache-dtype", "fp8"]) == 0
+    params = dj.SamplingParams(max_tokens=9)
+    assert capsys.readouterr().out == dj.generate(dj.load(target, cache_dtype="fp8"), "ab", params).text + "\n"
+    assert main(["info", str(target), "--cache-dtype", "fp8"]) == 0
+    out = capsys.readouterr().out
+    assert "in float8_e4m3fn (target) and float32 (drafter)" in out
+    assert f"pages     {size(dj.load(target, cache_dtype='fp8').engine.pool_bytes)} in float8" in out
 
 
 def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):

@@ -1,5 +1,6 @@
 """Programs that are compiled before they are needed: in the background, side by side, and the right ones."""
 
+import inspect
 import threading
 import time
 from concurrent.futures import wait
@@ -98,3 +99,28 @@ def test_warmup_in_threads_keeps_the_callers_precision():
     with jax.default_matmul_precision("bfloat16"):
         wait(start_compiling([lambda: seen.append(jax.config.jax_default_matmul_precision)]))
     assert seen == ["bfloat16"]
+
+
+def test_warmup_shows_a_bar_and_leaves_nothing_to_compile(capsys):
+    model = dj.load(dtype="float32", max_batch=2, max_model_len=128)
+    assert model.warmup(modes=["greedy"], draft=[True], batch=[2], progress=True) > 0
+    done = capsys.readouterr().err.split("\r")[-1]
+    assert "100%" in done
+    assert "program" in done
+    compiled = model.compiled_shapes()
+    assert compiled
+    for completion in dj.generate(model, ["import os", "def f("], dj.SamplingParams(max_tokens=8)):
+        assert completion.stats.compile_s == 0
+    assert model.compiled_shapes() == compiled
+    model.warmup(modes=["greedy"], draft=[True], batch=[2])
+    assert capsys.readouterr().err == ""
+
+
+def test_warmup_refuses_what_no_request_can_be():
+    model = dj.load(dtype="float32", max_batch=2, max_model_len=128)
+    warmup = inspect.unwrap(dj.Model.warmup)  # in test runs a type checker around it would speak first
+    with pytest.raises(dj.ParameterError, match=r"modes must be among greedy, sampled, full, got \['beam'\]"):
+        warmup(model, modes=["beam"])
+    with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):
+        model.warmup(batch=[1, 3])
+    assert model.compiled_shapes() == []

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -11,7 +12,8 @@ import pytest
 from dflash_convert import cli as convert_cli
 
 import dflash_jax as dj
-from dflash_jax.cli import build_parser
+from dflash_jax.cli import COMMANDS
+from dflash_jax.cli_parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,7 +44,7 @@ def test_first_block_is_short():
 
 @pytest.mark.parametrize("arguments", commands("dflash-jax"), ids=" ".join)
 def test_commands_parse(arguments):
-    assert build_parser().parse_args(arguments).run
+    assert build_parser().parse_args(arguments).command in COMMANDS
 
 
 @pytest.mark.parametrize("arguments", commands("dflash-convert"), ids=" ".join)
@@ -51,6 +53,16 @@ def test_converter_options_exist(arguments, capsys):
         convert_cli.main(["--help"])
     known = capsys.readouterr().out
     assert all(argument in known for argument in arguments if argument.startswith("--"))
+
+
+@pytest.mark.parametrize("function", [dj.load, dj.SamplingParams], ids=["load", "SamplingParams"])
+def test_options_are_all_named(function):
+    """The line that lists them has every option of the signature and no other."""
+    line = re.search(rf"^\* `{function.__name__}`: (.*?)\. ?(?:One for all|$)", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert line is not None
+    listed = re.findall(r"`(\w+)`(?: \(|,|$)", line[1])
+    options = [name for name in inspect.signature(function).parameters if name != "path"]
+    assert listed == options
 
 
 def test_make_targets_exist():

@@ -1,0 +1,112 @@
+"""The arguments of `dflash-jax`."""
+
+import argparse
+from typing import Any
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dflash-jax", description="DFlash speculative decoding in pure JAX.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    models = argparse.ArgumentParser(add_help=False)
+    group = models.add_argument_group("model")
+    drafts = group.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
+    drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
+    group.add_argument(
+        "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
+    )
+    group.add_argument(
+        "--cache-dtype", choices=("fp8", "fp8_packed"),
+        help="the target's pages in eight bits; fp8_packed is for targets with latent attention",
+    )  # fmt: skip
+    group.add_argument(
+        "--verify-length", type=verify_length, metavar="N",
+        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
+    )  # fmt: skip
+    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
+
+    generate = commands.add_parser("generate", parents=[models], help="continue prompts, showing text as it comes")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
+    _add_model(generate, "--model")
+    _add_max_batch(generate)
+    generate.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
+    generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
+    )
+    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    sampling.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens that make up P (default: 1, all)"
+    )
+    sampling.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens (default: 0, all)"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="of tokens at least P times as likely as the likeliest"
+    )
+    sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+
+    demo = commands.add_parser("demo", parents=[models], help="what drafting does, shown with the pair that ships")
+    demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
+    _add_model(demo, "--model")
+    _add_max_batch(demo)
+    demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
+
+    add_bench(commands, models)
+
+    info = commands.add_parser("info", parents=[models], help="models, sizes, memory of pages, versions, device")
+    _add_model(info, "model")
+    _add_max_batch(info)
+    info.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
+
+
+def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
+    bench = commands.add_parser("bench", parents=[models], help="speed as users see it, with and without drafting")
+    _add_model(bench, "--model")
+    bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
+    bench.add_argument(
+        "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
+    )
+    bench.add_argument("--input-length", type=int, default=128, metavar="N", help="of random prompts (default: 128)")
+    bench.add_argument(
+        "--output-length", type=int, default=128, metavar="N", help="tokens of each answer (default: 128)"
+    )
+    bench.add_argument("--requests", type=int, metavar="N", help="of each run (default: 4 for each user, at least 8)")
+    bench.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1], metavar="N", help="users at once (default: 1)"
+    )
+    bench.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    bench.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    bench.add_argument(
+        "--imposed-acceptance",
+        type=float,
+        metavar="M",
+        help="with --shapes: each cycle gains M tokens; no model's text",
+    )
+    bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+
+
+def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
+    about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
+    if name.startswith("-"):
+        parser.add_argument(name, metavar="PATH", help=about)
+    else:
+        parser.add_argument(name, metavar="PATH", help=about, nargs="?")
+
+
+def _add_max_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
+    )
+
+
+def verify_length(text: str) -> int | str:
+    """An argument of the command line; `load` says what is wrong with others."""
+    return int(text) if text.lstrip("-").isdigit() else text
