@@ -71,10 +71,26 @@ class Interrupter:
         return interrupted
 
 
+def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, run: Run) -> None:
+    """Fails where prompts get more than one chunk between two calls of the loop that somebody who decodes waits for."""
+    call, spent = engine.programs.call, [0]
+
+    def watched(function, static, donate, *args):
+        if function.__name__ == "loop":
+            spent[0] = 0
+        elif function.__name__ == "prefill_chunk" and run.slots.decoding:
+            spent[0] += args[3].shape[1]
+            assert spent[0] <= engine.buckets.chunk[-1], "a running sequence waits longer than one chunk"
+        return call(function, static, donate, *args)
+
+    patch.setattr(engine.programs, "call", watched)
+
+
 def play(
     engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[int | None] = (None,)
 ) -> Outcome:
-    """One schedule; fails unless every request that was not cancelled has the tokens it has alone, and every page is back.
+    """One schedule; fails unless every request that was not cancelled has the tokens it has alone, no running one waits longer than
+    a chunk, and every page is back.
 
     Args:
       lengths: one of these is verified in the next cycles, another one each time.
@@ -97,6 +113,7 @@ def play(
     ended, cancelled, slots = set(), set(), len(run.slots.jobs)
     with pytest.MonkeyPatch.context() as patch:
         try:
+            watch_waiting(patch, engine, run)
             if interrupt:
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:

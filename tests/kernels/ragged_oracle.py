@@ -85,6 +85,39 @@ def make_case(
     return Case(q, k, v, cu_q, cu_kv, *pools, table, options)
 
 
+def in_eight_bits(case: Case, stored: Any) -> Case:
+    """The case with its pages in int8 or float8_e4m3fn, their scales as options, and packed keys and values as those stand for.
+
+    Unused rows are NaN where the dtype has one, else their scales are.
+    """
+    held, options, packed = [], {}, []
+    for name, pool, array in (("k", case.k_pages, case.k), ("v", case.v_pages, case.v)):
+        wide = pool.astype(np.float32)
+        seen = np.where(np.isfinite(wide), np.abs(wide), 0)
+        if stored == jnp.float8_e4m3fn:
+            scale = seen.max(axis=(0, 2, 3)) / 300
+            factor = scale[:, None, None]
+        elif name == "k":
+            scale = np.where(np.isfinite(wide).all(axis=3), np.maximum(seen.max(axis=3), 1e-9) / 127, np.nan)
+            factor = scale[..., None]
+        else:
+            scale = np.maximum(seen.max(axis=(0, 2)), 1e-9) / 127
+            factor = scale[:, None]
+        quotient = wide / factor
+        narrow = np.where(np.isfinite(quotient), np.round(quotient), 77) if stored == np.int8 else quotient
+        held.append(narrow.astype(stored))
+        options[f"{name}_scale"] = scale.astype(np.float32)
+        true, filled = held[-1].astype(np.float64) * factor.astype(np.float32), array.astype(np.float64)
+        for b, start in enumerate(case.cu_kv_lens[:-1]):
+            for s in range(case.cu_kv_lens[b + 1] - start):
+                page, row = divmod(s, pool.shape[2])
+                filled[start + s] = true[case.page_table[b, page], :, row]
+        packed.append(filled)
+    return dataclasses.replace(
+        case, k=packed[0], v=packed[1], k_pages=held[0], v_pages=held[1], options=case.options | options
+    )
+
+
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Output `[T, N, V]` and lse `[T, N]` in float64; reads nothing but what a query may see."""
     (t, n, _), kv_heads = case.q.shape, case.k.shape[1]

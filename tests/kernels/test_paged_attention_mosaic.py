@@ -182,7 +182,7 @@ def test_schedule() -> None:
     ("shape", "dtype", "changes", "reason"),
     [
         ({"head_dim": 88}, jnp.bfloat16, {}, "takes head dims .*, not 88"),
-        ({"stored": jnp.int8}, np.float32, {}, "pages of one byte with bfloat16 queries, not q float32"),
+        ({"stored": jnp.int8}, np.float32, {}, "pages of one byte, both alike, with queries of two, not q float32"),
         ({"stored": jnp.float8_e4m3fn, "head_dim": 80}, jnp.bfloat16, {}, "pages of one byte, not 80"),
         ({"stored": jnp.int8}, jnp.bfloat16, {}, "int8 pages of 32 tokens and more, not 16"),
         ({"page_size": 5}, jnp.bfloat16, {}, "takes page sizes .*, not 5"),

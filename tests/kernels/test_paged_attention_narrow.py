@@ -51,6 +51,21 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
 
 
 @pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
+def test_float16_queries(stored: Any, interpret: Any) -> None:
+    """Ten bits of fraction in queries and outputs, three more than bfloat16 has."""
+    shape = {
+        "t": 5,
+        "group": 3,
+        "page_size": 64,
+        "head_dim": 128,
+        "kv_heads": 1,
+        "stored": stored,
+        "dtype": jnp.float16,
+    }
+    check(make_case([100, 5], [5, 2], **shape), Tuning(splits=2), interpret)
+
+
+@pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
     """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish."""
     case = make_case([256, 130], t=2, group=2, page_size=64, head_dim=64, stored=stored, dtype=jnp.bfloat16, scale=4.0)
@@ -110,12 +125,12 @@ def test_queries_of_any_size(interpret: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "t", "head_dim", "page_size"),
-    [(FP8, 12, 192, 8), (INT8, 33, 64, 128)],
+    ("stored", "t", "head_dim", "page_size", "dtype"),
+    [(FP8, 12, 192, 8, jnp.bfloat16), (INT8, 33, 64, 128, jnp.float16)],
 )
-def test_lowers_for_an_h200_with_every_option(stored: Any, t: int, head_dim: int, page_size: int) -> None:
+def test_lowers_for_an_h200_with_every_option(stored: Any, t: int, head_dim: int, page_size: int, dtype: Any) -> None:
     shape = jax.ShapeDtypeStruct
-    q, pages = shape((2, t, 8, head_dim), jnp.bfloat16), shape((9, 2, page_size, head_dim), stored)
+    q, pages = shape((2, t, 8, head_dim), dtype), shape((9, 2, page_size, head_dim), stored)
     table, lens = shape((2, 4), jnp.int32), shape((2,), jnp.int32)
     k_scale, v_scale = ((9, 2, page_size), (2, head_dim)) if stored == jnp.int8 else ((2,), (2,))
     given = {"sinks": shape((8,), jnp.float32), "alibi_slopes": shape((8,), jnp.float32)}

@@ -1,6 +1,8 @@
 """The definition of ragged attention against float64, for packed keys and for pages."""
 
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, ragged_attention, ragged_paged_attention
 
-from .ragged_oracle import Case, make_case, oracle
+from .ragged_oracle import Case, in_eight_bits, make_case, oracle
 
 SINKS = np.linspace(-1.5, 2.5, 16, dtype=np.float32)
 SLOPES = np.linspace(0.02, 0.5, 16, dtype=np.float32)
@@ -61,6 +63,34 @@ def test_half_precision(dtype: Any, form: str) -> None:
     (out, lse), (true_out, true_lse) = run(case, form), oracle(case)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2 * float(jnp.finfo(dtype).eps))
     np.testing.assert_allclose(lse, true_lse, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, np.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("name", ["chunk", "empty", "cap-sinks", "alibi-sqrt"])
+def test_pages_in_eight_bits(name: str, stored: Any) -> None:
+    q_lens, kv_lens, changes = CASES[name]
+    case = in_eight_bits(make_case(q_lens, kv_lens, **{"head_dim": 16, "page_size": 4} | changes), stored)
+    (out, lse), (true_out, true_lse) = run(case, "paged"), oracle(case)
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(lse, true_lse, rtol=2e-6, atol=2e-6)
+
+
+def test_one_scale_for_all_heads_and_none() -> None:
+    case = in_eight_bits(make_case([5, 3], [9, 3], head_dim=16), jnp.float8_e4m3fn)
+    call = functools.partial(ragged_paged_attention, *case.paged())
+    np.testing.assert_array_equal(
+        call(k_scale=0.5, v_scale=2.0), call(k_scale=jnp.full(2, 0.5), v_scale=jnp.full(2, 2.0))
+    )
+    np.testing.assert_array_equal(call(), call(k_scale=1.0, v_scale=1.0))
+
+
+def test_scales_that_do_not_fit_are_named() -> None:
+    plain = make_case([5, 2], head_dim=16)
+    call = inspect.unwrap(ragged_paged_attention)  # in test runs a shape checker around it would speak first
+    with pytest.raises(ValueError, match="k_scale is for float8_e4m3fn and int8 pages; these are float32"):
+        call(*plain.paged(), k_scale=1.0)
+    with pytest.raises(ValueError, match=r"int8 pages need v_scale of \(2, 16\), not \(2,\)"):
+        call(*in_eight_bits(plain, np.int8).paged(), k_scale=jnp.ones((4, 2, 16)), v_scale=jnp.ones(2))
 
 
 def test_keys_default_to_the_queries() -> None:

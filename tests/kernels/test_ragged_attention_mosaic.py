@@ -15,7 +15,7 @@ from dflash_kernels.ragged_attention.reference import ragged_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
-from .ragged_oracle import Case, make_case, oracle
+from .ragged_oracle import Case, in_eight_bits, make_case, oracle
 
 SINKS = np.linspace(-1.5, 2.5, 4, dtype=np.float32)
 SLOPES = np.linspace(0.02, 0.5, 4, dtype=np.float32)
@@ -97,6 +97,26 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
 @pytest.mark.parametrize("name", TOO_LARGE_FOR_THE_INTERPRETER)
 def test_larger_calls_agree_with_float64(name: str) -> None:
     agrees_with_float64(TOO_LARGE_FOR_THE_INTERPRETER[name], None)
+
+
+@pytest.mark.parametrize(
+    ("stored", "head_dim", "value_dim"),
+    [
+        (None, 72, 72),
+        (None, 80, 96),
+        (jnp.float8_e4m3fn, 96, 96),
+        (jnp.float8_e4m3fn, 128, 64),
+        (np.int8, 64, 64),
+    ],
+)
+def test_pages_that_are_copied_first(stored: Any, head_dim: int, value_dim: int, interpret: Any) -> None:
+    """Numbers of eight bits with their scale in them are rounded to bfloat16: nothing to the output, a little to scores."""
+    case = make_case([20, 0, 9], [90, 3, 40], kv_heads=1, head_dim=head_dim, value_dim=value_dim, dtype=jnp.bfloat16)
+    case = case if stored is None else in_eight_bits(case, stored)
+    (out, lse), (true_out, true_lse) = run(case, "paged", Tuning(), interpret), oracle(case)
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2 * eps * max(np.abs(true_out).max(), 1))
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-6, atol=1e-3 if stored is None else 4e-3)
 
 
 @pytest.mark.gpu
@@ -198,7 +218,14 @@ def lowered(
 
 @pytest.mark.parametrize(
     ("form", "head_dim", "value_dim"),
-    [("dense", 128, 128), ("dense", 192, 128), ("dense", 80, 80), ("paged", 128, 128), ("paged", 256, 256)],
+    [
+        ("dense", 128, 128),
+        ("dense", 192, 128),
+        ("dense", 80, 80),
+        ("paged", 128, 128),
+        ("paged", 256, 256),
+        ("paged", 72, 96),
+    ],
 )
 def test_lowers_for_an_h200(form: str, head_dim: int, value_dim: int) -> None:
     assert lowered(form, head_dim, value_dim).count("@mosaic_gpu_v2") == 1
@@ -215,9 +242,9 @@ def test_lowers_with_every_option(page_size: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "reason"),
     [
-        ({"head_dim": 72}, {}, "takes head dims .* in pages, not 72 and 72"),
+        ({"head_dim": 264}, {}, "takes head dims to 256, not 264 and 264"),
         ({"page_size": 5}, {}, "takes page sizes .*, not 5"),
-        ({"dtype": np.float32}, {}, "takes bfloat16 or float16 throughout, not q float32"),
+        ({"dtype": np.float32}, {}, "takes bfloat16 or float16 throughout, or pages in eight bits, not q float32"),
         ({}, {"scale": -1.0}, "takes a positive scale"),
     ],
 )

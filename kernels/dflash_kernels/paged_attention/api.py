@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.checks import check_of_heads, check_sequences
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.paged_attention.reference import paged_attention_reference
 from dflash_kernels.paged_attention.schedule import PagedSchedule
@@ -87,25 +88,8 @@ def paged_attention(
         out, lse = first_fitting(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,
             causal=causal, window=window or (None, None), soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes,
-            alibi_sqrt=alibi_sqrt, k_scale=_fitting(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
-            v_scale=_fitting(v_scale, v_pages, "v_scale", (kv_heads, h)), scale=h**-0.5 if scale is None else scale,
+            alibi_sqrt=alibi_sqrt, k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
+            v_scale=fitting_scale(v_scale, v_pages, "v_scale", (kv_heads, h)), scale=h**-0.5 if scale is None else scale,
             schedule=schedule,
         )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _fitting(scale: float | Array | None, pages: Array, name: str, int8_shape: tuple[int, ...]) -> Array | None:
-    """Scales as implementations get them: `[K]` with float8 pages, `int8_shape` with int8 pages, None with others."""
-    kv_heads = pages.shape[1]
-    shape = None if scale is None else jnp.shape(scale)
-    if pages.dtype == jnp.int8:
-        if scale is None or shape != int8_shape:
-            raise ValueError(f"int8 pages need {name} of {int8_shape}, not {shape}")
-        return jnp.asarray(scale, jnp.float32)
-    if pages.dtype == jnp.float8_e4m3fn:
-        if shape not in (None, (), (kv_heads,)):
-            raise ValueError(f"float8_e4m3fn pages take a scalar {name} or one of ({kv_heads},), not {shape}")
-        return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (kv_heads,))
-    if scale is not None:
-        raise ValueError(f"{name} is for float8_e4m3fn and int8 pages; these are {pages.dtype}")
-    return None

@@ -131,8 +131,8 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
     if k_pages.dtype in (jnp.float8_e4m3fn, jnp.int8):
-        if q.dtype != jnp.bfloat16 or v_pages.dtype != k_pages.dtype:
-            raise NotImplementedError(f"takes pages of one byte with bfloat16 queries, not {given}")
+        if q.dtype not in (jnp.bfloat16, jnp.float16) or v_pages.dtype != k_pages.dtype:
+            raise NotImplementedError(f"takes pages of one byte, both alike, with queries of two, not {given}")
         if q.shape[-1] not in NARROW_HEAD_DIMS:
             raise NotImplementedError(f"takes head dims {NARROW_HEAD_DIMS} with pages of one byte, not {q.shape[-1]}")
     elif q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:

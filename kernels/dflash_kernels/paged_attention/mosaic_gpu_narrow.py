@@ -64,7 +64,7 @@ def attention(
 
     Args:
       launch: shapes and schedule.
-      q: `[B, T, K, G, H]` bfloat16.
+      q: `[B, T, K, G, H]` bfloat16 or float16.
       k_pages, v_pages: `[P, K, p, H]` float8_e4m3fn or int8. Rows at or past `seq_lens` may hold anything.
       k_scale: float32 `[K]` with float8, `[P, K, p]` with int8.
       v_scale: float32 `[K]` with float8, `[K, H]` with int8.
@@ -73,7 +73,7 @@ def attention(
       seq_lens, q_lens: `[B]` int32.
 
     Returns:
-      Output `[B, T, K, G, H]` bfloat16 where `launch.direct`, else float32 partial outputs `[B, K, splits, T * G, H]`, each
+      Output `[B, T, K, G, H]` in q's dtype where `launch.direct`, else float32 partial outputs `[B, K, splits, T * G, H]`, each
       normalised, those of empty splits not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
     """
     b, rows = q.shape[0], launch.row_blocks * launch.rows

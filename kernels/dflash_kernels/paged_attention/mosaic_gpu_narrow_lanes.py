@@ -19,9 +19,11 @@ from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 def load_queries(source, target, factors, first_row, rows) -> None:
     """Query rows from `source [T, G, H]` to shared memory in the keys' order, zeros from row `rows` on; then all may read them.
 
-    Each is multiplied by the power of two that brings its largest number to between 2^14 and 2^15; `factors` gets the inverse.
+    Each bfloat16 row is multiplied by the power of two that brings its largest number to between 2^14 and 2^15; `factors` gets the
+    inverse. Rows of float16 stay as they are.
     """
     i32, f32 = th.i32(), ir.F32Type.get()
+    wide = isinstance(ir.MemRefType(source.type).element_type, ir.BF16Type)
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
     width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
     # Lanes that share a row, 16 columns each: a power of two, the last of which may have none.
@@ -39,9 +41,9 @@ def load_queries(source, target, factors, first_row, rows) -> None:
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
         words = [word for i in range(2) for word in th.load_if(exists, th.add(address, i * th.CHUNK))]
-        exponent = _exponent_of_row(words, sharing)
+        exponent = _exponent_of_row(words, sharing) if wide else utils.c(127 + 14, i32)
         times = utils.bitcast(th.shift_left(arith.subi(utils.c(268, i32), exponent), 23), f32)
-        words = [_scaled(word, times) for word in (*words[::2], *words[1::2])]
+        words = [_scaled(word, times) if wide else word for word in (*words[::2], *words[1::2])]
         for i in range(2):
             inner = th.within(row, th.add(column, i * th.CHUNK), columns, width)
             th.when(inside, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", th.add(place, inner), *words[4 * i : 4 * i + 4])

@@ -63,7 +63,7 @@ def load_queries(source, target, factors, first_row, rows, interpret: Any):
     """Query rows in the keys' order and in float16, each times the power of two that brings it into float16's range.
 
     Args:
-      source: `[T, G, H]` bfloat16, of whose rows `t * G + g` the first `rows` are wanted.
+      source: `[T, G, H]` bfloat16, or float16, whose factor is 1; the first `rows` of its rows `t * G + g` are wanted.
       target: `[N, H]` float16 in shared memory, given rows `first_row` and on, zeros where there are none.
       factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
     """
@@ -74,6 +74,8 @@ def load_queries(source, target, factors, first_row, rows, interpret: Any):
         plain = jnp.where((first_row + jnp.arange(target.shape[0]) < rows)[:, None], plain, 0.0)
         top = jnp.max(jnp.where(jnp.isfinite(plain), jnp.abs(plain), 0.0), axis=1)
         exponent = jnp.clip(jnp.frexp(top)[1] - 1, -107, 127) - 14
+        if source.dtype == jnp.float16:
+            exponent = jnp.zeros_like(exponent)
         target[...] = in_key_order(jnp.ldexp(plain, -exponent[:, None])).astype(target.dtype)
         factors[...] = jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent)
         return

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.checks import check_of_heads, check_sequences
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
 from dflash_kernels.ragged_attention.reference import ragged_attention_reference, ragged_paged_attention_reference
 
@@ -78,8 +79,8 @@ def ragged_attention(
 
 def ragged_paged_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p V"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
     cu_q_lens: Int[Array, "C"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
@@ -90,6 +91,8 @@ def ragged_paged_attention(
     sinks: Float[Array, "N"] | None = None,
     alibi_slopes: Float[Array, "N"] | None = None,
     alibi_sqrt: bool = False,
+    k_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "K V"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -101,16 +104,18 @@ def ragged_paged_attention(
 
     Args:
       q, cu_q_lens: as in `ragged_attention`.
-      k_pages, v_pages: page pools; the head dim of the values may differ. Rows at or past `seq_lens` may hold anything, even NaN.
+      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8; the head dim of the values may differ. Rows at or past
+        `seq_lens` may hold anything, even NaN.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence.
       causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale, return_lse, implementation: as in `ragged_attention`.
+      k_scale, v_scale: float32 factors of pages in eight bits, as in `paged_attention`.
 
     Returns:
       As `ragged_attention`.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or scales do not fit the pages' dtype.
       NoImplementationError: nothing named takes these arguments.
     """
     if k_pages.shape[:3] != v_pages.shape[:3]:
@@ -121,6 +126,8 @@ def ragged_paged_attention(
         out, lse = first_fitting(
             "ragged_paged_attention", PAGED, implementation, q, k_pages, v_pages, cu_q_lens, page_table, seq_lens,
             **_options(q, causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale),
+            k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
+            v_scale=fitting_scale(v_scale, v_pages, "v_scale", v_pages.shape[1::2]),
         )  # fmt: skip
     return (out, lse) if return_lse else out
 

@@ -1,11 +1,12 @@
 """Ragged attention on Hopper: what the kernel takes, and the call cut into blocks."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, Tuning, block_counts, block_table, plan
@@ -14,42 +15,34 @@ from dflash_kernels.tuning import choose
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
 
 
-def ragged_attention_mosaic_gpu(
+def ragged_attention_mosaic_gpu(*args: Array, **options: Any) -> tuple[Array, Array]:
+    """See `ragged_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper(causal=options["causal"])
+    return tuned_dense(*args, **options)
+
+
+def ragged_paged_attention_mosaic_gpu(*args: Array, **options: Any) -> tuple[Array, Array]:
+    """See `ragged_paged_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper(causal=options["causal"])
+    return tuned_paged(*args, **options)
+
+
+def tuned_dense(
     q: Float[Array, "T N H"],
     k: Float[Array, "S K H"],
     v: Float[Array, "S K V"],
     cu_q_lens: Int[Array, "C"],
     cu_kv_lens: Int[Array, "C"],
+    *,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
     **options: Any,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
-    """See `ragged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
-    return tuned_dense(q, k, v, cu_q_lens, cu_kv_lens, **options)
-
-
-def ragged_paged_attention_mosaic_gpu(
-    q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p V"],
-    cu_q_lens: Int[Array, "C"],
-    page_table: Int[Array, "B W"],
-    seq_lens: Int[Array, "B"],
-    **options: Any,
-) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
-    """See `ragged_paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
-    return tuned_paged(q, k_pages, v_pages, cu_q_lens, page_table, seq_lens, **options)
-
-
-def tuned_dense(
-    q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, tuning: Tuning | None = None, interpret: Any = None,
-    **options: Any,
-) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
     """`ragged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
 
     Head dims that the kernel does not have are filled up with zeros, which is exact. `tuning` None: from the table.
     """
-    _refuse_call(q, k, v, options)
+    _refuse_call(q, [k.dtype, v.dtype], v.shape[-1], options)
     value_dim = v.shape[-1]
     q, k, v = (_widened(array) for array in (q, k, v))
     exact, sizes = described(q, k, v, options["causal"])
@@ -59,23 +52,54 @@ def tuned_dense(
 
 
 def tuned_paged(
-    q: Array, k_pages: Array, v_pages: Array, cu_q_lens: Array, page_table: Array, seq_lens: Array, *,
-    tuning: Tuning | None = None, interpret: Any = None, **options: Any,
-) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:  # fmt: skip
+    q: Float[Array, "T N H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
+    cu_q_lens: Int[Array, "C"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    *,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+    **options: Any,
+) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """`ragged_paged_attention` without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
 
     `tuning` None: from the table.
+
+    Pages that the kernel cannot read, because of their head dim or in eight bits, are copied into ones that it can, all that the
+    table names, before it starts. Numbers in eight bits are rounded to q's dtype there once their scale is in them, so scales that
+    are powers of two cost no precision.
     """
-    _refuse_call(q, k_pages, v_pages, options)
-    dims = (q.shape[-1], v_pages.shape[-1])
-    if not set(dims) <= set(HEAD_DIMS):
-        raise NotImplementedError(f"takes head dims {HEAD_DIMS} in pages, not {dims[0]} and {dims[1]}")
-    page_size = k_pages.shape[2]
+    page_size, value_dim = k_pages.shape[2], v_pages.shape[3]
     if page_size % 64 and (64 % page_size or page_size < 8):
         raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    narrow = {k_pages.dtype, v_pages.dtype} <= {jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)}
+    _refuse_call(q, [] if narrow else [k_pages.dtype, v_pages.dtype], value_dim, options)
+    if narrow or not {q.shape[2], value_dim} <= set(HEAD_DIMS):
+        k_pages = _copied_pages(k_pages, page_table, k_scale, q.dtype)
+        v_pages = _copied_pages(v_pages, page_table, v_scale, q.dtype)
+        page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
+        q = _widened(q)
     exact, sizes = described(q, k_pages, v_pages, options["causal"])
     tuning = tuning or choose("ragged_attention", Tuning, exact=exact, sizes=sizes)
-    return _attend(q, k_pages, v_pages, cu_q_lens, seq_lens, page_table, tuning=tuning, interpret=interpret, **options)
+    out, lse = _attend(
+        q, k_pages, v_pages, cu_q_lens, seq_lens, page_table, tuning=tuning, interpret=interpret, **options
+    )
+    return out[..., :value_dim], lse
+
+
+def _copied_pages(pages: Array, page_table: Int[Array, "B W"], scale: Array | None, dtype: Any) -> Array:
+    """The pages that a table names, row after row of it, in `dtype` and in a head dim of the kernel: `[B * W, K, p, H]`."""
+    entries = jnp.clip(page_table.reshape(-1), 0, pages.shape[0] - 1)
+    held = pages[entries]
+    if scale is not None:
+        # Of each head, of each head and channel, or of each row of each page.
+        factor = scale[entries][..., None] if scale.ndim == 3 else scale.reshape(scale.shape[0], 1, -1)
+        held = held.astype(jnp.float32) * factor
+    return _widened(held.astype(dtype))
 
 
 def described(q: Array, k: Array, v: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
@@ -136,7 +160,8 @@ def _attend(
 
 def _widened(array: Array) -> Array:
     wide = next(dim for dim in HEAD_DIMS if dim >= array.shape[-1])
-    return array if wide == array.shape[-1] else jnp.pad(array, ((0, 0), (0, 0), (0, wide - array.shape[-1])))
+    missing = [(0, 0)] * (array.ndim - 1) + [(0, wide - array.shape[-1])]
+    return array if wide == array.shape[-1] else jnp.pad(array, missing)
 
 
 def _padded(array: Array, least: int) -> Array:
@@ -159,12 +184,13 @@ def _packed_lse(
     return jnp.where(row[:, None] < cu_q_lens[-1], lse[:, place, inside % BLOCK].T, -jnp.inf)
 
 
-def _refuse_call(q: Array, k: Array, v: Array, options: dict[str, Any]) -> None:
-    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
-        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not q {q.dtype} with {k.dtype} and {v.dtype}")
-    if max(q.shape[-1], v.shape[-1]) > HEAD_DIMS[-1]:
-        raise NotImplementedError(f"takes head dims to {HEAD_DIMS[-1]}, not {q.shape[-1]} and {v.shape[-1]}")
+def _refuse_call(q: Array, stored: Sequence[Any], value_dim: int, options: dict[str, Any]) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve; `stored`: dtypes that must be q's."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or any(dtype != q.dtype for dtype in stored):
+        given = f"q {q.dtype} with {' and '.join(map(str, stored)) or 'pages in eight bits'}"
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, or pages in eight bits, not {given}")
+    if max(q.shape[-1], value_dim) > HEAD_DIMS[-1]:
+        raise NotImplementedError(f"takes head dims to {HEAD_DIMS[-1]}, not {q.shape[-1]} and {value_dim}")
     if options["scale"] <= 0 or (options["soft_cap"] is not None and options["soft_cap"] <= 0):
         raise NotImplementedError(
             f"takes a positive scale and soft cap, not {options['scale']} and {options['soft_cap']}"

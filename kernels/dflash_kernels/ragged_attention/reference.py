@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 
 def ragged_attention_reference(
@@ -22,23 +22,35 @@ def ragged_attention_reference(
 
 def ragged_paged_attention_reference(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p V"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
     cu_q_lens: Int[Array, "C"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
+    *,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
     **options,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
-    """See `ragged_paged_attention`: the pages of all sequences are laid out one after the other, whole tables of them."""
+    """See `ragged_paged_attention`: the pages of all sequences are laid out one after the other, whole tables of them.
+
+    Pages in eight bits widen to q's dtype, which is exact; their scales multiply in float32.
+    """
     (b, width), page_size = page_table.shape, k_pages.shape[2]
     entries = jnp.clip(page_table, 0, k_pages.shape[0] - 1)
     sequence = jnp.repeat(jnp.arange(b), width * page_size)
     place = jnp.tile(jnp.arange(width * page_size), b)
-    k, v = (
-        jnp.swapaxes(pool[entries], 2, 3).reshape(b * width * page_size, *pool.shape[1::2])
-        for pool in (k_pages, v_pages)
-    )
-    return _attend(q, k, v, cu_q_lens, seq_lens, sequence, place, place < seq_lens[sequence], **options)
+
+    def laid_out(pool: Array) -> Array:
+        rows = jnp.swapaxes(pool[entries], 2, 3).reshape(b * width * page_size, pool.shape[1], *pool.shape[3:])
+        return rows.astype(q.dtype) if pool.dtype.itemsize == 1 else rows
+
+    if k_scale is not None:
+        k_scale = laid_out(k_scale) if k_scale.ndim == 3 else k_scale[None]
+    return _attend(
+        q, laid_out(k_pages), laid_out(v_pages), cu_q_lens, seq_lens, sequence, place, place < seq_lens[sequence],
+        k_scale=k_scale, v_scale=v_scale, **options,
+    )  # fmt: skip
 
 
 def _sequence_of(cu_lens: Int[Array, "C"], rows: int) -> Int[Array, "rows"]:
@@ -63,6 +75,8 @@ def _attend(
     alibi_slopes: Float[Array, "N"] | None,
     alibi_sqrt: bool,
     scale: float,
+    k_scale: Float[Array, "#S K"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
     """Keys carry their sequence and their place in it; those not `held` belong to nobody and may hold anything."""
     (t, n, h), (b,), kv_heads = q.shape, kv_lens.shape, k.shape[1]
@@ -81,6 +95,8 @@ def _attend(
 
     grouped = q.reshape(t, kv_heads, -1, h)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k, precision=precision, preferred_element_type=jnp.float32) * scale
+    if k_scale is not None:
+        scores *= k_scale.T[:, None, None]
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if alibi_slopes is not None:
@@ -99,6 +115,8 @@ def _attend(
     values = jnp.where(held[:, None, None], v, jnp.zeros((), v.dtype))
     share = (weights / jnp.where(total > 0, total, 1.0)).astype(v.dtype)
     out = jnp.einsum("kgts,skv->kgtv", share, values, precision=precision, preferred_element_type=jnp.float32)
+    if v_scale is not None:
+        out *= v_scale.reshape(kv_heads, 1, 1, -1)
     lse = jnp.where(live, (top + jnp.log(total))[..., 0], -jnp.inf)
     out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
     return out.reshape(t, n, -1).astype(q.dtype), lse.reshape(t, n)
