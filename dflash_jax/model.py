@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import tqdm
 
 from dflash_jax.cache import CacheDtype, check_cache_dtype
-from dflash_jax.cache.calibration import calibrate
+from dflash_jax.cache.calibration import calibrate, check_texts
 from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -172,6 +172,8 @@ def load(
     length = choose_verify_length(None if drafter is None else drafter.config, verify_length)
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in calibration]
+    if texts:
+        check_texts(target.config, texts)
     dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
     stored, expected = (weight_shapes(pair, dtype_used, kind) for kind in (None, weight_dtype))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 from dflash_jax.attention.dense import DenseAttend
 from dflash_jax.cache.formats import CacheScales, scale_for
 from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
 from dflash_jax.models.layers import Attention, Rotary
 
@@ -47,6 +48,21 @@ class Observer(DenseAttend):
         return jnp.where(jnp.isnan(size).any(axis=(0, 1, 3)), jnp.nan, size.max(axis=(0, 1, 3)))
 
 
+def check_texts(config: DecoderConfig, texts: Sequence[Sequence[int]]) -> None:
+    """Raises ParameterError unless calibration can run over these token ids."""
+    if not any(len(text) for text in texts):
+        raise ParameterError("calibration needs at least one text with a token")
+    for place, text in enumerate(texts):
+        if len(text) > config.max_position:
+            raise ParameterError(
+                f"calibration text {place} has {len(text)} tokens, the target takes {config.max_position}"
+            )
+        if wrong := next((token for token in text if not 0 <= token < config.vocab_size), None):
+            raise ParameterError(
+                f"calibration text {place} has token id {wrong}, the target's go from 0 to {config.vocab_size - 1}"
+            )
+
+
 def calibrate(config: DecoderConfig, params: Mapping[str, Array], texts: Sequence[Sequence[int]]) -> CacheScales:
     """Scales under which the largest number of each layer (and key head) of `texts` lies at or below 200 of e4m3's 448.
 
@@ -55,10 +71,9 @@ def calibrate(config: DecoderConfig, params: Mapping[str, Array], texts: Sequenc
       texts: token ids; the longer the text, the more memory this takes, as all of one text attends at once.
 
     Raises:
-      ValueError: no text has a token, or a layer's numbers are not finite.
+      ParameterError: as `check_texts`, or a layer's numbers are not finite.
     """
-    if not any(len(text) for text in texts):
-        raise ValueError("calibration needs at least one text with a token")
+    check_texts(config, texts)
 
     @jax.jit
     def observed(params: Mapping[str, Array], ids: Array, lens: Array) -> tuple[dict[int, Array], dict[int, Array]]:

@@ -66,11 +66,14 @@ def scale_for(largest: Float[np.ndarray, "..."], what: str) -> Float[np.ndarray,
     Where nothing but zeros was seen the scale is 1, never 0.
 
     Raises:
-      ValueError: a number is not finite.
+      ParameterError: a number is not finite.
     """
     largest = np.asarray(largest, np.float64)
     if not np.isfinite(largest).all():
-        raise ValueError(f"{what}: calibration met a number that is not finite; its scale would spoil the whole pool")
+        raise ParameterError(
+            f"{what}: calibration met a number that is not finite, whose scale would spoil the whole pool; check the weights "
+            "(dflash-convert --verify hash), or load in bfloat16 or float32"
+        )
     wanted = np.where(largest > 0, largest, CALIBRATED_TO) / CALIBRATED_TO
     # Kept inside float32 whatever was seen.
     exponents = np.clip([math.ceil(math.log2(value)) for value in wanted.reshape(-1)], -120, 120)

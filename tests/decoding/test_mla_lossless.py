@@ -241,5 +241,14 @@ def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
         dj.load(tmp_path / "target", draft=False, calibration=texts)
     with pytest.raises(ParameterError, match=r"no tokenizer\.json: give calibration as token ids"):
         dj.load(tmp_path / "target", draft=False, cache_dtype="fp8", calibration=["text"])
+    vocabulary, longest = params[0].vocab_size, params[0].max_position
+    wrong = {
+        "at least one text with a token": [[], []],
+        f"text 1 has token id {vocabulary}, the target's go from 0 to {vocabulary - 1}": [[0, 1], [2, vocabulary]],
+        f"text 0 has {longest + 1} tokens, the target takes {longest}": [[1] * (longest + 1)],
+    }
+    for said, texts in wrong.items():
+        with pytest.raises(ParameterError, match=said):
+            dj.load(tmp_path / "target", draft=False, cache_dtype="fp8", calibration=texts)
     with pytest.raises(ParameterError, match="kv_lora_rank 16"):
         dj.load(tmp_path / "target", draft=False, cache_dtype="fp8_packed")

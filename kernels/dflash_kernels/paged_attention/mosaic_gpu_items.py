@@ -83,13 +83,13 @@ class _Item(Block):
 
         from dflash_kernels.paged_attention import mosaic_gpu_settle as settling
 
-        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 6, *[_SCALAR] * 3))
+        @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, *[_SCALAR] * 3))
         def settle(_ctx, *operands):
             settling.settle(*operands, rows)
 
         refs = self.refs
         settle(
-            buffers["o_sm"].at[0], buffers["lse_sm"], refs["o"].at[self.b].at[:, self.head], refs["parts"].at[:, self.head],
+            buffers["o_sm"].at[0], refs["o"].at[self.b].at[:, self.head], refs["parts"].at[:, self.head],
             refs["lse"].at[:, self.head], refs["arrived"].at[self.b * self.launch.kv_heads + self.head], self.item, self.split,
             self.count,
         )  # fmt: skip

@@ -21,11 +21,11 @@ _VOTE = (
 )
 
 
-def settle(own, own_lse, target, parts, lses, arrived, item, part, count, rows: int) -> None:
+def settle(own, target, parts, lses, arrived, item, part, count, rows: int) -> None:
     """Writes the output where the part is the only one; else leaves it to whoever finishes last, who adds up in the parts' order.
 
     Args:
-      own: `[64, H]` float32 in shared memory, normalised; own_lse: `[64]`.
+      own: `[64, H]` float32 in shared memory, normalised.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
       parts: `[I, R, H]` float32 in global memory; lses: `[I, 64]`, natural, the own row written already.
       arrived: counter of the sequence's head, 0 between calls.
