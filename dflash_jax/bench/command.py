@@ -13,6 +13,7 @@ import jax
 
 from dflash_jax.bench.measure import Figures, measure
 from dflash_jax.bench.workload import Workload, random_pair, read_prompts, synthetic
+from dflash_jax.errors import ParameterError
 from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
@@ -27,6 +28,7 @@ COLUMNS = (
 def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]:
     """Runs what the command line asked for; `options` are `load`'s. Prints to stderr where the JSON goes to stdout."""
     out = sys.stderr if args.json == "-" else sys.stdout
+    check(args)
     model = _model(args, options)
     for notice in model.notices:
         print(f"note: {notice}", file=sys.stderr)
@@ -47,6 +49,16 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
     if args.json is not None:
         write(args.json, [environment(model) | row.to_dict() for row in rows])
     return rows
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ParameterError before a model is loaded for numbers that make no run, or for figures that could not be written."""
+    counts = {"--input-length": args.input_length, "--output-length": args.output_length, "--requests": args.requests}
+    for name, value in [*counts.items(), *(("--concurrency", users) for users in args.concurrency)]:
+        if value is not None and value < 1:
+            raise ParameterError(f"{name} must be at least 1, got {value}")
+    if args.json not in (None, "-") and not os.access(Path(args.json).absolute().parent, os.W_OK):
+        raise ParameterError(f"--json {args.json}: its folder does not exist or cannot be written to")
 
 
 def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:

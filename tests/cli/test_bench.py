@@ -142,6 +142,20 @@ def test_command_refuses(options, said, capsys) -> None:
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--input-length", "-3"], "--input-length must be at least 1, got -3"),
+        (["--concurrency", "2", "0"], "--concurrency must be at least 1, got 0"),
+        (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder does not exist"),
+    ],
+)
+def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, capsys) -> None:
+    assert main(["bench", "--model", "/no/such/model", *options]) == 4
+    assert said in capsys.readouterr().err
+
+
 def test_command_without_drafting(target, capsys) -> None:
     options = ["--input-length", "5", "--output-length", "4", "--requests", "2", "--no-draft"]
     assert main(["bench", "--model", str(target), *options]) == 0
