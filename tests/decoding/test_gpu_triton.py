@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def no_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No GPU counts as a Hopper, so that ops choose as they do on others."""
     pytest.importorskip("jax_triton")
-    for module in ("dispatch", "device", "mla_attention.mosaic_gpu"):
+    for module in ("dispatch", "device", "paged_attention.schedule"):
         monkeypatch.setattr(importlib.import_module(f"dflash_kernels.{module}"), "HOPPER", -1)
     jax.clear_caches()
     yield

@@ -185,7 +185,7 @@ def test_latents_are_written_to_their_slots_alone(implementation: str) -> None:
     pool[1, 0, 3], pool[4, 0, 2], pool[0, 0, 0] = rows[0], rows[1], rows[4]
     np.testing.assert_array_equal(written, pool)
     for shape, slots in (((6, WIDTH), 7), ((6, WIDTH - 1), 6)):
-        with pytest.raises(ValueError, match=r"latents|slots"):
+        with pytest.raises(ValueError, match=r"latent pages|slots"):
             inspect.unwrap(latent_write)(jnp.array(pool), jnp.zeros(shape), jnp.zeros(slots, jnp.int32))
 
 
