@@ -129,21 +129,3 @@ def test_longer_than_the_table(interpreted: dict[Any, tuple[np.ndarray, ...]]) -
     true, true_lse = paged_attention_reference(*case.arrays(), **MASK | {"scale": case.scale})
     np.testing.assert_allclose(out.astype(np.float32), np.asarray(true, np.float32), atol=2e-3)
     np.testing.assert_allclose(lse, np.asarray(true_lse), atol=1e-4)
-
-
-@pytest.mark.gpu
-def test_pools_of_more_than_two_to_the_31st_elements() -> None:
-    """The same pages at the end of a pool, past what 32 bits can address, and in a pool of their own."""
-    case = make_case([150, 64, 0, 7], t=4, kv_heads=8, head_dim=128, page_size=64, dtype=jnp.bfloat16)
-    pages = 2**31 // (8 * 64 * 128) + 1
-
-    def call(behind: int) -> tuple[np.ndarray, ...]:
-        q, *pools, table, seq_lens, q_lens = case.arrays()
-        pools = [jnp.zeros((behind + len(pool), *pool.shape[1:]), pool.dtype).at[behind:].set(pool) for pool in pools]
-        table = jnp.where((table >= 0) & (table < len(case.k_pages)), table + behind, table)
-        options = MASK | {"scale": case.scale, "tuning": Tuning(splits=2)}
-        return tuple(map(np.asarray, paged_attention_triton(q, *pools, table, seq_lens, q_lens, **options)))
-
-    assert np.abs(call(0)[0].astype(np.float32)).max() > 0.1
-    for far, near in zip(call(pages), call(0), strict=True):
-        assert far.tobytes() == near.tobytes()
