@@ -26,7 +26,7 @@ class Candidate:
 
 XLA = Candidate("xla", np.float32, (64, 72, 80, 128, 16), (16, 32, 64, 5, 1, 61))
 HOPPER = Candidate(
-    "mosaic_gpu", jnp.bfloat16, (64, 80, 96, 128, 192), (16, 32, 64, 8, 128), (64, 128, 256, 192)
+    "mosaic_gpu", jnp.bfloat16, (64, 72, 80, 96, 128, 192, 256), (16, 32, 64, 8, 128), (64, 128, 256, 192)
 )  # fmt: skip
 TRITON = Candidate("triton", jnp.bfloat16, (64, 72, 80, 96, 128, 192, 256), (16, 32, 64, 128, 5, 61))
 CANDIDATES = (

@@ -47,6 +47,30 @@ def test_agrees_with_float64(index: int, candidate: Candidate) -> None:
     check(make_case(seq_lens, q_lens, dtype=candidate.dtype, seed=index, **shape, **mask), candidate)
 
 
+@pytest.mark.parametrize(("t", "group"), [(33, 2), (64, 1), (64, 5)])
+def test_many_queries(t: int, group: int, candidate: Candidate) -> None:
+    """More rows than a matrix instruction takes at once, whole tokens of them and not."""
+    shape = {"kv_heads": 1, "group": group, "page_size": 32}
+    check(make_case([t + 40, t, 9], [t, t - 5, 9], t=t, dtype=candidate.dtype, **shape), candidate)
+
+
+def test_one_query_is_the_same_in_a_longer_block(candidate: Candidate) -> None:
+    """A sequence with one new token sees the same keys, causal or not, whatever room the block around it has."""
+    case = make_case([70, 33], t=1, group=4, dtype=candidate.dtype, seed=4)
+    block = dataclasses.replace(
+        case, q=np.concatenate([case.q, np.full_like(case.q, np.nan)], axis=1).repeat(4, axis=1)
+    )
+    block.q[:, 0] = case.q[:, 0]
+    for causal in (True, False):
+        case.options["causal"] = block.options["causal"] = causal
+        (alone, alone_lse), (out, lse) = run(case, candidate), run(block, candidate)
+        difference = out[:, :1].astype(np.float64) - alone.astype(np.float64)
+        assert np.abs(difference).max() <= rounding(candidate.dtype, alone)
+        np.testing.assert_allclose(lse[:, :1], alone_lse, rtol=2e-6, atol=2e-6)
+        assert not out[:, 1:].any()
+        assert (lse[:, 1:] == -np.inf).all()
+
+
 @pytest.mark.parametrize("mask", MASKS, ids="-".join)
 def test_every_mask(mask: dict[str, Any], candidate: Candidate) -> None:
     mask = mask | ({"sinks": SINKS[:8]} if "sinks" in mask else {})

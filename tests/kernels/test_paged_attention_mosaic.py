@@ -107,6 +107,17 @@ def test_nothing_unused_is_read(splits: int, interpret: Any) -> None:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sinks", [None, SINKS[:8]], ids=["plain", "sinks"])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 8, 13, 32])
+def test_any_number_of_parts(splits: int, sinks: np.ndarray | None) -> None:
+    """Of sequences that fill all parts, some and none; a sink counts once."""
+    case = make_case(
+        [2100, 640, 64, 3, 0], t=4, kv_heads=2, group=4, head_dim=64, page_size=64, dtype=jnp.bfloat16, sinks=sinks
+    )
+    check(case, Tuning(splits=splits), None)
+
+
 def test_longer_than_the_table() -> None:
     """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
     case = make_case([128, 64], t=4, page_size=64, dtype=jnp.bfloat16, width=2)
