@@ -89,6 +89,7 @@ def read_prompts(prompts: Sequence[str]) -> list[str]:
 
 
 def run_generate(args: argparse.Namespace) -> int:
+    """`dflash-jax generate`: texts to stdout as they come."""
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
         seed=args.seed, stop=args.stop,
@@ -147,10 +148,12 @@ def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
 
 
 def can_show_bars(encoding: str | None) -> bool:
+    """Whether the blocks that histograms are drawn with can be printed."""
     return (encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def run_demo(args: argparse.Namespace) -> int:
+    """`dflash-jax demo`: the same prompts with and without drafting."""
     begin(args)
     from dflash_jax.demo import demo
 
@@ -158,6 +161,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def run_bench(args: argparse.Namespace) -> int:
+    """`dflash-jax bench`: what users wait for, with and without drafting."""
     made = {"--model": args.model, "--draft": args.draft, "--weight-dtype": args.weight_dtype}
     given = [name for name, value in (made | {"--cache-dtype": args.cache_dtype}).items() if value is not None]
     if args.shapes is not None and given:
@@ -172,6 +176,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_info(args: argparse.Namespace) -> int:
+    """`dflash-jax info`: what `load` would do, without reading weights."""
     from dflash_jax.info import collect, lines
 
     facts = collect(**{name: value for name, value in load_options(args).items() if name != "verify_length"})
@@ -183,6 +188,7 @@ COMMANDS = {"generate": run_generate, "demo": run_demo, "bench": run_bench, "inf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; errors are one line on stderr."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.version:

@@ -5,6 +5,7 @@ from typing import Any
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Every command's arguments. `COMMANDS` in `dflash_jax.cli` runs what `command` names."""
     parser = argparse.ArgumentParser(prog="dflash-jax", description="DFlash speculative decoding in pure JAX.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -41,13 +42,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     sampling.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens that make up P (default: 1, all)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="among the likeliest tokens that make up P (default: 1, all)",
     )
     sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="of the K likeliest tokens (default: 0, all)"
+        "--top-k", type=int, default=0, metavar="K", help="among the K likeliest tokens (default: 0, all)"
     )
     sampling.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="of tokens at least P times as likely as the likeliest"
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="among tokens at least P times as likely as the likeliest (default: 0, all)",
     )
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
@@ -68,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
+    """Arguments of `bench`, beside those of `models`."""
     bench = commands.add_parser("bench", parents=[models], help="speed as users see it, with and without drafting")
     _add_model(bench, "--model")
     bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")

@@ -57,6 +57,10 @@ def check(args: argparse.Namespace) -> None:
     for name, value in [*counts.items(), *(("--concurrency", users) for users in args.concurrency)]:
         if value is not None and value < 1:
             raise ParameterError(f"{name} must be at least 1, got {value}")
+    if args.requests is not None and args.requests < max(args.concurrency):
+        raise ParameterError(
+            f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
+        )
     if args.json not in (None, "-") and not os.access(Path(args.json).absolute().parent, os.W_OK):
         raise ParameterError(f"--json {args.json}: its folder does not exist or cannot be written to")
 

@@ -146,6 +146,7 @@ def test_command_refuses(options, said, capsys) -> None:
     ("options", "said"),
     [
         (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--requests", "3", "--concurrency", "1", "4"], "--requests 3 is fewer than --concurrency 4"),
         (["--input-length", "-3"], "--input-length must be at least 1, got -3"),
         (["--concurrency", "2", "0"], "--concurrency must be at least 1, got 0"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder does not exist"),

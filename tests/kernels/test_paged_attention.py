@@ -199,6 +199,19 @@ def test_an_unknown_implementation_is_named() -> None:
         paged_attention(*case.arrays()[:5], implementation="cuda")
 
 
+def test_names_are_tried_in_order_and_every_refusal_is_told() -> None:
+    case = make_case([20, 4], t=2, head_dim=20)
+    with pytest.raises(NoImplementationError) as caught:
+        paged_attention(*case.arrays()[:5], implementation=("mosaic_gpu", "triton"))
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == ["paged_attention", "mosaic_gpu", "triton"]
+    assert "takes queries in bfloat16 or float16, not float32" in lines[2]
+    asked, left_open = (
+        paged_attention(*case.arrays()[:5], implementation=names) for names in (("triton", "xla"), None)
+    )
+    np.testing.assert_array_equal(np.asarray(asked), np.asarray(left_open))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
