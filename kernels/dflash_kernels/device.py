@@ -10,3 +10,9 @@ def refuse_other_than_hopper(*, causal: bool = False) -> None:
         raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
     if causal and 12080 <= device.cuda < 12091:
         raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")
+
+
+def refuse_page_size(page_size: int) -> None:
+    """Raises NotImplementedError for pages that do not make up tiles of 64 tokens in copies of whole groups of eight rows."""
+    if page_size % 64 and (64 % page_size or page_size < 8):
+        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.device import refuse_other_than_hopper, refuse_page_size
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import (
     NARROW_ROWS,
     RANK,
@@ -130,8 +130,6 @@ def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float)
     if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
         given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
         raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
-    page_size = latent_pages.shape[2]
-    if page_size % 64 and (64 % page_size or page_size < 8):
-        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    refuse_page_size(latent_pages.shape[2])
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, not {scale}")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.device import refuse_other_than_hopper, refuse_page_size
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning, plan, plan_narrow
 from dflash_kernels.paged_attention.schedule import PagedSchedule
 from dflash_kernels.tuning import choose
@@ -140,8 +140,7 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
     page_size = k_pages.shape[2]
-    if page_size % 64 and (64 % page_size or page_size < 8):
-        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    refuse_page_size(page_size)
     if k_pages.dtype == jnp.int8 and page_size < 32:
         # The scales of a smaller page would land in shared memory where a copy may not start.
         raise NotImplementedError(f"takes int8 pages of 32 tokens and more, not {page_size}")

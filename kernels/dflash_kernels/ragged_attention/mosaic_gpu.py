@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.device import refuse_other_than_hopper, refuse_page_size
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, Tuning, block_counts, block_table, plan
 from dflash_kernels.tuning import choose
 
@@ -74,8 +74,7 @@ def tuned_paged(
     are powers of two cost no precision.
     """
     page_size, value_dim = k_pages.shape[2], v_pages.shape[3]
-    if page_size % 64 and (64 % page_size or page_size < 8):
-        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+    refuse_page_size(page_size)
     narrow = {k_pages.dtype, v_pages.dtype} <= {jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)}
     _refuse_call(q, [] if narrow else [k_pages.dtype, v_pages.dtype], value_dim, options)
     if narrow or not {q.shape[2], value_dim} <= set(HEAD_DIMS):
