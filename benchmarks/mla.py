@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ import numpy as np
 from dflash_kernels.mla_attention.mosaic_gpu import tuned
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning
 from dflash_kernels.mla_attention.reference import mla_attention_reference
+from processes import compiled
 from record import Record, arguments
 
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return OPTIONS | ({"latent_scale": jnp.float32(LATENT_SCALE)} if self.quantised else {})
+        return OPTIONS | ({"latent_scale": np.float32(LATENT_SCALE)} if self.quantised else {})
 
     @property
     def bytes(self) -> int:
@@ -102,8 +102,10 @@ def inputs(case: Case, cold: int = COLD, calls: int | None = None) -> tuple[Any,
     return q, pool, tuple(tables), lens, live
 
 
-def looped(case: Case, name: str, tuning: Tuning | None = None) -> Callable[..., tuple[Any, ...]]:
-    """Compiled: `rounds` times one call for each copy of the batch; the results of the last round."""
+def looped(
+    case: Case, name: str, tuning: Tuning | None = None
+) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
+    """`rounds` times one call for each copy of the batch, which gives the results of the last round, and its arguments' shapes."""
     function = mla_attention_reference if name == "xla" else functools.partial(tuned, tuning=tuning)
 
     def body(q, pool, tables, lens, live, index, _):
@@ -116,8 +118,7 @@ def looped(case: Case, name: str, tuning: Tuning | None = None) -> Callable[...,
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(once, 0, None))
         return jax.lax.fori_loop(0, rounds, once, empty)
 
-    shapes = jax.eval_shape(functools.partial(inputs, case))
-    return jax.jit(many).lower(*shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    return many, (*jax.eval_shape(functools.partial(inputs, case)), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def ragged(case: Case, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -194,7 +195,8 @@ def sweep(case: Case, arrays: tuple[Any, ...]) -> None:
         changed = {key: value for key, value in dataclasses.asdict(tuning).items() if value != getattr(Tuning(), key)}
         name = " ".join(f"{key}={value}" for key, value in changed.items()) or "chosen"
         try:
-            many = looped(case, "mosaic_gpu", tuning)
+            function, shapes = looped(case, "mosaic_gpu", tuning)
+            many = jax.jit(function).lower(*shapes).compile()
             found, middle = errors(true, many(*call, np.int32(1))[-1]), statistics.median(measure(case, arrays, many))
         except Exception as reason:  # a variant that does not compile or fit must not end the sweep
             print(f"{case.name:34s} {name:14s} failed: {str(reason)[:300]}", flush=True)
@@ -236,9 +238,8 @@ def main() -> None:
         return
     names = ["mosaic_gpu"] if options.without_xla else ["mosaic_gpu", "xla"]
     # Side by side, but never beside a measurement: rows timed then came out half as slow again, with spreads of a factor of two.
-    with ThreadPoolExecutor(8) as pool:
-        jobs = [(case, name) for case in cases for name in names]
-        programs = dict(zip(jobs, pool.map(lambda job: looped(*job), jobs), strict=True))
+    jobs = [(case, name) for case in cases for name in names]
+    programs = dict(zip(jobs, compiled(looped, jobs), strict=True))
     for case in cases:
         report(record, case, {name: programs[case, name] for name in names})
     if record.rows:

@@ -17,7 +17,6 @@ import functools
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import ragged_attention
+from processes import compiled
 from record import Record, arguments
 
 from dflash_jax.attention.mla import LatentForm, absorbed_attention
@@ -193,18 +193,15 @@ def memory(record: Record, chunk: int) -> None:
 
 def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...], heads: tuple[int, ...]) -> None:
     """New tokens at the end of a context, absorbed and expanded. A program takes any length."""
-    number, forms = jnp.int32(0), {"absorbed": _absorbed, "expanded": _expanded}
-    cases = [(n, t, form) for n in heads for t in tokens for form in forms]
-    shapes = {(n, t): jax.eval_shape(functools.partial(inputs, t, max(lengths), n)) for n, t, _ in cases}
+    cases = [(n, t, form, max(lengths)) for n in heads for t in tokens for form in FORMS]
     # All before anything is timed.
-    with ThreadPoolExecutor(8) as pool:
-        jobs = {case: pool.submit(_compiled, forms[case[2]], shapes[case[:2]], number) for case in cases}
+    programs = dict(zip(cases, compiled(many, cases), strict=True))
     for n in heads:
         for t in tokens:
             arrays = inputs(t, max(lengths), n)
             for length in lengths:
-                for form in forms:
-                    run = jobs[n, t, form].result()
+                for form in FORMS:
+                    run = programs[n, t, form, max(lengths)]
                     once = min(seconds(run, arrays, jnp.int32(length), jnp.int32(1), runs=2))
                     count = max(2, min(20, int(0.01 / once)))
                     times = seconds(run, arrays, jnp.int32(length), jnp.int32(count), runs=3)
@@ -213,15 +210,17 @@ def crossover(record: Record, tokens: tuple[int, ...], lengths: tuple[int, ...],
                     record.add(name, f"{form} form", micro, "us")
 
 
-def _compiled(form: Any, arrays: dict[str, jax.Array], number: jax.Array) -> Any:
-    return jax.jit(functools.partial(_many, form)).lower(arrays, number, number).compile()
+def many(heads: int, tokens: int, form: str, longest: int) -> tuple[Any, tuple[Any, ...]]:
+    """As many calls of a form after one another as the last argument says, of the context that the one before says; and shapes."""
 
+    def run(arrays: dict[str, jax.Array], length: jax.Array, count: jax.Array) -> jax.Array:
+        def one(_: jax.Array, out: jax.Array) -> jax.Array:
+            return FORMS[form](arrays, after(arrays["q"], out), length)
 
-def _many(form: Any, arrays: dict[str, jax.Array], length: jax.Array, count: jax.Array) -> jax.Array:
-    def one(_: jax.Array, out: jax.Array) -> jax.Array:
-        return form(arrays, after(arrays["q"], out), length)
+        return jax.lax.fori_loop(0, count, one, arrays["q"][..., : CONFIG.v_head_dim])
 
-    return jax.lax.fori_loop(0, count, one, arrays["q"][..., : CONFIG.v_head_dim])
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return run, (jax.eval_shape(functools.partial(inputs, tokens, longest, heads)), number, number)
 
 
 def _absorbed(arrays: dict[str, jax.Array], q: jax.Array, length: jax.Array) -> jax.Array:
@@ -233,6 +232,9 @@ def _expanded(arrays: dict[str, jax.Array], q: jax.Array, length: jax.Array) -> 
     return step(arrays, q, length, chunk_tokens(q.shape[2]))
 
 
+FORMS = {"absorbed": _absorbed, "expanded": _expanded}
+
+
 def chunk_tokens(heads: int) -> int:
     return LatentForm().chunk(heads * (NOPE + ROTATED + CONFIG.v_head_dim) * 2)
 
@@ -241,7 +243,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="all sizes of chunks")
     parser.add_argument("--parts", nargs="+", default=["memory", "prompt", "crossover"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 256, 512])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 128, 192, 256, 512])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768])
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     options = parser.parse_args()

@@ -51,7 +51,8 @@ class LatentLayer(Protocol):
 
 # Measured on an H200 in bfloat16 (`benchmarks/mla_prefill.py --parts crossover`). With 16 heads expanding takes nearly as long for
 # 128 new tokens as for 512, 0.2 ms after 8k of context and 0.75 ms after 32k; absorbed takes that long for some 420 tokens, after
-# 2k of context for 256. With 128 heads, carried on from 64 and 128 tokens, both take as long for some 250, after 2k for 200.
+# 2k of context for 256. With 128 heads both take as long for some 250 after 8k of context, 220 after 2k and 280 after 32k (measured
+# for 64, 128, 192 and 256).
 _BREAK_EVEN_COSTS = 1.4  # times the query tokens at which multiplications are equal
 _FIXED_COST_ROWS = 6144
 _WORKSPACE = 320 * 2**20  # bytes
