@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -79,13 +79,12 @@ class Update:
     def collect(cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float) -> "Update":
         """From emitted rows `[cycles, slots, ...]` on the host, one slot's column."""
         update = cls(request.index, [], [], [], first, seconds)
-        wanted = request.params.logprobs
-        for cycle in range(rows.counts.shape[0]):
-            count = int(rows.counts[cycle, column])
+        wanted, tokens = request.params.logprobs, rows.tokens[:, column]
+        both = zip(rows.counts[:, column].tolist(), rows.accepted[:, column].tolist(), strict=True)
+        for cycle, (count, accepted) in enumerate(both):
             if count == 0:
                 continue
-            accepted = int(rows.accepted[cycle, column])
-            update.tokens += rows.tokens[cycle, column, :count].tolist()
+            update.tokens += tokens[cycle, :count].tolist()
             update.from_draft += [place < accepted for place in range(count)]
             if not first:
                 update.counts.append(count)
@@ -106,6 +105,12 @@ class Update:
             self.finish_reason, self.stop_reason = ("eos" if ends else "stop"), last
         elif request.produced >= request.params.max_tokens:
             self.finish_reason = "length"
+
+
+def on_host(rows: Emitted, *, logprobs: bool) -> Emitted:
+    """Emitted rows as numpy arrays; log-probabilities, each of which would cost a transfer, only where somebody wants them."""
+    none: dict[str, Any] = {} if logprobs else dict.fromkeys(("logprobs", "top_ids", "top_logprobs"))
+    return jax.device_get(replace(rows, **none))
 
 
 def request_arrays(requests: list[Request | None], stop_width: int) -> RequestArrays:

@@ -1,6 +1,6 @@
 """So many users, each sending a request as soon as the last one is answered: throughput, waiting times, acceptance.
 
-Compilation is in no figure: what a run of so many users can call is compiled first, side by side, and every prompt is served once
+Compilation is in no figure: what a run of so many users can call is compiled first, side by side, and every user is served once
 before requests are timed.
 """
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dflash_jax.bench.workload import Workload
-from dflash_jax.engine import Run
+from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
@@ -26,6 +26,8 @@ from dflash_jax.sampling_params import SamplingParams
 PERCENTILES = (50, 90, 99)
 # Cycles between two looks at the results: what `stream` does.
 CYCLES = 4
+# Lengths that at best gain less than this share of what the best one does are not compiled for an imposed acceptance.
+UNLIKELY = 0.8
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def measure(
     engine.imposed_acceptance = imposed_acceptance
     try:
         # The lengths to verify are learnt here too, as they are by whoever serves for longer than a benchmark.
-        _serve(model, workload, concurrency, min(requests, max(concurrency, len(workload.prompts))), draft)
+        _serve(model, workload, concurrency, max(2, concurrency), draft)
         verified = Counter(engine.lengths.cycles)
         warm, started = engine.programs.compile_s, time.perf_counter()
         traces = _serve(model, workload, concurrency, requests, draft)
@@ -149,7 +151,7 @@ def programs(
     model: Model, workload: Workload, *, concurrency: int, draft: bool, imposed_acceptance: float | None = None
 ) -> list[Callable[[], object]]:
     """Functions that compile, one program each, all that `measure` with these arguments can need: what prompts are prefilled by,
-    and cycles of every length that may be verified."""
+    and cycles of every length that is likely to be verified."""
     engine, users = model.engine, concurrency
     engine.imposed_acceptance = imposed_acceptance
     try:
@@ -158,10 +160,20 @@ def programs(
         engine.imposed_acceptance = None
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
-    setups = [run.setup.verifying(length) for length in engine.verify_lengths(run.setup, users)]
+    lengths = _likely(engine, run, users, float(np.mean(sizes)), imposed_acceptance)
+    setups = [run.setup.verifying(length) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
     loops = [Jobs(engine, setup, run.stop_width).loop(users, width) for setup in setups for width in widths]
     return [*run.first_jobs(), *loops]
+
+
+def _likely(engine: Engine, run: Run, users: int, context: float, imposed: float | None) -> Sequence[int]:
+    """Lengths that may be verified; where acceptance is imposed, those that do not gain far less for their time than the best."""
+    lengths, cost = engine.verify_lengths(run.setup, users), engine.lengths.cost
+    if cost is None or imposed is None:
+        return lengths
+    rates = {length: min(length, imposed) / cost.ms(users, length, context) for length in lengths}
+    return [length for length in lengths if rates[length] > UNLIKELY * max(rates.values())]
 
 
 def _run(model: Model, requests: list[Request], draft: bool, users: int) -> Run:

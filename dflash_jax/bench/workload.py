@@ -109,7 +109,7 @@ def random_pair(
     kind = jax.numpy.dtype(dtype)
     engine = Engine(
         target=target, draft=draft, weights=weight_shapes([(target, families[0]), (draft, families[1])], kind), dtype=kind,
-        max_model_len=max_model_len, max_batch=max_batch, max_chunk=1024,
+        max_model_len=max_model_len, max_batch=max_batch,
         verify_length=choose_verify_length(draft, verify_length),
     )  # fmt: skip
     memory = plan_for(engine, None)

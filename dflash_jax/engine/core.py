@@ -23,7 +23,10 @@ from dflash_jax.requests import Request
 MAX_CYCLES = 32
 # While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
 CYCLES_PER_CHUNK = 4
-SHORT_PROMPTS = 4  # prefilled at most between the same two cycles
+# Tokens of one prompt that one program takes: more of them at once gain no more.
+LARGEST_PART = 512
+# However short it is, a part of a prompt reads all weights: it costs as much as one of so many tokens.
+LEAST_TOKENS = 256
 STOP_WIDTH = 8
 
 
@@ -36,6 +39,7 @@ class Core:
       dtype: of activations and pages.
       max_model_len: prompt and produced tokens of one request at most.
       max_batch: slots.
+      max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       latent_form: how prompts attend where the target's attention is latent.
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
@@ -54,7 +58,7 @@ class Core:
     max_batch: int = 8
     page_size: int = 64
     num_pages: int = 0
-    max_chunk: int = 512
+    max_chunk: int = 2048
     proposals: Proposals = "shared_noise"
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
     # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
@@ -74,7 +78,7 @@ class Core:
             max_batch=self.max_batch,
             max_tokens=self.max_model_len + self.lookahead,
             page_size=self.page_size,
-            max_chunk=min(self.max_chunk, self.max_model_len),
+            max_chunk=min(self.max_chunk, self.max_model_len, LARGEST_PART),
         )
         if self.num_pages == 0:
             self.num_pages = self.max_batch * self.buckets.width[-1]
@@ -82,6 +86,7 @@ class Core:
         self._pools: tuple[Pages, Pages] | None = None
         self._filled_by = self.weights
         self._lengths: VerifyLength | None = None
+        self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
         self._busy = False
 
     @property

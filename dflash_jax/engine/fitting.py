@@ -27,7 +27,6 @@ class Fitting:
 
     def __init__(self, run: "Run"):
         self.run, self.core = run, run.core
-        self._keys: dict[tuple, tuple] = {}
 
     def first_length(self, requests: Sequence[Request]) -> int:
         """What the first cycles of these requests will verify if nothing runs before them."""
@@ -61,7 +60,9 @@ class Fitting:
             return now
         length = self.core.lengths.current
         moves = [(now, fewer), (fewer, run.most_slots)]
-        there = {self._status_of(("resize", *move), partial(self._jobs(length).resize, *move)) for move in moves}
+        there = {
+            self._status_of(("resize", run.setup, *move), partial(self._jobs(length).resize, *move)) for move in moves
+        }
         if {*there, self._status(fewer, run.cycles, length)} == {"compiled"}:
             return fewer
         cost = self.core.lengths.cost
@@ -103,11 +104,12 @@ class Fitting:
         return self.core.width_of(pages * self.core.page_size)
 
     def _status(self, slots: int, cycles: int, length: int) -> Status:
-        name = (self._setup(length), slots, self._width(length, cycles))
-        return self._status_of(name, partial(self._jobs(length).loop, *name[1:]))
+        sizes = slots, self._width(length, cycles)
+        return self._status_of((self._setup(length), *sizes), partial(self._jobs(length).loop, *sizes))
 
     def _status_of(self, name: tuple, job: Callable[[], partial]) -> Status:
-        """The status of what `job` makes a job of; its shapes are asked for once."""
-        if name not in self._keys:
-            self._keys[name] = self.core.programs.key(*job().args)
-        return self.core.programs.status(self._keys[name])
+        """The status of what `job` makes a job of; its shapes, which take long to find out, are asked for once an engine."""
+        keys, name = self.core.keys, (*name, self.run.stop_width)
+        if name not in keys:
+            keys[name] = self.core.programs.key(*job().args)
+        return self.core.programs.status(keys[name])

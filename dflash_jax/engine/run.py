@@ -14,15 +14,15 @@ from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
-from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, SHORT_PROMPTS, STOP_WIDTH, Core
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.engine.core import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, STOP_WIDTH, Core
 from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.engine.warmup import admit_program, first_jobs, resize_program
 from dflash_jax.errors import DFlashError, ParameterError
 from dflash_jax.memory import named_memory_errors
 from dflash_jax.programs import round_up
-from dflash_jax.requests import Request, Update, empty_state, request_row
+from dflash_jax.requests import Request, Update, empty_state, on_host, request_row
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 
@@ -147,19 +147,29 @@ class Run:
             job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
 
     def _prefill(self) -> Iterator[Update]:
-        """One chunk of a long prompt, or some short ones that together cost no more than a chunk."""
-        chunks, spent = self.core.buckets.chunk, 0
+        """A part of a long prompt, or several prompts that together cost no more than `max_chunk` tokens."""
+        chunks, spent, before = self.core.buckets.chunk, 0, None
         while (job := self.slots.prefilling) is not None:
             size = round_up(len(job.context) - job.filled, chunks)
-            # However short it is, a chunk reads all weights.
-            spent += max(size, chunks[-1] // SHORT_PROMPTS)
-            if spent > chunks[-1]:
-                return
-            yield from self._prefill_chunk(job, size)
+            cost = max(size, LEAST_TOKENS)
+            if spent and spent + cost > self.core.max_chunk:
+                break
+            spent += cost
+            emitted = self._prefill_chunk(job, size)
+            # Looked at once the device has the next prompt to go on with.
+            if before is not None:
+                yield from self._first_token(*before)
+            before = None if emitted is None else (job, emitted)
+            if job is self.slots.prefilling:
+                break
             self._drop_cancelled()
             self._admit()
+        if before is not None:
+            yield from self._first_token(*before)
+            self._drop_cancelled()
+            self._admit()  # what was added meanwhile
 
-    def _prefill_chunk(self, job: Job, size: int) -> Iterator[Update]:
+    def _prefill_chunk(self, job: Job, size: int) -> Emitted | None:
         """The next chunk of a prompt; with the last one the first token, unless it was emitted before the slot was lost."""
         core, context = self.core, job.context
         chunk = context[job.filled : job.filled + size]
@@ -172,7 +182,7 @@ class Run:
         self._keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
         job.filled += len(chunk)
         if job.filled < len(context):
-            return
+            return None
         row = request_row(self.setup, job.request, self.stop_width, core.dtype, job.tokens)
         state, emitted = core.programs.call(
             admit_program, (self.setup,), (1,), None, self.state, np.int32(job.slot), row, logits
@@ -180,9 +190,13 @@ class Run:
         self._keep(state)
         job.decoding, self.retired[job.slot] = True, False
         self.slots.publish(job)
-        if not job.tokens:
-            rows = jax.tree.map(operator.itemgetter(None), jax.device_get(emitted))
-            spent = time.perf_counter() - job.started - (core.programs.compile_s - job.compiled)
+        return None if job.tokens else emitted
+
+    def _first_token(self, job: Job, emitted: Emitted) -> Iterator[Update]:
+        """The update of a prompt that is in the pages, unless its request was cancelled since."""
+        rows = jax.tree.map(operator.itemgetter(None), on_host(emitted, logprobs=self.setup.logprobs))
+        if job.slot >= 0:
+            spent = time.perf_counter() - job.started - (self.core.programs.compile_s - job.compiled)
             update = Update.collect(job.request, rows, 0, first=True, seconds=spent)
             self._account(job, update)
             yield update
@@ -190,9 +204,8 @@ class Run:
     def _run_cycles(self) -> Iterator[Update]:
         core = self.core
         started, compiled = time.perf_counter(), core.programs.compile_s
-        most = self.cycles if self.slots.prefilling is None else min(self.cycles, CYCLES_PER_CHUNK)
         self._fit_slots()
-        setup, cycles = self.fitting.lengths(most)
+        setup, cycles = self.fitting.lengths(self._patience())
         cycles = self._make_room(cycles, setup.width)
         running = self.slots.decoding
         if not running:
@@ -201,7 +214,7 @@ class Run:
         state, rows = core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
         self._keep(state)
         self.retired[:] = False
-        host = jax.device_get(rows)
+        host = on_host(rows, logprobs=setup.logprobs)
         spent = time.perf_counter() - started - (core.programs.compile_s - compiled)
         self.fitting.learn(running, setup.width, host)
         updates = []
@@ -211,6 +224,13 @@ class Run:
             self._account(job, update)
             updates.append(update)
         yield from (update for update in updates if update.index not in self.cancelled)
+
+    def _patience(self) -> int:
+        """Cycles until the next look at most."""
+        if self.slots.prefilling is None:
+            return self.cycles
+        # A slot that stands empty costs as much as a busy one: it is filled before others go far.
+        return 1 if self.waiting and None in self.slots.jobs else min(self.cycles, CYCLES_PER_CHUNK)
 
     def loop_arguments(self, table: Any, cycles: int) -> tuple:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
