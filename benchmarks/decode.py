@@ -60,7 +60,7 @@ def build(
         weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
-        max_batch=batch, page_size=64, max_chunk=1024, cache_dtype=cache_dtype,
+        max_batch=batch, cache_dtype=cache_dtype,
     )  # fmt: skip
 
 
