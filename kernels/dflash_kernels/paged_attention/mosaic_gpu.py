@@ -86,6 +86,7 @@ def _attend(
     from dflash_kernels.paged_attention import mosaic_gpu_kernel as wide
     from dflash_kernels.paged_attention import mosaic_gpu_merge as merging
     from dflash_kernels.paged_attention import mosaic_gpu_narrow as narrow
+    from dflash_kernels.paged_attention import mosaic_gpu_pair as pairs
 
     b, tokens, n, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -112,7 +113,10 @@ def _attend(
         )
         return out.reshape(q.shape), merging.merged_lse(lse, q_lens, None, tokens, group)
     if k_scale is None or v_scale is None:
-        out, parts_lse = wide.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
+        block = pairs.Pair if launch.pair else None
+        out, parts_lse = wide.attention(
+            launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret, block=block
+        )
     else:
         out, parts_lse = narrow.attention(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret

@@ -60,12 +60,12 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
 
 def attention(
     launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slopes: jax.Array | None, table: jax.Array,
-    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
+    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None, block: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
     Args:
-      launch: shapes and schedule.
+      launch: shapes and schedule; block: one CTA's work, `Block` or a class of its kind.
       q: `[B, T, K, G, H]`.
       k_pages, v_pages: `[P, K, p, H]`. Rows at or past `seq_lens` may hold anything.
       slopes: float32 `[K, row_blocks * block_rows]` ALiBi slope of each row, or None.
@@ -89,13 +89,15 @@ def attention(
     arrays |= {"table": table, "seq_lens": seq_lens, "q_lens": q_lens}
     given = {name: array for name, array in arrays.items() if array is not None}
 
+    block = block or Block
+
     def body(*refs, **buffers):
-        Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
+        block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
 
     return plgpu.kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=block.scratch(launch, q.dtype, interpret),
         **_grid(launch, b),
         num_threads=launch.warpgroups, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
@@ -107,17 +109,15 @@ def attention(
 def _grid(launch: Launch, b: int) -> dict[str, Any]:
     heads = launch.row_blocks * launch.kv_heads
     if launch.together:
-        return {
-            "grid": (heads, b),
-            "grid_names": ("heads", "b"),
-            "cluster": (launch.splits,),
-            "cluster_names": ("split",),
-        }
+        cluster = {"cluster": (launch.splits,), "cluster_names": ("split",)}
+        return {"grid": (heads, b), "grid_names": ("heads", "b"), **cluster}
     return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
 
 
 class Block(Part):
     """One CTA's work."""
+
+    scratch = staticmethod(scratch)
 
     def __init__(self, launch, refs, buffers, interpret):
         super().__init__(launch, refs, buffers)

@@ -6,6 +6,7 @@ Every function stands for code that all 128 threads of a warpgroup run together.
 import functools
 import math
 
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -63,6 +64,28 @@ def pad_columns(source, target) -> None:
         )  # fmt: skip
         th.when(inside, _STORE, th.add(place, th.within(row, column, columns, width)), *words)
     mgpu.commit_shared()
+
+
+def store_rows(target, tile, column: int, rows: int) -> None:
+    """Row `t * G + g` of a tile to `target [T, G, H]` in global memory, from a column on; the first `rows` exist.
+
+    `tile`: `[64, C]` of two-byte elements in the layout of a matrix instruction's result.
+    """
+    (_, group, _), (token_stride, group_stride, _) = th.shape_and_strides(target)
+    lane, warp = th.lane_and_warp()
+    base, own = th.address(target), th.mul(th.rem(lane, 4), 4)  # bytes: two columns of every eight
+    places = []
+    for half in range(2):
+        row = th.add(th.add(th.mul(warp, 16), th.div(lane, 4)), 8 * half)
+        token = th.div(row, group)
+        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
+        address = th.add(base, th.add(th.mul(th.widen_index(th.add(offset, column)), 2), th.widen_index(own)))
+        places.append((th.below(row, rows), address))
+    for place, index in enumerate(np.ndindex(tile.registers.shape)):
+        # Rows take turns, eight columns after eight columns.
+        exists, address = places[place % 2]
+        word = utils.bitcast(tile.registers[index], th.i32())
+        th.when(exists, "st.global.b32 [$0], $1;", th.add(address, 16 * (place // 2)), word)
 
 
 def merge_cluster(part, lse, target, rows: int, parts: int) -> None:

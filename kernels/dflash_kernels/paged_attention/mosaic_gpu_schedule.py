@@ -87,6 +87,11 @@ class Launch:
         return self.together or self.items > 0
 
     @property
+    def pair(self) -> bool:
+        """Whether a cluster of two puts the parts together."""
+        return self.together and self.splits == 2
+
+    @property
     def block_rows(self) -> int:
         return self.warpgroups * self.rows
 
