@@ -41,7 +41,8 @@ def launch_mla(
     # Float32 compiles, but gives wrong numbers on an H200 and then ends the process.
     if rows.dtype not in (jnp.bfloat16, jnp.float16) or {q.dtype, norm.dtype} != {rows.dtype}:
         raise NotImplementedError(
-            f"takes bfloat16 or float16 throughout, not rows of {rows.dtype} with {q.dtype} and {norm.dtype}"
+            f"takes bfloat16 or float16 throughout, not rows of {rows.dtype} with q {q.dtype} and norm {norm.dtype}; the "
+            "implementation xla takes those"
         )
     if latent_pages.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32, E4M3):
         raise NotImplementedError(f"takes no pool of {latent_pages.dtype}")

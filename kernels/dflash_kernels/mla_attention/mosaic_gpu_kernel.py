@@ -83,6 +83,7 @@ class _Block(Results):
             @pl.when((self.wg == wg) & (self.begin < self.end))
             def _(wg=wg, pair=pair, single=single):
                 self._start(wg)
+                self._widen(wg, 0)
                 top = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), _WGMMA)
@@ -108,8 +109,7 @@ class _Block(Results):
         memory, tile, coming = self.memory, self.begin + 2 * pair, carry[3:]
         later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
-        self._widen(0, stages=(0, 1))
-        acc, top, total = self._left_first(tile, carry[:3], masked)
+        acc, top, total = self._left_first(tile, carry[:3], masked, lambda: self._widen(0, 1))
         self._fill_half(0, 0, tile + 2, coming[0])
         self._ask(tile + 4, later[0])
         plgpu.barrier_wait(memory["weights_in"].at[1])
@@ -117,22 +117,23 @@ class _Block(Results):
         kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(0, 1, tile + 1)
-        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 0, 1)
+        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 0, 1, lambda: self._widen_next(0, tile))
         self._fill_half(0, 1, tile + 3, coming[1])
         return acc, new_top, total * kept, *later
 
     def _left_single(self, pair, carry):
         self.zero = opaque_zero(pair)
-        self._widen(0, stages=(0,))
         return self._left_first(self.begin + 2 * pair, carry, True)
 
-    def _left_first(self, tile, carry, masked):
-        """Scores and softmax of a first tile, handed to the other warpgroup, and its left values."""
+    def _left_first(self, tile, carry, masked, meanwhile=None):
+        """Scores, with other work under them, and softmax of a first tile, handed to the other warpgroup, and its left values."""
         acc, top, total = carry
         memory = self.memory
 
         def multiply(scores):
             self._multiply_keys(scores, 0)
+            if meanwhile is not None:
+                meanwhile()
             return scores[...]
 
         scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
@@ -160,7 +161,7 @@ class _Block(Results):
         memory, tile, coming = self.memory, self.begin + 2 * pair, carry[3:]
         later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
-        self._widen(1, stages=(0, 1))
+        self._widen(1, 1)
 
         def hand_over(scores, top):
             new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
@@ -194,13 +195,12 @@ class _Block(Results):
         kept = jnp.exp2(top - _finite(new_top))
         if masked:
             self._clear_unused_values(1, 1, tile + 1)
-        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 1, 1)
+        acc = self._add_values(self._rescaled(acc, kept), self._second_weights, 1, 1, lambda: self._widen_next(1, tile))
         self._fill_half(1, 1, tile + 3, coming[1])
         return acc, new_top, total * kept + self._stat(SUM), *later
 
     def _right_single(self, pair, carry):
         self.zero = opaque_zero(pair)
-        self._widen(1, stages=(0,))
         acc, top, total = self._right_values(*carry)
         self._clear_unused_values(1, 0, self.begin + 2 * pair)
         return self._add_values(acc, self._first_weights, 1, 0), top, total

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.mla_attention.mosaic_gpu_lanes import opaque_lane_and_warp
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import KEYS
 from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
 from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
@@ -56,7 +57,7 @@ def _keys(tile, first: int, count: int) -> Any:
     from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
     (_, columns), width = th.rows_and_columns(tile), th.swizzle(tile)
-    (lane, warp), steps = _lane_and_warp(), []
+    (lane, warp), steps = opaque_lane_and_warp(), []
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
     start = th.add(th.mul(th.add(th.mul(warp, 2), th.rem(matrix, 2)), 8 * columns), th.mul(row, width))
     chunk = th.xor(th.mul(th.div(matrix, 2), th.CHUNK), th.swizzle_of(row, width))
@@ -73,7 +74,7 @@ def _values(tile, first: int, count: int, finite: bool) -> Any:
     from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
     (_, columns), width = th.rows_and_columns(tile), th.swizzle(tile)
-    (lane, warp), steps = _lane_and_warp(), []
+    (lane, warp), steps = opaque_lane_and_warp(), []
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
     start = th.add(th.mul(matrix, 8 * columns), th.mul(row, width))
     swizzle, own = th.swizzle_of(row, width), th.mul(warp, th.CHUNK)
@@ -84,18 +85,6 @@ def _values(tile, first: int, count: int, finite: bool) -> Any:
             offset = th.add(th.add(start, half * 32 * columns + across * 8 * width), chunk)
             steps.append((offset, [[(block, 4 * half + i, parity) for parity in range(2)] for i in range(4)]))
     return _fragment(tile, ".trans", steps, (count, KEYS), _finite_across if finite else _across)
-
-
-def _lane_and_warp() -> list[Any]:
-    """As no compiler knows them: addresses are computed where they are needed, not before the loop, for want of registers."""
-    from jax.experimental.mosaic.gpu import utils
-
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-    return [
-        utils.inline_ptx("mov.b32 $0, $1;", value, result_types=th.i32(), has_side_effects=True)
-        for value in th.lane_and_warp()
-    ]
 
 
 def _fragment(
