@@ -38,6 +38,7 @@ class PagedAttend:
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
       form: when layers with latent attention expand their rows.
+      exchange: of `models.chain.layers_exchange`, where it outlives one call of the model.
     """
 
     decodes = True
@@ -49,8 +50,9 @@ class PagedAttend:
         positions: Int[Array, "B T"],
         q_lens: Int[Array, "B"],
         form: LatentForm = ABSORBED,
+        exchange: Any = None,
     ):
-        self.form, self._pages = form, pages
+        self.form, self._pages, self.exchange = form, pages, exchange
         self._k, self._v = list(pages.k), list(pages.v)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)

@@ -4,6 +4,7 @@ Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a d
 """
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +15,26 @@ from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_r
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
+from dflash_jax.models.chain import layers_exchange
 from dflash_jax.models.quantised import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 Weights = Mapping[str, Mapping[str, Weight]]
 
 
+class Exchanges(NamedTuple):
+    """What a model's operations hand results over through, where it outlives a cycle."""
+
+    target: Any = None
+    draft: Any = None
+
+
 def cycle(
-    setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState
+    setup: Setup,
+    weights: Weights,
+    page_table: Int[Array, "B W"],
+    state: DecodeState,
+    exchanges: Exchanges = Exchanges(),  # noqa: B008 - of two constants
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are.
 
@@ -30,6 +43,7 @@ def cycle(
       weights: flat parameters under "target" and, with a drafter, "draft".
       page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot.
       state: donated by the caller's jit.
+      exchanges: of `cycle_exchanges`, from one cycle to the next; without them every cycle fills its own.
     """
     live = ~state.done
     target = bind(setup.target, weights["target"])
@@ -44,7 +58,9 @@ def cycle(
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
         if setup.width > 1:
-            proposing, draft_pages = draft_block(setup, drafter, target, draft_pages, page_table, state)
+            proposing, draft_pages = draft_block(
+                setup, drafter, target, draft_pages, page_table, state, exchanges.draft
+            )
             with jax.named_scope("propose"):
                 if setup.mode == "greedy":
                     proposals = drafter.best(proposing, target.head_weight)
@@ -56,7 +72,8 @@ def cycle(
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
-        attend = PagedAttend(state.target_pages, page_table, positions, jnp.where(live, setup.width, 0))
+        lens = jnp.where(live, setup.width, 0)
+        attend = PagedAttend(state.target_pages, page_table, positions, lens, exchange=exchanges.target)
         hidden, features = target(ids, positions, attend, setup.taps)
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
@@ -104,6 +121,30 @@ def cycle(
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
 
 
+def cycle_exchanges(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Exchanges:
+    """Exchanges for cycles of these shapes. Both models use the same where they can: they take turns."""
+    target, slots = bind(setup.target, weights["target"]), state.done.shape[0]
+
+    def of(model, pages, x) -> Any:
+        positions = jnp.zeros(x.shape[:2], jnp.int32)
+        attend = PagedAttend(pages, page_table, positions, jnp.zeros((slots,), jnp.int32))
+        return layers_exchange(model.layers, x, jax.eval_shape(model.rotary, positions), attend)
+
+    ids = jax.ShapeDtypeStruct((slots, setup.width), jnp.int32)
+    ours = of(target, state.target_pages, jax.eval_shape(target.embed, ids))
+    if setup.draft is None or setup.width == 1:
+        return Exchanges(ours)
+    drafter = bind(setup.draft, weights["draft"])
+    x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
+    theirs = of(drafter, state.draft_pages, x)
+    return Exchanges(ours, ours if _alike(ours, theirs) else theirs)
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    found = [jax.tree.map(lambda ref: ref.shape, refs) for refs in (ours, theirs)]
+    return found[0] == found[1]
+
+
 def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
@@ -114,7 +155,9 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
         return write_context(drafter, state.draft_pages, page_table, context, positions, live)
 
 
-def draft_block(setup: Setup, drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState):
+def draft_block(
+    setup: Setup, drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None
+):
     """The drafter's hidden states of the slots that predict the tokens to be verified after the pending one, and its pages.
 
     The drafter always fills the block it was trained on: each slot attends to all of them.
@@ -124,7 +167,7 @@ def draft_block(setup: Setup, drafter, target, draft_pages, page_table: Int[Arra
     with jax.named_scope("draft"):
         size = drafter.config.block_size
         positions = state.seq_lens[:, None] + jnp.arange(size)
-        attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size))
+        attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size), exchange=exchange)
         hidden = drafter(drafter.block_embeddings(state.pending, target.embed.weight[...]), positions, attend)
         return drafter.proposing(hidden)[:, : setup.width - 1], attend.pages
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.decoding.cycle import Weights, commit_context, cycle
+from dflash_jax.decoding.cycle import Weights, commit_context, cycle, cycle_exchanges
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
@@ -31,6 +31,7 @@ def loop(
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
     empty = no_rows(setup, max_cycles, state.done.shape[0])
     done_before = jnp.sum(state.done)
+    exchanges = cycle_exchanges(setup, weights, page_table, state)
 
     def more(carry):
         index, state, _ = carry
@@ -39,7 +40,7 @@ def loop(
 
     def body(carry):
         index, state, rows = carry
-        state, emitted = cycle(setup, weights, page_table, state)
+        state, emitted = cycle(setup, weights, page_table, state, exchanges)
         return index + 1, state, jax.tree.map(lambda all_rows, row: all_rows.at[index].set(row), rows, emitted)
 
     _, state, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state, empty))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from dflash_kernels import (
     attention_chain_exchange,
     attention_chain_refusal,
@@ -45,7 +46,7 @@ def run_layers(
       layers: of one model.
       x: input of the first layer.
       rotary: the rotation that all layers share.
-      attend: attention of the caller's.
+      attend: attention of the caller's. `attend.exchange`, if there, is what `layers_exchange` gave for these arguments.
       implementation: of `layer_chain`, then used wherever the layers allow it.
     """
     if getattr(attend, "decodes", False) and _chains(layers, x, implementation):
@@ -59,7 +60,7 @@ def run_layers(
     return streams
 
 
-def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) -> bool:
+def _chains(layers: Sequence[nnx.Module], x: Any, implementation: str | None) -> bool:
     if implementation is None and not CHAIN_LAYERS:
         return False
     if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
@@ -74,14 +75,39 @@ def _chains(layers: Sequence[nnx.Module], x: Array, implementation: str | None) 
     return layer_chain_refusal(x.shape[0] * x.shape[1], x.dtype, **sizes) is None
 
 
+def layers_exchange(layers: Sequence[nnx.Module], x: Any, rotary: Rotary, attend: Any) -> Any:
+    """What `run_layers` of the same arguments takes as `attend.exchange`: Refs, or None where its operations need none.
+
+    Made before a loop, they are filled once and not in every round: operations leave them ready for the next one.
+
+    Args:
+      x, rotary: arrays or their shapes.
+    """
+    if not (getattr(attend, "decodes", False) and _chains(layers, x, None)):
+        return None
+    return _exchange(layers, x, whole=CHAIN_ATTENTION and _attends(layers, x, rotary, attend))
+
+
+def _exchange(layers: Sequence[Any], x: Any, *, whole: bool) -> Any:
+    """For operations of a whole layer, or of what is between two layers' attention."""
+    down, config = layers[0].mlp.down_proj.weight[...], layers[0].attn.config
+    stream = chain_stream(jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), x.dtype))  # only its shape counts
+    if not whole:
+        return jax.new_ref(chain_exchange(stream, down))
+    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    return tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
+
+
 def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
     """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
     projected: Any
-    rows, down = x.shape[0] * x.shape[1], layers[0].mlp.down_proj.weight[...]
+    rows = x.shape[0] * x.shape[1]
     stream = chain_stream(x.reshape(rows, -1))
-    if implementation is None and CHAIN_ATTENTION and _attends(layers, x, rotary, attend):
-        return _whole(layers, x, stream, rotary, attend)
-    exchange = jax.new_ref(chain_exchange(stream, down))
+    whole = implementation is None and CHAIN_ATTENTION and _attends(layers, x, rotary, attend)
+    exchange = getattr(attend, "exchange", None)
+    exchange = _exchange(layers, x, whole=whole) if exchange is None else exchange
+    if whole:
+        return _whole(layers, x, stream, rotary, attend, exchange)
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
@@ -95,7 +121,7 @@ def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, imple
     return streams
 
 
-def _attends(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any) -> bool:
+def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool:
     """Whether attention goes into the same operation."""
     pools, attn, mlp = getattr(attend, "chained_pools", None), layers[0].attn, layers[0].mlp
     if pools is None or any(layer.attn.window is not None or layer.attn.sinks is not None for layer in layers):
@@ -113,11 +139,11 @@ def _attends(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any) -> bo
     return reason is None
 
 
-def _whole(layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any) -> list[Array]:
+def _whole(
+    layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any, exchange: Any
+) -> list[Array]:
     """Every layer is one operation."""
-    rows, config = x.shape[0] * x.shape[1], layers[0].attn.config
-    heads, down = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}, layers[0].mlp.down_proj.weight[...]
-    exchange = tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
+    rows = x.shape[0] * x.shape[1]
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         parts = (layer.attn.o_proj, layer.post_norm, layer.mlp.gate_up_proj, layer.mlp.down_proj)
