@@ -56,6 +56,9 @@ class Buckets:
 
 THREADS = 4
 TURN_S = 2e-4
+# For `loop` on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call returns
+# while the device works.
+ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE"}
 Status = Literal["compiled", "pending", "missing"]
 
 
@@ -183,7 +186,10 @@ class Programs:
     def _lower(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> Any:
         # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
         with self._tracing:
-            return jax.jit(functools.partial(function, *static), donate_argnums=donate).lower(*args)
+            whole = function.__name__ == "loop" and jax.default_backend() == "gpu"
+            options = ONE_GRAPH if whole else None
+            program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
+            return program.lower(*args)
 
     def forget(self) -> None:
         """For weights of other shapes than the programs were compiled for."""

@@ -47,6 +47,8 @@ class Core:
         an integer stays, None is the whole block. A length up to 1 token drafts nothing.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
+      goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see `engine.ahead`. None
+        does so on GPUs, once calls have been seen to return while the device works.
       allocator: the account of pages; all are free whenever nothing runs.
     """
 
@@ -69,6 +71,7 @@ class Core:
     share_prefixes: bool = True
     verify_length: int | Literal["auto"] | None = None
     imposed_acceptance: float | None = None
+    goes_ahead: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
@@ -87,6 +90,7 @@ class Core:
         self._filled_by = self.weights
         self._lengths: VerifyLength | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
+        self.returns_early = False  # as `engine.ahead` has seen it
         self._busy = False
 
     @property

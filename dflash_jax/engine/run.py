@@ -15,6 +15,7 @@ from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.engine.ahead import Ahead, Call
 from dflash_jax.engine.core import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, STOP_WIDTH, Core
 from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.slots import Job, Slots
@@ -49,7 +50,7 @@ class Run:
         self.retired = np.zeros((count,), bool)
         for request in requests:
             self._queue(request)
-        self.fitting = Fitting(self)
+        self.fitting, self.ahead = Fitting(self), Ahead(self)
         self._updates = self._serve()
 
     def __iter__(self) -> Iterator[Update]:
@@ -67,6 +68,7 @@ class Run:
             raise ParameterError(
                 f"{len(request.stop_ids)} stop ids, a run started without them takes {self.stop_width}"
             )
+        self.ahead.stop()
         self._queue(request)
 
     def cancel(self, index: int) -> None:
@@ -115,9 +117,10 @@ class Run:
         self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
         while self.waiting or self.slots.taken:
             self._drop_cancelled()
-            self._admit()
-            yield from self._prefill()
-            if self.slots.decoding:
+            if self.ahead.call is None:
+                self._admit()
+                yield from self._prefill()
+            if self.ahead.call is not None or self.slots.decoding:
                 yield from self._run_cycles()
 
     def _drop_cancelled(self) -> None:
@@ -202,28 +205,37 @@ class Run:
             yield update
 
     def _run_cycles(self) -> Iterator[Update]:
-        core = self.core
-        started, compiled = time.perf_counter(), core.programs.compile_s
+        call = self.ahead.take() or self._first_cycles()
+        if call is None:
+            return
+        self.ahead.follow(call)
+        host = on_host(call.rows, logprobs=call.setup.logprobs)
+        spent, updates = self.ahead.seconds(call), []
+        self.fitting.learn([job for job, slot in call.running if job.slot == slot], call.setup.width, host)
+        for job, slot in call.running:
+            if job.slot == slot:  # has not left since the call was started
+                update = Update.collect(job.request, host, slot, first=False, seconds=spent)
+                job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
+                self._account(job, update)
+                updates.append(update)
+        yield from (update for update in updates if update.index not in self.cancelled)
+
+    def _first_cycles(self) -> Call | None:
+        """Starts cycles that follow none whose results are still to come."""
+        started = time.perf_counter(), self.core.programs.compile_s
         self._fit_slots()
         setup, cycles = self.fitting.lengths(self._patience())
         cycles = self._make_room(cycles, setup.width)
-        running = self.slots.decoding
-        if not running:
-            return
+        return self.start(setup, cycles, started) if self.slots.decoding else None
+
+    def start(self, setup: Setup, cycles: int, started: tuple[float, float]) -> Call:
+        """Starts cycles of all requests that decode; their pages are there."""
+        core, running = self.core, self.slots.decoding
         table = self.slots.table(core.width_of(max(len(job.pages) for job in running) * core.page_size))
         state, rows = core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
         self._keep(state)
         self.retired[:] = False
-        host = on_host(rows, logprobs=setup.logprobs)
-        spent = time.perf_counter() - started - (core.programs.compile_s - compiled)
-        self.fitting.learn(running, setup.width, host)
-        updates = []
-        for job in running:
-            update = Update.collect(job.request, host, job.slot, first=False, seconds=spent)
-            job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
-            self._account(job, update)
-            updates.append(update)
-        yield from (update for update in updates if update.index not in self.cancelled)
+        return Call([(job, job.slot) for job in running], rows, setup, cycles, table.shape[1], *started)
 
     def _patience(self) -> int:
         """Cycles until the next look at most."""
