@@ -139,9 +139,7 @@ def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool
     return reason is None
 
 
-def _whole(
-    layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any, exchange: Any
-) -> list[Array]:
+def _whole(layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any, exchange: Any) -> list[Array]:
     """Every layer is one operation."""
     rows = x.shape[0] * x.shape[1]
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
