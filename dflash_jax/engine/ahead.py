@@ -72,13 +72,14 @@ class Ahead:
     def seconds(self, call: Call) -> float:
         """Time of a call whose results have just come, from the end of the one before; compilation excluded."""
         now, compiled = time.perf_counter(), self.core.programs.compile_s
+        began, before = max((call.started, call.compiled), self._read)
+        self._read = now, compiled
+        spent = now - began - (compiled - before)
         if self.core.goes_ahead is None and jax.default_backend() == "gpu":
             # Not where a call keeps the host busy: results would come later, and no sooner.
             busy = call.returned - call.started - (compiled - call.compiled)
-            self.core.returns_early = busy < 0.5 * (now - call.started)
-        began, before = max((call.started, call.compiled), self._read)
-        self._read = now, compiled
-        return now - began - (compiled - before)
+            self.core.returns_early = busy < 0.5 * spent
+        return spent
 
     @property
     def _allowed(self) -> bool:

@@ -103,17 +103,19 @@ def test_looks_first_where_results_may_change_what_is_next(eager, make_prompts):
     eager.assert_free()
 
 
-def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts, monkeypatch):
-    """On a GPU, whether calls return early is seen."""
+@pytest.mark.parametrize("compiling", [0.0, 5.0])
+def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts, monkeypatch, compiling):
+    """On a GPU, whether calls return early is seen; what was compiled for one does not count."""
     monkeypatch.setattr(ahead.jax, "default_backend", lambda: "gpu")
-    run = start(pair, make_prompts([5]))
-    went = []
+    went, before = [], pair.engine.programs.compile_s
     for busy in (0.9, 0.1):
-        compiled = pair.engine.programs.compile_s
-        call = ahead.Call([], no_rows(run.setup, 4, 1), run.setup, 4, 4, started=0.0, compiled=compiled, returned=busy)
-        monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0)
-        run.ahead.seconds(call)
+        run = start(pair, make_prompts([5]))
+        monkeypatch.setattr(pair.engine.programs, "compile_s", before + compiling)
+        rows, returned = no_rows(run.setup, 4, 1), busy + compiling
+        call = ahead.Call([], rows, run.setup, 4, 4, started=0.0, compiled=before, returned=returned)
+        monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0 + compiling)
+        assert run.ahead.seconds(call) == pytest.approx(1.0)
         went.append(pair.engine.returns_early)
+        run.close()
     pair.engine.returns_early = False
-    run.close()
     assert went == [False, True]
