@@ -66,7 +66,7 @@ def test_writes(implementation: str) -> None:
 
     @functools.partial(jax.jit, donate_argnums=0)
     def write(pool: jax.Array, other: jax.Array, slots: jax.Array) -> jax.Array:
-        new = numbers(len(places), 8, 128)
+        new = numbers(len(places), 8, 128).astype(FP8)
         return cache_write(pool, other, new, new, slots, implementation=implementation)[0]
 
     slots = HELD[places // 64] * 64 + places % 64

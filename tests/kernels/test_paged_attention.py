@@ -132,7 +132,8 @@ def test_other_requests_leave_no_trace(candidate: Candidate) -> None:
 
 
 def test_a_request_alone_equals_itself_in_a_batch(candidate: Candidate) -> None:
-    # Up to rounding: XLA picks a dot's code by its size, and kernels cut long sequences into parts by the room a batch leaves.
+    # Up to rounding: kernels cut long sequences into parts by the room a batch leaves. For the definition see
+    # `test_paged_attention_alone.py`.
     head_dim = candidate.head_dims[1]
     case = make_case([70, 45, 16], [7, 5, 7], t=7, group=3, head_dim=head_dim, dtype=candidate.dtype, seed=6)
     out, lse = run(case, candidate)

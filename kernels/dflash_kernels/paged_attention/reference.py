@@ -1,5 +1,7 @@
 """The definition in jnp: gather the pages, mask, softmax in float32. Every other implementation is judged against it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
@@ -28,17 +30,36 @@ def paged_attention_reference(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
 
-    `schedule` is ignored.
+    `schedule` is ignored. In float32 one sequence goes after the other: XLA picks a product's code by its size, and a request is to
+    have the same bits alone and in a batch.
     """
+    attend = functools.partial(
+        _attend, k_pages=k_pages, v_pages=v_pages, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
+        alibi_slopes=alibi_slopes, alibi_sqrt=alibi_sqrt, k_scale=k_scale, v_scale=v_scale,
+    )  # fmt: skip
+    rows = (q, page_table, seq_lens, q_lens)
+    if q.dtype != jnp.float32 or q.shape[0] == 1:
+        return attend(rows)
+    out, lse = jax.lax.map(lambda row: attend(tuple(x[None] for x in row)), rows)
+    return out[:, 0], lse[:, 0]
+
+
+def _attend(
+    rows: tuple[Array, Array, Array, Array], *, k_pages: Array, v_pages: Array, causal: bool, window: tuple[int | None, int | None],
+    soft_cap: float | None, sinks: Array | None, scale: float, alibi_slopes: Array | None, alibi_sqrt: bool,
+    k_scale: Array | None, v_scale: Array | None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
+    """Queries, table rows and lengths of some sequences."""
+    q, page_table, seq_lens, q_lens = rows
     b, t, n, h = q.shape
     pages, kv_heads, p, _ = k_pages.shape
     table = jnp.clip(page_table, 0, pages - 1)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
     keys = jnp.arange(table.shape[1] * p)
-    rows = jnp.arange(t)
-    behind = (seq_lens - q_lens)[:, None, None] + rows[:, None] - keys  # [B, T, S], query position minus key position
-    visible = (keys < seq_lens[:, None])[:, None] & (rows < q_lens[:, None])[:, :, None]
+    token = jnp.arange(t)
+    behind = (seq_lens - q_lens)[:, None, None] + token[:, None] - keys  # [B, T, S], query position minus key position
+    visible = (keys < seq_lens[:, None])[:, None] & (token < q_lens[:, None])[:, :, None]
     if causal:
         visible &= behind >= 0
     if window[0] is not None:
@@ -79,7 +100,7 @@ def paged_attention_reference(
     )  # fmt: skip
     if v_scale is not None:
         out *= v_scale.reshape(kv_heads, 1, 1, -1)
-    live = (rows < q_lens[:, None])[:, None, None, :, None]
+    live = (token < q_lens[:, None])[:, None, None, :, None]
     lse = jnp.where(live, top + jnp.log(total), -jnp.inf)
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse[..., 0], 3, 1)
     return out.reshape(b, t, n, h).astype(q.dtype), lse.reshape(b, t, n)
