@@ -28,7 +28,7 @@ def requests(prompts, max_tokens=24):
 
 
 def test_prompts_share_a_chunk_until_it_is_full(pair, make_prompts, calls, monkeypatch):
-    """Short ones count as LEAST_TOKENS; after so many, those that can run do, one cycle at a time while others could be admitted."""
+    """Short ones count as LEAST_TOKENS; after so many, those that can do run, one cycle at a time while others could enter."""
     monkeypatch.setattr(pair.engine, "max_chunk", 2 * LEAST_TOKENS)
     prompts = make_prompts((9, 20, 5, 17))
     run = pair.engine.run(requests(prompts), cycles=16, slots=4)
