@@ -88,6 +88,7 @@ class PagedAttend:
         rotary: Rotary,
         stream: Array,
         weights: tuple[Any, ...],
+        scales: Any,
         exchange: Any,
     ) -> tuple[Array, Array | None]:
         """A whole layer: `attention_chain` with its weights from `o` on, to the stream and the next projection."""
@@ -95,8 +96,8 @@ class PagedAttend:
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         out = attention_chain(
             self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
-            q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...], exchange=exchange, causal=layer.causal,
-            scale=layer.scale, eps=layer.config.norm_eps,
+            scales=scales, q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...], exchange=exchange,
+            causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
         )  # fmt: skip
         self._k[i], self._v[i] = out.k_pages, out.v_pages
         return out.stream, out.projected

@@ -67,11 +67,12 @@ def _chains(layers: Sequence[nnx.Module], x: Any, implementation: str | None) ->
         return False
     first: Any = layers[0]
     qkv, o, down = (part.weight[...] for part in (first.attn.qkv_proj, first.attn.o_proj, first.mlp.down_proj))
-    if first.attn.config.attention_bias or any(isinstance(weight, Quantised) for weight in (qkv, o, down)):
+    if first.attn.config.attention_bias or not _alike(qkv, o, first.mlp.gate_up_proj.weight[...], down):
         return False
     if implementation is not None:
         return True
     sizes = {"hidden": o.shape[0], "heads_width": o.shape[1], "inner": down.shape[1], "next_width": qkv.shape[0]}
+    sizes["itemsize"] = _itemsize(o)
     return layer_chain_refusal(x.shape[0] * x.shape[1], x.dtype, **sizes) is None
 
 
@@ -90,7 +91,7 @@ def layers_exchange(layers: Sequence[nnx.Module], x: Any, rotary: Rotary, attend
 
 def _exchange(layers: Sequence[Any], x: Any, *, whole: bool) -> Any:
     """For operations of a whole layer, or of what is between two layers' attention."""
-    down, config = layers[0].mlp.down_proj.weight[...], layers[0].attn.config
+    (down, _), config = _stored(layers[0].mlp.down_proj.weight[...]), layers[0].attn.config
     stream = chain_stream(jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), x.dtype))  # only its shape counts
     if not whole:
         return jax.new_ref(chain_exchange(stream, down))
@@ -111,10 +112,10 @@ def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, imple
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
-        o, ahead = layer.attn.o_proj.weight[...], None if later is None else later.attn.o_proj.weight[...]
+        weights, scales = _weights(layer, later)
+        ahead = None if later is None else _stored(later.attn.o_proj.weight[...])[0]
         stream, projected = layer_chain(
-            heads, stream, o, layer.post_norm.weight[...], layer.mlp.gate_up_proj.weight[...],
-            layer.mlp.down_proj.weight[...], *_projection(later), ahead=ahead, exchange=exchange, eps=layer.post_norm.eps,
+            heads, stream, *weights, ahead=ahead, exchange=exchange, scales=scales, eps=layer.post_norm.eps,
             implementation=implementation,
         )  # fmt: skip
         streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
@@ -134,7 +135,7 @@ def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool
     reason = attention_chain_refusal(
         x.shape[0], x.shape[1], x.dtype, group=attn.config.num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, table_width=width, hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
-        next_width=qkv.shape[0],
+        next_width=qkv.shape[0], itemsize=_itemsize(o),
     )  # fmt: skip
     return reason is None
 
@@ -144,15 +145,33 @@ def _whole(layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, atten
     rows = x.shape[0] * x.shape[1]
     projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        parts = (layer.attn.o_proj, layer.post_norm, layer.mlp.gate_up_proj, layer.mlp.down_proj)
-        weights = (*(part.weight[...] for part in parts), *_projection(later))
-        stream, projected = attend.chain(layer.attn, projected, rotary, stream, weights, exchange)
+        stream, projected = attend.chain(layer.attn, projected, rotary, stream, *_weights(layer, later), exchange)
         streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
     return streams
 
 
-def _projection(layer: Any) -> tuple[Array | None, Array | None]:
-    return (None, None) if layer is None else (layer.input_norm.weight[...], layer.attn.qkv_proj.weight[...])
+def _alike(*weights: Array | Quantised) -> bool:
+    """Whether all are two bytes, or all eight bits in columns that the kernels read."""
+    kinds = {weight.values.dtype if isinstance(weight, Quantised) else None for weight in weights}
+    return len(kinds) == 1 and all(weight.paired for weight in weights if isinstance(weight, Quantised))
+
+
+def _itemsize(weight: Array | Quantised) -> int:
+    return (weight.values if isinstance(weight, Quantised) else weight).dtype.itemsize
+
+
+def _stored(weight: Array | Quantised | None) -> tuple[Any, Array | None]:
+    """A matrix as it lies in memory, and the scales of its rows where it has such."""
+    return (weight.values, weight.scales) if isinstance(weight, Quantised) else (weight, None)
+
+
+def _weights(layer: Any, later: Any) -> tuple[tuple[Any, ...], tuple[Array | None, ...] | None]:
+    """What a layer's operation takes from `o` on, the next layer's projection included, and the scales of its matrices."""
+    names = (layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    matrices = [part.weight[...] for part in names] + [None if later is None else later.attn.qkv_proj.weight[...]]
+    (o, gate_up, down, following), scales = zip(*map(_stored, matrices), strict=True)
+    norms = layer.post_norm.weight[...], None if later is None else later.input_norm.weight[...]
+    return (o, norms[0], gate_up, down, norms[1], following), None if scales[0] is None else scales
 
 
 def _rows(stream: Array, rows: int) -> Array:

@@ -12,6 +12,7 @@ from typing import Any, Literal, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import quantised_linear
+from dflash_kernels.quantised_linear.columns import BLOCK, in_pairs, out_of_pairs
 from jaxtyping import Array, Float, Int
 
 type WeightDtype = Literal["int8", "fp8"]
@@ -36,11 +37,13 @@ class Quantised:
       values: int8 or float8_e4m3fn.
       scales: of each row.
       dtype: of what is read from it.
+      paired: columns of `values` are stored in pairs, as the Hopper kernel of the product reads them best.
     """
 
     values: Int[Array, "F D"] | Float[Array, "F D"]
     scales: Float[Array, "F"]
     dtype: jnp.dtype = field(metadata={"static": True})
+    paired: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,7 +53,8 @@ class Quantised:
         """Some rows, dequantised; the matrix itself for `...`, as a module's parameter is read."""
         if rows is Ellipsis:
             return self
-        wide = self.values[rows].astype(jnp.float32) * self.scales[rows][..., None]
+        values = out_of_pairs(self.values[rows]) if self.paired else self.values[rows]
+        wide = values.astype(jnp.float32) * self.scales[rows][..., None]
         return wide.astype(self.dtype)
 
 
@@ -65,13 +69,14 @@ def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
     scales = jnp.where(top > 0, top, 1.0) / largest
     scaled = wide / scales[:, None]
     values = jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype)
-    return Quantised(values, scales, jnp.dtype(matrix.dtype))
+    paired = matrix.shape[1] % BLOCK == 0
+    return Quantised(in_pairs(values) if paired else values, scales, jnp.dtype(matrix.dtype), paired)
 
 
 def product(x: Float[Array, "... D"], matrix: Quantised) -> Float[Array, "... F"]:
     """`x` times the dequantised rows: the product accumulates in float32 and is scaled before it is rounded."""
     rows = x.reshape(-1, x.shape[-1])
-    return quantised_linear(rows, matrix.values, matrix.scales).reshape(*x.shape[:-1], -1)
+    return quantised_linear(rows, matrix.values, matrix.scales, paired=matrix.paired).reshape(*x.shape[:-1], -1)
 
 
 def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, quantised_linear
+from dflash_kernels.quantised_linear.columns import in_pairs, out_of_pairs
 from dflash_kernels.quantised_linear.mosaic_gpu import ROWS, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -49,6 +50,18 @@ def test_kernel(rows: int, features: int, depth: int, multiprocessors: int, kind
     """One block and many, whole and shifted tiles, shared depth that does not divide, few tokens and a ring that turns."""
     call = make(rows, features, depth, kind)
     check(call, launch(*call, multiprocessors=multiprocessors, interpret=plgpu.InterpretGPUParams()))
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_columns_stored_in_pairs(kind: Any) -> None:
+    """The same product whichever way the columns lie, in the kernel and in the definition."""
+    x, values, scales = call = make(3, 136, 256, kind)
+    places = [16 * block + 8 * half + i for block in range(16) for i in range(8) for half in range(2)]
+    stored = in_pairs(values)
+    assert (np.asarray(stored, np.float32) == np.asarray(values, np.float32)[:, places]).all()
+    assert (np.asarray(out_of_pairs(stored), np.float32) == np.asarray(values, np.float32)).all()
+    check(call, quantised_linear(x, stored, scales, paired=True, implementation="xla"))
+    check(call, launch(x, stored, scales, paired=True, multiprocessors=4, interpret=plgpu.InterpretGPUParams()))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -116,16 +129,18 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "features", "depth"), [(1, 19456, 2560), (16, 2560, 9728), (9, 6144, 2560), (64, 2560, 4096), (2, 136, 128)]
 )  # fmt: skip
-def test_full_size_agrees_with_float64(rows: int, features: int, depth: int, kind: Any) -> None:
-    call = make(rows, features, depth, kind)
-    product = jax.jit(lambda *call: quantised_linear(*call, implementation="mosaic_gpu"))
-    found = product(*call)
+def test_full_size_agrees_with_float64(rows: int, features: int, depth: int, kind: Any, paired: bool) -> None:
+    call = x, values, scales = make(rows, features, depth, kind)
+    product = jax.jit(lambda *call: quantised_linear(*call, paired=paired, implementation="mosaic_gpu"))
+    stored = in_pairs(values) if paired else values
+    found = product(x, stored, scales)
     check(call, found)
-    assert np.asarray(found).tobytes() == np.asarray(product(*call)).tobytes()
+    assert np.asarray(found).tobytes() == np.asarray(product(x, stored, scales)).tobytes()
 
 
 @pytest.mark.gpu

@@ -14,33 +14,41 @@ from dflash_jax.models.quantised import Quantised, WeightDtype, quantise, quanti
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8")
 
 
-def matrix(dtype: Any = jnp.float32) -> jax.Array:
+def matrix(dtype: Any = jnp.float32, width: int = 24) -> jax.Array:
     """Rows of very different sizes, one of zeros."""
-    rows = np.random.default_rng(0).standard_normal((7, 24)) * np.logspace(-6, 4, 7)[:, None]
+    rows = np.random.default_rng(0).standard_normal((7, width)) * np.logspace(-6, 4, 7)[:, None]
     rows[3] = 0
     return jnp.asarray(rows, dtype)
 
 
 def dequantised(weight: Quantised) -> np.ndarray:
-    return np.asarray(weight.values, np.float64) * np.asarray(weight.scales, np.float64)[:, None]
+    values = np.asarray(weight.values, np.float64)
+    if weight.paired:  # column 2 i + h of a block of sixteen is its column 8 h + i
+        values = np.concatenate([values.reshape(len(values), -1, 16)[:, :, h::2] for h in (0, 1)], axis=2)
+    return values.reshape(weight.shape) * np.asarray(weight.scales, np.float64)[:, None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_entry_is_the_nearest_one(kind: WeightDtype) -> None:
-    true = np.asarray(matrix(), np.float64)
-    error, top = np.abs(dequantised(quantise(matrix(), kind)) - true), np.abs(true).max(axis=1, keepdims=True)
+@pytest.mark.parametrize("width", [24, 48])
+def test_every_entry_is_the_nearest_one(kind: WeightDtype, width: int) -> None:
+    """Columns in sixteens are stored in pairs."""
+    weight = quantise(matrix(width=width), kind)
+    assert weight.paired == (width == 48)
+    true = np.asarray(matrix(width=width), np.float64)
+    error, top = np.abs(dequantised(weight) - true), np.abs(true).max(axis=1, keepdims=True)
     # int8: half a step of 1/127 of the row's largest. float8: 3 bits after the first, steps of 2^-9 near zero.
     bound = top / 254 if kind == "int8" else np.maximum(np.abs(true) / 16, top / 448 * 2.0**-10)
     assert (error <= bound * 1.0001).all()
     assert (error[3] == 0).all()
-    np.testing.assert_allclose(np.abs(dequantised(quantise(matrix(), kind))).max(axis=1), top[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(np.abs(dequantised(weight)).max(axis=1), top[:, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_and_lookups(kind: WeightDtype, dtype: Any) -> None:
-    weight = quantise(matrix(dtype), kind)
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 24)), dtype)
+@pytest.mark.parametrize("width", [24, 48])
+def test_products_and_lookups(kind: WeightDtype, dtype: Any, width: int) -> None:
+    weight = quantise(matrix(dtype, width), kind)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, width)), dtype)
     y, rows = linear(x, weight), weight[jnp.array([[4, 0], [3, 6]])]
     assert y.dtype == rows.dtype == dtype
     true = np.asarray(x, np.float64) @ dequantised(weight).T

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.attention_chain.mosaic_gpu import attention_chain_mosaic_gpu, refuse
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS
@@ -29,18 +29,20 @@ class Chained(NamedTuple):
 
 def attention_chain_refusal(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    hidden: int, heads_width: int, inner: int, next_width: int,
+    hidden: int, heads_width: int, inner: int, next_width: int, itemsize: int = 2,
 ) -> str | None:  # fmt: skip
     """Why `attention_chain` has nothing faster than separate operations for calls of these sizes; None where it has.
 
     Args:
       group: query heads of a KV head.
       table_width: pages that a row of the page table has room for.
+      itemsize: bytes of a weight.
     """
     try:
         refuse(
             sequences, tokens, dtype, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
             table_width=table_width, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width,
+            itemsize=itemsize,
         )  # fmt: skip
     except NotImplementedError as reason:
         return str(reason)
@@ -48,7 +50,7 @@ def attention_chain_refusal(
 
 
 def attention_chain_exchange(
-    stream: Float[Array, "D n"], down: Float[Array, "D F"], sequences: int, tokens: int, *, heads: int, kv_heads: int
+    stream: Float[Array, "D n"], down: Shaped[Array, "D F"], sequences: int, tokens: int, *, heads: int, kv_heads: int
 ) -> tuple[Int[Array, "..."], ...]:
     """What the Refs start with through which multiprocessors hand results to one another: four, for all layers of a step."""
     ctas, rows = max(target().multiprocessors, 1), tokens * heads // kv_heads
@@ -66,16 +68,17 @@ def attention_chain(
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None = None,
-    following: Float[Array, "G D"] | None = None,
+    following: Shaped[Array, "G D"] | None = None,
     *,
     q_norm: Float[Array, "H"],
     k_norm: Float[Array, "H"],
     exchange: Any,
+    scales: Sequence[Array | None] | None = None,
     causal: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -97,6 +100,7 @@ def attention_chain(
       o, post_norm, gate_up, down, next_norm, following: as for `layer_chain`.
       q_norm, k_norm: weights of the norms of queries and keys.
       exchange: Refs of `attention_chain_exchange`, passed to one call after the other.
+      scales: as for `layer_chain`.
       causal: a token sees no key after its own position.
       scale: softmax scale, `H ** -0.5` where None.
       eps: added to the mean squares of all norms.
@@ -117,7 +121,12 @@ def attention_chain(
         raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
     if columns < rows:
         raise ValueError(f"stream {stream.shape} must have a column for each of {rows} rows of qkv")
-    options = {"causal": causal, "scale": head_dim**-0.5 if scale is None else scale, "eps": eps}
+    options: dict[str, Any] = {
+        "scales": scales,
+        "causal": causal,
+        "scale": head_dim**-0.5 if scale is None else scale,
+        "eps": eps,
+    }
     with jax.named_scope("attention_chain"):
         out = first_fitting(
             "attention_chain", IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin,

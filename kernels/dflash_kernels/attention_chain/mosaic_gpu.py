@@ -1,11 +1,12 @@
 """A layer in one launch on Hopper: what the kernel takes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import Attention, attention_plan
 from dflash_kernels.device import refuse_other_than_hopper
@@ -31,17 +32,17 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
 
 def refuse(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    **widths: int,
+    itemsize: int = 2, **widths: int,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError, with the reason, where `attention_chain_mosaic_gpu` would or is not worth it."""
-    products.refuse(sequences * tokens, dtype, **widths)
+    products.refuse(sequences * tokens, dtype, itemsize=itemsize, **widths)
     if sequences > 1:
         raise NotImplementedError(f"is known to be faster for one sequence, not {sequences}")
     if page_size != SEEN_PAGE_SIZE:
         raise NotImplementedError(f"has been checked on a GPU with pages of {SEEN_PAGE_SIZE} tokens, not {page_size}")
     if table_width * page_size > WORTH_KEYS:
         raise NotImplementedError(f"is known to be faster for up to {WORTH_KEYS} keys, not {table_width * page_size}")
-    whole = plan(live=sequences * tokens, ctas=target().multiprocessors, eps=0.0, **widths)
+    whole = plan(live=sequences * tokens, ctas=target().multiprocessors, eps=0.0, itemsize=itemsize, **widths)
     attention_plan(
         whole, sequences=sequences, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
         table_width=table_width, causal=True, scale=1.0,
@@ -60,33 +61,32 @@ def launch(
     q_norm: Float[Array, "H"],
     k_norm: Float[Array, "H"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None,
-    following: Float[Array, "G D"] | None,
+    following: Shaped[Array, "G D"] | None,
     exchange: Any,
     *,
     causal: bool,
     scale: float,
     eps: float,
     ctas: int,
+    scales: Sequence[Array | None] | None = None,
     stages: int | None = None,
     splits: int | None = None,
     interpret: Any = None,
 ) -> tuple[Array, Array | None, Array, Array]:
     """The implementation without the device check: for benchmarks (`stages`, `splits`) and tests on the CPU (`interpret`)."""
-    given = (qkv, k_pages, v_pages, q_norm, k_norm, o, gate_up, down)
-    if any(array.dtype != jnp.bfloat16 for array in given):
-        # The stream goes into products before its norm divides it: float16 would overflow.
-        raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(str(array.dtype) for array in given)}")
+    products.refuse_dtypes(scales, (qkv, k_pages, v_pages, q_norm, k_norm), (o, gate_up, down))
     _, kv_heads, page_size, head_dim = k_pages.shape
     if 2 * cos.shape[1] != head_dim:
         raise NotImplementedError(f"turns whole heads of {head_dim}, not {2 * cos.shape[1]} columns of them")
     whole = plan(
         live=qkv.shape[0], hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
         next_width=None if following is None else following.shape[0], ctas=ctas, eps=eps,
+        itemsize=o.dtype.itemsize,
     )  # fmt: skip
     attention, schedule = attention_plan(
         whole, sequences=page_table.shape[0], group=o.shape[1] // (kv_heads * head_dim), kv_heads=kv_heads, head_dim=head_dim,
@@ -103,6 +103,7 @@ def launch(
     }  # fmt: skip
     if following is not None and next_norm is not None:
         inputs |= {"next": following, "next_norm": next_norm}
+    inputs |= products.named_scales(inputs, scales)
     stream, projected, pools = _run(attention, schedule, inputs, {"k": k_pages, "v": v_pages}, exchange, interpret)
     return stream, projected, pools["k"], pools["v"]
 

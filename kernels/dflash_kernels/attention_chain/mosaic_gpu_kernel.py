@@ -15,8 +15,8 @@ from dflash_kernels.layer_chain import mosaic_gpu_kernel as products
 from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan
 
 
-def scratch(attention: Attention, plan: Plan, dtype: Any, interpret: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA."""
+def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA. Weights of one byte have a ring of the same bytes as keys and values, `rings`."""
     filled = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=attention.stages)
     freed = plgpu.Barrier(num_barriers=attention.stages)
     buffers = {
@@ -25,7 +25,11 @@ def scratch(attention: Attention, plan: Plan, dtype: Any, interpret: Any) -> dic
     }  # fmt: skip
     if interpret is not None:
         buffers["p_sm"] = plgpu.SMEM((KEYS, KEYS), dtype)
-    return products.scratch(plan, dtype) | buffers
+    buffers = products.scratch(plan, dtype, weights, interpret) | buffers
+    if weights == dtype:
+        return buffers
+    rings = buffers.pop("w_sm"), products.ring(plan, dtype)
+    return buffers | ({"rings": plgpu.RefUnion(*rings)} if interpret is None else {"w_sm": rings[0], "kv_sm": rings[1]})
 
 
 def results(attention: Attention, plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -61,12 +65,15 @@ def chain(
     held = {name: jax.new_ref(pool) for name, pool in pools.items()}
     names = [*inputs, *held]
     options: dict[str, Any] = {
-        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
-        "scratch_types": scratch(attention, plan, dtype, interpret),
+        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 4 if plan.narrow else 3, "thread_name": "wg",
+        "scratch_types": scratch(attention, plan, dtype, inputs["o"].dtype, interpret),
         "compiler_params": plgpu.CompilerParams(approx_math=True),
     }  # fmt: skip
 
-    def body(*refs, run, named, **buffers):
+    def body(*refs, run, named, rings=None, **buffers):
+        if rings is not None:
+            buffers |= {"w_sm": rings[0], "kv_sm": rings[1]}
+        buffers = {"kv_sm": buffers["w_sm"]} | buffers
         AttendingShare(attention, plan, run, dict(zip(named, refs, strict=True)), buffers, interpret).run()
 
     first = (ATTEND, MERGE)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, MOST_ROWS, SHARED_MEMORY, SPARE, X_BLOCKS, Plan
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, MOST_ROWS, SHARED_MEMORY, SPARE, Plan
 
 HEAD_DIM = 128  # two blocks of columns; a head turns as a whole, one block with the other
 KEYS = 64  # of a tile
@@ -94,7 +94,7 @@ def attention_plan(
     attention = Attention(
         sequences, tokens, group, kv_heads, page_size, table_width, splits, stages, causal, float(scale)
     )
-    taken = SPARE + 2 * 2 * attention.staged * HEAD_DIM + plan.x_slots * X_BLOCKS * plan.tokens * BLOCK * 2
+    taken = SPARE + 2 * 2 * attention.staged * HEAD_DIM + plan.kept_bytes
     slot_rows = max(plan.slot_rows, 2 * KEYS)
     slots = min((SHARED_MEMORY - taken) // (slot_rows * BLOCK * 2), plan.slots)
     if slots < attention.borrowed + LEAST_SLOTS:

@@ -33,10 +33,15 @@ class AttendingShare(Share):
         super().__init__(plan, [stage for stage in stages if stage not in (ATTEND, MERGE)], refs, buffers, interpret)
 
     def run(self):
-        thread = lax.axis_index("wg")
-        pl.when(thread == 0)(self._attend)
-        pl.when(thread == 2)(self._bring_keys)
+        if not self.plan.narrow:
+            thread = lax.axis_index("wg")
+            pl.when(thread == 0)(self._attend)
+            pl.when(thread == 2)(self._bring_keys)
         super().run()
+
+    def _prepare(self, thread: int):
+        if thread in (0, 2):
+            (self._attend if thread == 0 else self._bring_keys)()
 
     def _attend(self):
         if ATTEND in self.first_stages:
@@ -134,7 +139,7 @@ class _Item:
                 for block in range(2):
                     source = self.refs[name].at[page, self.head, pl.ds(first, rows), pl.ds(block * KEYS, KEYS)]
                     place = pl.ds(block * KEYS + copy * rows, rows)
-                    target = self.buffers["w_sm"].at[self._slot(which, stage), place]
+                    target = self.buffers["kv_sm"].at[self._slot(which, stage), place]
                     plgpu.copy_gmem_to_smem(source, target, arrived)
 
     def _stage(self, tile):
@@ -150,7 +155,7 @@ class _Item:
 
     def attend(self):
         """Leaves this part, where it has keys."""
-        ring = self.buffers["w_sm"]
+        ring = self.buffers["kv_sm"]
         # Before the first branch on a length, so that they are on their way together.
         ops.load_queries(
             self.attention,
@@ -200,7 +205,7 @@ class _Item:
         kept = jnp.exp2(top - base)
         weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
         total = total * kept + weights.sum(axis=1)
-        weights = weights.astype(self.buffers["w_sm"].dtype)
+        weights = weights.astype(self.buffers["kv_sm"].dtype)
         staged = self.buffers.get("p_sm")
         values = self._there("v", tile, stage, plain)
         accs = [acc * lax.broadcast_in_dim(kept, acc.shape, [0]) for acc in accs]
@@ -215,7 +220,7 @@ class _Item:
 
     def _there(self, name: str, tile, stage, plain: bool):
         """Blocks of a tile of keys or values, once it is there and holds the new tokens."""
-        which, ring = int(name == "v"), self.buffers["w_sm"]
+        which, ring = int(name == "v"), self.buffers["kv_sm"]
         plgpu.barrier_wait(self.buffers[f"{name}_in"].at[stage])
         slot = self._slot(which, stage)
         if not plain:
@@ -224,7 +229,7 @@ class _Item:
         return ops.blocks(ring, slot)
 
     def _scores(self, keys):
-        queries = ops.blocks(self.buffers["w_sm"], self._queries())
+        queries = ops.blocks(self.buffers["kv_sm"], self._queries())
 
         def multiply(scores):
             for query, key in zip(queries, keys, strict=True):

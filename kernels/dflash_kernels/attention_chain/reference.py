@@ -1,9 +1,10 @@
 """The definition in jnp: the three operations one after the other."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.qkv_reference import qkv_write_reference
 from dflash_kernels.layer_chain.reference import layer_chain_reference
@@ -22,14 +23,15 @@ def attention_chain_reference(
     q_norm: Float[Array, "H"],
     k_norm: Float[Array, "H"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None,
-    following: Float[Array, "G D"] | None,
+    following: Shaped[Array, "G D"] | None,
     exchange: Any,
     *,
+    scales: Sequence[Array | None] | None = None,
     causal: bool,
     scale: float,
     eps: float,
@@ -51,6 +53,17 @@ def attention_chain_reference(
         window=(None, None), soft_cap=None, sinks=None, scale=scale,
     )  # fmt: skip
     stream, projected = layer_chain_reference(
-        out.reshape(rows, -1), stream, o, post_norm, gate_up, down, next_norm, following, None, None, eps=eps
+        out.reshape(rows, -1),
+        stream,
+        o,
+        post_norm,
+        gate_up,
+        down,
+        next_norm,
+        following,
+        None,
+        None,
+        scales=scales,
+        eps=eps,
     )
     return stream, projected, k_pages, v_pages

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
@@ -17,11 +17,13 @@ IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_refe
 
 
 def layer_chain_refusal(
-    rows: int, dtype: Any, *, hidden: int, heads_width: int, inner: int, next_width: int
+    rows: int, dtype: Any, *, hidden: int, heads_width: int, inner: int, next_width: int, itemsize: int = 2
 ) -> str | None:
     """Why `layer_chain` has nothing faster than separate operations for calls of these sizes; None where it has."""
     try:
-        refuse(rows, dtype, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width)
+        refuse(
+            rows, dtype, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width, itemsize=itemsize
+        )
     except NotImplementedError as reason:
         return str(reason)
     return None
@@ -37,7 +39,7 @@ def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
     return jnp.pad(x.astype(jnp.float32), ((0, columns - x.shape[0]), (0, 0))).T
 
 
-def chain_exchange(stream: Float[Array, "D n"], down: Float[Array, "D F"]) -> Int[Array, "w"]:
+def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"]) -> Int[Array, "w"]:
     """What the Ref starts with through which multiprocessors hand results to one another: one for all layers of a step."""
     words = Exchange(max(target().multiprocessors, 1), stream.shape[1], *down.shape)
     # Counts of launches are 0 at first, places of results are empty.
@@ -47,15 +49,16 @@ def chain_exchange(stream: Float[Array, "D n"], down: Float[Array, "D F"]) -> In
 def layer_chain(
     x: Float[Array, "M A"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None = None,
-    following: Float[Array, "G D"] | None = None,
+    following: Shaped[Array, "G D"] | None = None,
     *,
-    ahead: Float[Array, "D A"] | None = None,
+    ahead: Shaped[Array, "D A"] | None = None,
     exchange: Any,
+    scales: Sequence[Array | None] | None = None,
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
@@ -71,6 +74,7 @@ def layer_chain(
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
       exchange: a Ref of `chain_exchange`, passed to one call after the other.
+      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantised_linear`).
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -93,5 +97,5 @@ def layer_chain(
     with jax.named_scope("layer_chain"):
         return first_fitting(
             "layer_chain", IMPLEMENTATIONS, implementation, x, stream, o, post_norm, gate_up, down, next_norm, following,
-            ahead, exchange, eps=eps,
+            ahead, exchange, scales=scales, eps=eps,
         )  # fmt: skip

@@ -1,11 +1,12 @@
 """The chain on Hopper: what the kernel takes."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
@@ -15,24 +16,25 @@ WORTH = 64 * 2**20  # bytes of a layer's weights
 WORTH_ROWS = 16  # more have not been measured to be faster than separate operations
 
 
-def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]:
+def layer_chain_mosaic_gpu(*args: Any, scales: Any, eps: float) -> tuple[Array, Array | None]:
     """See `layer_chain`. Raises NotImplementedError for what it does not take.
 
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
     refuse_other_than_hopper()
-    return launch(*args, eps=eps, ctas=target().multiprocessors)
+    return launch(*args, scales=scales, eps=eps, ctas=target().multiprocessors)
 
 
-def refuse(rows: int, dtype: Any, **widths: int) -> None:
+def refuse(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
     """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its meetings."""
     refuse_other_than_hopper()
-    _refuse_dtypes(dtype)
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 throughout, not {dtype}")
     if rows > WORTH_ROWS:
         raise NotImplementedError(f"is known to be faster for up to {WORTH_ROWS} rows, not {rows}")
-    products = plan(live=rows, ctas=target().multiprocessors, eps=0.0, **widths).products
-    size = sum(2 * product.parts * product.features * product.depth for product in products)
+    products = plan(live=rows, ctas=target().multiprocessors, eps=0.0, itemsize=itemsize, **widths).products
+    size = sum(itemsize * product.parts * product.features * product.depth for product in products)
     if size < WORTH:
         raise NotImplementedError(f"a layer of {size} bytes takes less time than the meetings of all multiprocessors")
 
@@ -40,24 +42,26 @@ def refuse(rows: int, dtype: Any, **widths: int) -> None:
 def launch(
     x: Float[Array, "M A"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None,
-    following: Float[Array, "G D"] | None,
-    ahead: Float[Array, "D A"] | None,
+    following: Shaped[Array, "G D"] | None,
+    ahead: Shaped[Array, "D A"] | None,
     exchange: Any,
     *,
     eps: float,
     ctas: int,
+    scales: Sequence[Array | None] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    _refuse_dtypes(x.dtype, o.dtype, gate_up.dtype, down.dtype)
+    refuse_dtypes(scales, (x,), (o, gate_up, down))
     schedule = plan(
         live=x.shape[0], hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
         next_width=None if following is None else following.shape[0], ctas=ctas, eps=eps,
+        itemsize=o.dtype.itemsize,
     )  # fmt: skip
     if stream.shape[1] != schedule.tokens:
         raise NotImplementedError(
@@ -70,15 +74,30 @@ def launch(
     inputs = {"x": x, "before": stream, "o": o, "gate_up": gate_up, "down": down, "post_norm": post_norm}
     if following is not None and next_norm is not None:
         inputs |= {"next": following, "next_norm": next_norm}
+    inputs |= named_scales(inputs, scales)
     if ahead is not None and interpret is None:
         inputs["ahead"] = ahead
     return _run(schedule, inputs, exchange, interpret)
 
 
-def _refuse_dtypes(*dtypes: Any) -> None:
+def refuse_dtypes(scales: Any, activations: Sequence[Array], weights: Sequence[Array]) -> None:
+    """Raises NotImplementedError for dtypes that no product has."""
     # The stream goes into products before its norm divides it: float16 would overflow.
-    if any(dtype != jnp.bfloat16 for dtype in dtypes):
-        raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(map(str, dtypes))}")
+    found, stored = {array.dtype for array in activations}, {weight.dtype for weight in weights}
+    allowed = [jnp.bfloat16] if scales is None else [jnp.int8, jnp.float8_e4m3fn]
+    if found != {jnp.dtype(jnp.bfloat16)} or stored not in [{jnp.dtype(dtype)} for dtype in allowed]:
+        names = ", ".join(str(array.dtype) for array in (*activations, *weights))
+        raise NotImplementedError(
+            f"takes bfloat16 throughout, not {names}, or weights all in int8 or in float8_e4m3fn with scales"
+        )
+
+
+def named_scales(inputs: dict[str, Array], scales: Sequence[Array | None] | None) -> dict[str, Array]:
+    """The scales of those of the weights that are there, as the kernel calls them."""
+    if scales is None:
+        return {}
+    pairs = zip(("o", "gate_up", "down", "next"), scales, strict=True)
+    return {f"{name}_scales": scale for name, scale in pairs if scale is not None and name in inputs}
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

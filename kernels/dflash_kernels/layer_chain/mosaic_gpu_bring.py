@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain import mosaic_gpu_exchange as exchange
 from dflash_kernels.layer_chain.mosaic_gpu_ops import copied, copy_rows, div, rem
-from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, FLIGHT, X_BLOCKS, Plan, Product
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, FLIGHT, Plan, Product
 
 
 class Bring:
@@ -46,7 +46,7 @@ class Bring:
         return jnp.minimum(div(self.cta, product.splits) * product.rows, product.features - product.rows)
 
     def _first_column(self, product: Product):
-        return div(self._first_step(product, self._part(product)), product.parts) * (COPIES * BLOCK)
+        return div(self._first_step(product, self._part(product)), product.parts) * (COPIES * product.columns)
 
     def _products(self):
         """Products with their place among the stages and what this CTA has taken before each: slots of weights, of activations."""
@@ -58,10 +58,10 @@ class Bring:
 
     def _tiles(self, product: Product, step):
         """Where the copies of one step come from: rows and columns of the weights, block by block; gate and up take turns."""
-        column = self._first_column(product) + div(step, product.parts) * (COPIES * BLOCK)
+        column = self._first_column(product) + div(step, product.parts) * (COPIES * product.columns)
         rows = pl.ds(self._first_row(product) + rem(step, product.parts) * product.features, product.rows)
         for block in range(COPIES):
-            yield rows, pl.ds(column + block * BLOCK, BLOCK)
+            yield rows, pl.ds(column + block * product.columns, product.columns)
 
     def _bring_weights(self):
         arrived, left = self.buffers["w_in"], self.buffers["w_out"]
@@ -111,7 +111,7 @@ class Bring:
 
         def bring(unit, _):
             slot = self._free_x(taken + unit)
-            first = column + unit * (X_BLOCKS * BLOCK)
+            first = column + unit * (self.plan.x_blocks * BLOCK)
             copy_rows(held, first, buffers["x_sm"].at[slot], rows=self.plan.live, interpret=self.interpret)
 
             @pl.when(unit >= lag)
@@ -135,7 +135,7 @@ class Bring:
 
         def bring(first, count: int):
             slots = [self._free_x(taken + first + unit) for unit in range(count)]
-            column = self._first_column(product) + first * (X_BLOCKS * BLOCK)
+            column = self._first_column(product) + first * (self.plan.x_blocks * BLOCK)
             exchange.take_rows(area, word, column, self.buffers["x_sm"], slots, rows=self.plan.live, pitch=pitch)
             for unit in range(count):
                 self._ready_x(taken + first + unit)

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED
-from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, ROWS, X_BLOCKS, Plan, Product
+from dflash_kernels.layer_chain.mosaic_gpu_ops import tiled
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, ROWS, Plan, Product
 from dflash_kernels.layer_chain.mosaic_gpu_share import Share
 
 
@@ -32,15 +32,31 @@ def interpreted_stages(plan: Plan) -> tuple[Product | str, ...]:
     return (o, "o", gate_up, down, "down", *following)
 
 
-def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA."""
-    return {
-        "w_sm": plgpu.SMEM((plan.slots, plan.slot_rows, BLOCK), dtype, transforms=TILED),
-        "x_sm": plgpu.SMEM((plan.x_slots, X_BLOCKS, plan.tokens, BLOCK), dtype, transforms=TILED),
+def scratch(plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA for activations and weights of these dtypes."""
+    readers, more = 2 if plan.narrow else 1, {}
+    if plan.narrow:
+        more = {
+            "sum_sm": plgpu.SMEM((plan.pieces, ROWS, plan.tokens), jnp.float32), "summed": plgpu.Barrier(),
+            "added": plgpu.Barrier(),
+        }  # fmt: skip
+        if interpret is not None:
+            # The interpreter's matrix instruction takes no operand from registers.
+            more["wide_sm"] = plgpu.SMEM((2, ROWS, BLOCK), dtype, transforms=tiled(dtype))
+    return more | {
+        "w_sm": ring(plan, weights),
+        "x_sm": plgpu.SMEM((plan.x_slots, plan.x_blocks, plan.tokens, BLOCK), dtype, transforms=tiled(dtype)),
         "w_in": plgpu.Barrier(num_arrivals=COPIES, num_barriers=plan.slots),
-        "w_out": plgpu.Barrier(num_barriers=plan.slots), "x_in": plgpu.Barrier(num_barriers=plan.x_slots),
-        "x_out": plgpu.Barrier(num_barriers=plan.x_slots),
+        "w_out": plgpu.Barrier(num_arrivals=readers, num_barriers=plan.slots),
+        "x_in": plgpu.Barrier(num_barriers=plan.x_slots),
+        "x_out": plgpu.Barrier(num_arrivals=readers, num_barriers=plan.x_slots),
     }  # fmt: skip
+
+
+def ring(plan: Plan, dtype: Any) -> Any:
+    """Slots of weights, or of what else has the same bytes in a row."""
+    columns = BLOCK * 2 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM((plan.slots, plan.slot_rows, columns), dtype, transforms=tiled(dtype))
 
 
 def results(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -65,7 +81,7 @@ def chain(
     Args:
       plan: shapes and schedule.
       inputs: `x [live, heads]`, `before [hidden, tokens]` float32, weights `o`, `gate_up`, `down`, `next`, norms `post_norm`,
-        `next_norm`.
+        `next_norm`, and for weights of one byte, their columns in pairs, the scales of their rows `o_scales` and so on.
       exchange: Ref of int32 as `Exchange` describes it, that no other launch uses at the same time.
 
     Returns:
@@ -74,8 +90,8 @@ def chain(
     dtype, outputs = inputs["x"].dtype, results(plan, inputs["x"].dtype)
     names, out_names = list(inputs), list(outputs)
     options: dict[str, Any] = {
-        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
-        "scratch_types": scratch(plan, dtype),
+        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 4 if plan.narrow else 3, "thread_name": "wg",
+        "scratch_types": scratch(plan, dtype, inputs["o"].dtype, interpret),
         "compiler_params": plgpu.CompilerParams(approx_math=True),
     }  # fmt: skip
 

@@ -16,6 +16,13 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of matrix instructions
+
+
+def tiled(dtype: Any) -> tuple[Any, ...]:
+    """The same bytes as `TILED` for elements of `dtype`."""
+    return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+
+
 _SCALAR = plgpu.Layout.WG_SPLAT
 _WARPGROUP = 128
 _CHUNK = 16  # bytes that one thread copies at once

@@ -4,10 +4,10 @@ import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of shared memory
 COPIES = 2  # blocks that fill one slot of weights: 256 bytes of each row
-X_BLOCKS = COPIES  # of activations in one slot
 FLIGHT = 3  # slots of weights that a CTA asks for at once
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
+LEAST_WIDTH = 128  # that widths are multiples of
 SHARED_MEMORY = 227 * 1024
 LINE = 32  # words of 128 bytes
 EMPTY = -1  # a word of an exchange that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
@@ -22,6 +22,7 @@ class Product:
       parts: 2 where gate and up rows of the same features are multiplied by the same CTA.
       rows: weight rows of a part in one tile; tiles: CTAs side by side, the last one shifted back to end with the matrix.
       splits: CTAs that share the depth of a tile.
+      itemsize: bytes of a weight.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Product:
     parts: int
     rows: int
     splits: int
+    itemsize: int = 2
+
+    @property
+    def columns(self) -> int:
+        """Columns of one copy of weights."""
+        return BLOCK * 2 // self.itemsize
 
     @property
     def tiles(self) -> int:
@@ -42,12 +49,17 @@ class Product:
     @property
     def steps(self) -> int:
         """Slots of the whole depth, gate and up rows in turn; the CTAs that share it take as many each, or one more."""
-        return self.parts * self.depth // (COPIES * BLOCK)
+        return self.parts * self.depth // (COPIES * self.columns)
 
     @property
     def slot_rows(self) -> int:
         """Rows of a slot that instructions read; with less than 64 weight rows those after them belong to nobody."""
         return (COPIES - 1) * self.rows + max(self.rows, ROWS)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Parts and offsets of the tiles of a CTA's results."""
+        return [(part, offset) for part in range(self.parts) for offset in self.offsets]
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -85,9 +97,30 @@ class Plan:
         return self.hidden // ROWS
 
     @property
+    def x_blocks(self) -> int:
+        """Blocks of activations in one slot: what a slot of weights is multiplied with."""
+        return COPIES * self.products[0].columns // BLOCK
+
+    @property
+    def narrow(self) -> bool:
+        """Whether weights are one byte: they widen in registers, and two warpgroups take a block of each slot."""
+        return self.products[0].itemsize == 1
+
+    @property
+    def pieces(self) -> int:
+        """Most tiles that a product's results are of."""
+        return max(len(product.pieces) for product in self.products)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Shared memory of the ring of activations, and of the second warpgroup's results where there is one."""
+        ring = self.x_slots * self.x_blocks * self.tokens * BLOCK * 2
+        return ring + (self.pieces * ROWS * self.tokens * 4 if self.narrow else 0)
+
+    @property
     def x_group(self) -> int:
         """Slots of activations that are taken from other CTAs at once: up to eight vectors of each thread."""
-        return max(min(self.x_slots // 2, ROWS // self.tokens), 1)
+        return max(min(self.x_slots // 2, COPIES * ROWS // (self.x_blocks * self.tokens)), 1)
 
     @property
     def exchange(self) -> "Exchange":
@@ -151,39 +184,50 @@ def padded_rows(live: int) -> int:
 
 
 def plan(
-    *, live: int, hidden: int, heads_width: int, inner: int, next_width: int | None, ctas: int, eps: float
+    *,
+    live: int,
+    hidden: int,
+    heads_width: int,
+    inner: int,
+    next_width: int | None,
+    ctas: int,
+    eps: float,
+    itemsize: int = 2,
 ) -> Plan:
     """Raises NotImplementedError with the reason for shapes that do not tile."""
     if not 0 < live <= MOST_ROWS:
         raise NotImplementedError(f"takes 1 to {MOST_ROWS} rows, not {live}")
-    widths, even = {"hidden": hidden, "heads": heads_width, "inner": inner, "next": next_width or 128}, X_BLOCKS * BLOCK
+    widths, even = {"hidden": hidden, "heads": heads_width, "inner": inner}, COPIES * BLOCK * 2 // itemsize
     for name, size in widths.items():
         if size % even:
             raise NotImplementedError(f"takes widths that {even} divides, not {name} {size}")
     if hidden // ROWS > ctas:
         raise NotImplementedError(f"hidden {hidden} needs {hidden // ROWS} multiprocessors to add up, there are {ctas}")
+    if next_width is not None and next_width % LEAST_WIDTH:
+        raise NotImplementedError(f"takes widths that {LEAST_WIDTH} divides, not next {next_width}")
     products = [
-        split_product("o", hidden, heads_width, ctas), whole_product("gate_up", inner, hidden, 2, ctas),
-        split_product("down", hidden, inner, ctas),
+        split_product("o", hidden, heads_width, ctas, itemsize), whole_product("gate_up", inner, hidden, 2, ctas, itemsize),
+        split_product("down", hidden, inner, ctas, itemsize),
     ]  # fmt: skip
     if next_width is not None:
-        products.append(whole_product("next", next_width, hidden, 1, ctas))
+        products.append(whole_product("next", next_width, hidden, 1, ctas, itemsize))
     tokens = padded_rows(live)
     slot_rows = max(product.slot_rows for product in products)
-    x_slots = 8 if tokens <= 16 else 4
-    slots = (SHARED_MEMORY - SPARE - x_slots * X_BLOCKS * tokens * BLOCK * 2) // (slot_rows * BLOCK * 2)
+    x_slots = (8 if tokens <= 16 else 4) * itemsize // 2
+    whole = Plan(live, tokens, hidden, tuple(products), ctas, 0, slot_rows, x_slots, eps)
+    slots = (SHARED_MEMORY - SPARE - whole.kept_bytes) // (slot_rows * BLOCK * 2)
     if slots < 2:
         raise NotImplementedError(f"tiles of {slot_rows} rows do not fit into shared memory twice")
-    return Plan(live, tokens, hidden, tuple(products), ctas, min(slots, 16), slot_rows, x_slots, eps)
+    return dataclasses.replace(whole, slots=min(slots, 16))
 
 
-def whole_product(name: str, features: int, depth: int, parts: int, ctas: int) -> Product:
+def whole_product(name: str, features: int, depth: int, parts: int, ctas: int, itemsize: int = 2) -> Product:
     """Every CTA has its own rows over the whole depth."""
     rows = max(-(-features // ctas // 8) * 8, 8)
-    return Product(name, features, depth, parts, rows, 1)
+    return Product(name, features, depth, parts, rows, 1, itemsize)
 
 
-def split_product(name: str, features: int, depth: int, ctas: int) -> Product:
+def split_product(name: str, features: int, depth: int, ctas: int, itemsize: int = 2) -> Product:
     """64 rows and a part of the depth for every CTA."""
-    splits = min(ctas // (features // ROWS), depth // (COPIES * BLOCK))
-    return Product(name, features, depth, 1, ROWS, splits)
+    splits = min(ctas // (features // ROWS), depth * itemsize // (COPIES * BLOCK * 2))
+    return Product(name, features, depth, 1, ROWS, splits, itemsize)

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain import mosaic_gpu_exchange as exchange
 from dflash_kernels.layer_chain.mosaic_gpu_bring import Bring
+from dflash_kernels.layer_chain.mosaic_gpu_narrow import deal_registers, times_rows, widened
 from dflash_kernels.layer_chain.mosaic_gpu_ops import div, rem, rows_of, sigmoid, store_turned
 from dflash_kernels.layer_chain.mosaic_gpu_plan import COPIES, LINE, ROWS, Product
 
@@ -18,14 +19,26 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 class Share(Bring):
-    """What one CTA does of the stages it is given, as its three warpgroups."""
+    """What one CTA does of the stages it is given, as its warpgroups."""
 
     def run(self):
-        for thread, work in enumerate((self._multiply, self._bring_weights, self._bring_activations)):
-            takes_turns = self.syncs and work != self._bring_weights
-            pl.when(lax.axis_index("wg") == thread)(
-                functools.partial(self._turn, thread, work) if takes_turns else work
-            )
+        works = [self._multiply, self._bring_weights, self._bring_activations]
+        works += [self._help] if self.plan.narrow else []
+        for thread, work in enumerate(works):
+            takes_turns = self.syncs and work in (self._multiply, self._bring_activations)
+            task = functools.partial(self._turn, thread, work) if takes_turns else work
+            begin = functools.partial(self._begin, thread, task) if self.plan.narrow else task
+            pl.when(lax.axis_index("wg") == thread)(begin)
+
+    def _begin(self, thread: int, task):
+        """All that a warpgroup does, in one branch: it has registers of its own."""
+        if self.syncs:
+            deal_registers(thread)
+        self._prepare(thread)
+        task()
+
+    def _prepare(self, thread: int):
+        """What comes before the first product."""
 
     def _turn(self, thread: int, work):
         """Runs `work` with the part of the exchange that is this launch's; each warpgroup counts launches for itself."""
@@ -48,7 +61,7 @@ class Share(Bring):
                 self._add_up(next(product for product in self.plan.products if product.name == stage), None)
 
     def _product(self, product: Product, taken, x_taken):
-        pieces = [(part, offset) for part in range(product.parts) for offset in product.offsets]
+        pieces = product.pieces
         shape, units, steps = (ROWS, self.plan.tokens), self._units(product), self._steps(product)
 
         def multiply(*accs):
@@ -72,22 +85,81 @@ class Share(Bring):
 
             # The norm's factors are known a little later than the first activations, and the product's first half needs none.
             half = div(units, 2) if product.name in ("gate_up", "next") else units
-            lax.fori_loop(0, half, step, None)
+            body = self._narrow_step(product, taken, x_taken, accs, 0) if self.plan.narrow else step
+            lax.fori_loop(0, half, body, None)
             factors = self._factors(product) if product.name in ("gate_up", "next") else None
             if factors is not None:
-                lax.fori_loop(half, units, step, None)
+                lax.fori_loop(half, units, body, None)
             results = tuple(acc[...] for acc in accs)
+            if self.plan.narrow:
+                results = self._with_others(product, results)
+            else:
 
-            @pl.when(units > 0)
-            def _():
-                self._release(taken + steps - 1)
-                self._release_x(x_taken + units - 1)
+                @pl.when(units > 0)
+                def _():
+                    self._release(taken + steps - 1)
+                    self._release_x(x_taken + units - 1)
 
             return results if factors is None else (*results, factors)
 
         tiles = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32) for _ in pieces])
         finish = {"o": self._split, "down": self._split, "gate_up": self._gate, "next": self._write_next}
         pl.when(self.cta < product.ctas)(lambda: finish[product.name](product, tiles))
+
+    def _narrow_step(self, product: Product, taken, x_taken, accs, block: int):
+        """A step with weights of one byte, for one block of each slot: registers hold them before they are multiplied."""
+        spare = self.buffers["wide_sm"].at[block] if "wide_sm" in self.buffers else None
+
+        def step(unit, _):
+            x_slot = rem(x_taken + unit, self.plan.x_slots)
+            plgpu.barrier_wait(self.buffers["x_in"].at[x_slot])
+            for turn in range(product.parts):
+                index = taken + unit * product.parts + turn
+                slot = rem(index, self.plan.slots)
+                plgpu.barrier_wait(self.buffers["w_in"].at[slot])
+                for half in range(2):
+                    x = self.buffers["x_sm"].at[x_slot, 2 * block + half].transpose((1, 0))
+                    for acc, (part, offset) in zip(accs, product.pieces, strict=True):
+                        if part == turn:
+                            rows = pl.ds(block * product.rows + offset, ROWS)
+                            wide = widened(self.buffers["w_sm"].at[slot, rows], half, spare, self.interpret)
+                            plgpu.wgmma(acc, wide, x)
+                            # Registers of the one before are free again.
+                            plgpu.wgmma_wait(1)
+                self._release(index)
+            plgpu.wgmma_wait(0)
+            self._release_x(x_taken + unit)
+
+        return step
+
+    def _help(self):
+        """The second warpgroup that multiplies weights of one byte, for the first one to add."""
+        for count, (_, product, taken, x_taken) in enumerate(self._products()):
+
+            def multiply(*accs, product=product, taken=taken, x_taken=x_taken):
+                step = self._narrow_step(product, taken, x_taken, accs, 1)
+                lax.fori_loop(0, self._units(product), step, None)
+                return tuple(acc[...] for acc in accs)
+
+            shape = (ROWS, self.plan.tokens)
+            tiles = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32) for _ in product.pieces])
+            if count:
+                plgpu.barrier_wait(self.buffers["added"])
+            for place, tile in enumerate(tiles):
+                self.buffers["sum_sm"].at[place][...] = tile
+            plgpu.barrier_arrive(self.buffers["summed"])
+
+    def _with_others(self, product: Product, tiles):
+        """Tiles with those of the other warpgroup, times the scales of their rows of weights."""
+        plgpu.barrier_wait(self.buffers["summed"])
+        others = [rows_of(self.buffers["sum_sm"].at[place], _WGMMA) for place in range(len(tiles))]
+        plgpu.barrier_arrive(self.buffers["added"])
+        scales, last = self.refs[f"{product.name}_scales"], product.parts * product.features - 1
+        found = []
+        for (part, offset), tile, other in zip(product.pieces, tiles, others, strict=True):
+            first = self._first_row(product) + (part * product.features + offset)
+            found.append(times_rows(tile + other, scales, first, last, self.interpret))
+        return tuple(found)
 
     def _release(self, index):
         plgpu.barrier_arrive(self.buffers["w_out"].at[rem(index, self.plan.slots)])

@@ -1,28 +1,35 @@
 """The definition in jnp, each result rounded to the activations' dtype as separate operations round it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
+
+from dflash_kernels.quantised_linear.columns import out_of_pairs
 
 
 def layer_chain_reference(
     x: Float[Array, "M A"],
     stream: Float[Array, "D n"],
-    o: Float[Array, "D A"],
+    o: Shaped[Array, "D A"],
     post_norm: Float[Array, "D"],
-    gate_up: Float[Array, "twoF D"],
-    down: Float[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"],
+    down: Shaped[Array, "D F"],
     next_norm: Float[Array, "D"] | None,
-    following: Float[Array, "G D"] | None,
+    following: Shaped[Array, "G D"] | None,
     ahead: Any,
     exchange: Any,
     *,
+    scales: Sequence[Array | None] | None = None,
     eps: float,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
     del ahead, exchange
+    if scales is not None:
+        o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
+        following = None if following is None else _dequantised(following, scales[3], x.dtype)
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
     wide = wide + _linear(x, o)
     gate, up = jnp.split(_linear(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
@@ -31,6 +38,12 @@ def layer_chain_reference(
     if next_norm is not None and following is not None:
         projected = _linear(_norm(wide, next_norm, eps), following)
     return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
+
+
+def _dequantised(weight: Array, scales: Array | None, dtype: Any) -> Array:
+    """Its rows in eight bits, columns in pairs, times their scales."""
+    wide = out_of_pairs(weight).astype(jnp.float32)
+    return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 
 
 def _linear(x: Array, weight: Array) -> Array:

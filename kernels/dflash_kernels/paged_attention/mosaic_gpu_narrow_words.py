@@ -14,6 +14,8 @@ from jaxlib.mlir.dialects import arith
 
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
+_UNSHIFT = 0x7B807B80  # 2^120 twice in bfloat16
+
 
 def keys(tile, start: int, stop: int) -> Any:
     """Columns `start` to `stop`, multiples of 32, of a `[64, H]` tile of keys: float16, matrix layout, the keys' order."""
@@ -44,6 +46,26 @@ def widened_rows(_ctx, tile) -> Any:
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
     loaded = _loaded(tile, loads.opcode, loads.steps)
     return _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
+
+
+def widened_columns(tile, start: int, stop: int) -> Any:
+    """Columns `start` to `stop`, multiples of 32, of a `[64, H]` tile as bfloat16, in parity order."""
+    narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
+    steps = loads.steps[start // 32 : stop // 32]
+
+    def pairs(word) -> tuple[Any, ...]:
+        found = _bfloat16_pairs(word, narrow)
+        if not isinstance(narrow, ir.Float8E4M3FNType):
+            return found
+        return tuple(
+            utils.inline_ptx(
+                f"{{ .reg .b32 by; mov.b32 by, {_UNSHIFT}; mul.rn.bf16x2 $0, $1, by; }}", pair, result_types=th.i32()
+            )
+            for pair in found
+        )
+
+    loaded = _loaded(tile, loads.opcode, steps)
+    return _assembled(loaded, steps, (64, stop - start), pairs, ir.BF16Type.get(), start // 8)
 
 
 class Loads(NamedTuple):

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.quantised_linear.columns import BLOCK
 from dflash_kernels.quantised_linear.mosaic_gpu import quantised_linear_mosaic_gpu
 from dflash_kernels.quantised_linear.reference import quantised_linear_reference
 
@@ -17,6 +18,7 @@ def quantised_linear(
     values: Shaped[Array, "F D"],
     scales: Float[Array, "F"],
     *,
+    paired: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M F"]:
     """`y_mf = scales_f * sum_d x_md values_fd`: a linear map whose weights are eight bits, with activations left alone.
@@ -27,6 +29,8 @@ def quantised_linear(
       x: activations.
       values: int8 or float8_e4m3fn.
       scales: float32, of each row of `values`.
+      paired: columns of `values` are stored in pairs, see `columns.in_pairs`; D in sixteens. Spares the Hopper kernel a launch that
+        orders x.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -38,5 +42,7 @@ def quantised_linear(
     """
     if x.shape[1:] != values.shape[1:] or scales.shape != values.shape[:1]:
         raise ValueError(f"x {x.shape}, values {values.shape} and scales {scales.shape} must be [M, D], [F, D] and [F]")
+    if paired and x.shape[1] % BLOCK:
+        raise ValueError(f"columns are stored in pairs where there are a multiple of {BLOCK}, not {x.shape[1]}")
     with jax.named_scope("quantised_linear"):
-        return first_fitting("quantised_linear", IMPLEMENTATIONS, implementation, x, values, scales)
+        return first_fitting("quantised_linear", IMPLEMENTATIONS, implementation, x, values, scales, paired=paired)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.quantised_linear.columns import out_of_pairs
 from dflash_kernels.target import target
 
 ROWS = 128  # weight rows of a tile: 64 for each of two warpgroups
@@ -52,11 +53,11 @@ def plan(live: int, features: int, depth: int, multiprocessors: int) -> Plan:
 
 
 def quantised_linear_mosaic_gpu(
-    x: Float[Array, "M D"], values: Shaped[Array, "F D"], scales: Float[Array, "F"]
+    x: Float[Array, "M D"], values: Shaped[Array, "F D"], scales: Float[Array, "F"], *, paired: bool = False
 ) -> Float[Array, "M F"]:
     """See `quantised_linear`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
-    return launch(x, values, scales, multiprocessors=target().multiprocessors)
+    return launch(x, values, scales, paired=paired, multiprocessors=target().multiprocessors)
 
 
 def launch(
@@ -65,22 +66,23 @@ def launch(
     scales: Float[Array, "F"],
     *,
     multiprocessors: int,
+    paired: bool = False,
     interpret: Any = None,
 ) -> Float[Array, "M F"]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     if x.dtype != jnp.bfloat16 or values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
         raise NotImplementedError(f"takes bfloat16 and weights in int8 or float8_e4m3fn, not {x.dtype}, {values.dtype}")
     schedule = plan(x.shape[0], values.shape[0], values.shape[1], multiprocessors)
-    parts = _run(schedule, x, values, interpret)
+    parts = _run(schedule, paired, x, values, interpret)
     # One after the other: a reduction may add in another order in another program.
     total = functools.reduce(jnp.add, parts)
     return (total[:, : x.shape[0]].T * scales).astype(x.dtype)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _run(schedule: Plan, x: Array, values: Array, interpret: Any) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _run(schedule: Plan, paired: bool, x: Array, values: Array, interpret: Any) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.quantised_linear import mosaic_gpu_kernel as kernel
 
-    return kernel.products(schedule, x, values, interpret)
+    return kernel.products(schedule, x if paired else out_of_pairs(x), values, interpret)

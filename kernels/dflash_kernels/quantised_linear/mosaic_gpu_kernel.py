@@ -26,9 +26,11 @@ _MEMORY = 2  # the warpgroup that copies
 
 
 def products(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any = None) -> jax.Array:
-    """`values @ x.T` in float32 `[splits, F, tokens]`: parts to be added; columns past x's rows hold zeros."""
+    """`values @ x.T` in float32 `[splits, F, tokens]`: parts to be added; columns past x's rows hold zeros.
+
+    Columns of x come in the order in which those of `values` widen.
+    """
     features = values.shape[0]
-    x = in_parity_order(x)
     if values.dtype != jnp.int8:
         x = x * jnp.bfloat16(2.0**_HALF_SHIFT)
     # Copies past the end give zeros on a GPU, but more than 8 rows must come in eights.
