@@ -13,6 +13,8 @@ from dflash_kernels import (
     latent_write,
     mla_write,
     paged_schedule,
+    qkv_attention,
+    qkv_attention_refusal,
     qkv_write,
     schedule_helps,
 )
@@ -65,9 +67,16 @@ class PagedAttend:
         k_scale = self._pages.k_scale[i] if self._pages.k_scale else None
         v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        norms: Any = {"q_norm": layer.q_norm.weight[...], "k_norm": layer.k_norm.weight[...]}
+        norms |= {"eps": layer.config.norm_eps}
+        if self._at_once(layer, qkv, rotary):
+            out, self._k[i], self._v[i] = qkv_attention(
+                self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
+                scale=layer.scale, **norms,
+            )  # fmt: skip
+            return out
         q, self._k[i], self._v[i], _ = qkv_write(
-            self._k[i], self._v[i], rows, self.slots, cos, sin, q_norm=layer.q_norm.weight[...],
-            k_norm=layer.k_norm.weight[...], eps=layer.config.norm_eps, k_scale=k_scale, v_scale=v_scale,
+            self._k[i], self._v[i], rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms
         )  # fmt: skip
         return attend_to_pages(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
@@ -75,6 +84,18 @@ class PagedAttend:
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
             k_scale=k_scale, v_scale=v_scale, schedule=self._shared(layer),
         )  # fmt: skip
+
+    def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary) -> bool:
+        """Whether norm, rotation, write and attention are one operation."""
+        pool, config = self._k[layer.index], layer.config
+        if pool.dtype != qkv.dtype or layer.window is not None or layer.sinks is not None:
+            return False
+        _, kv_heads, page_size, head_dim = pool.shape
+        reason = qkv_attention_refusal(
+            qkv.shape[0], qkv.shape[1], qkv.dtype, group=config.num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim,
+            turned=2 * rotary.cos.shape[-1], page_size=page_size, table_width=self.page_table.shape[1], causal=layer.causal,
+        )  # fmt: skip
+        return reason is None
 
     @property
     def chained_pools(self) -> tuple[Array, int] | None:

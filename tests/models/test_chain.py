@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
@@ -75,8 +76,14 @@ def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPa
     plain = type(config) is Qwen3Config and not config.attention_bias and all(reach is None for reach in config.windows)
     plain = plain and config.rope.partial == 1
     assert bool(taken) == plain
-    for ours, theirs in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
-        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: "apart")
+    written = []
+    monkeypatch.setattr(paged, "qkv_attention_refusal", lambda *_, **__: written.append(True))
+    at_once = runs()
+    assert bool(written) == any(reach is None for reach in config.windows)
+    for theirs, *others in zip(*map(jax.tree.leaves, (apart, whole, at_once)), strict=True):
+        for ours in others:
+            np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
 
 
 @pytest.mark.parametrize("case", CASES)

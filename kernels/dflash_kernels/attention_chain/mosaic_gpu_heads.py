@@ -52,7 +52,7 @@ def load_queries(attention: Attention, eps: float, qkv, cos, sin, weight, target
 def stage_new(
     attention: Attention, eps: float, qkv, cos, sin, weight, table, pools, staged, sequence, head, limits
 ) -> None:
-    """New keys, normed and turned, and values of a head to `staged [2, tokens, H]`, and to their pages.
+    """New keys, normed and turned, and values of a head to `staged [2, tokens, H]`, where that is given, and to their pages.
 
     Args:
       qkv, cos, sin, weight: as for `load_queries`.
@@ -89,11 +89,18 @@ def stage_new(
     there = th.below(line, attention.staged)
     for which, halves in enumerate((turn.turned(key.normed(weights, eps)), value.words)):
         for block, words in enumerate(halves):
-            shared = th.add(th.mul(th.add(line, which * attention.staged), _ROW), th.mul(place, th.CHUNK))
-            shared = th.add(th.add(th.address(staged, space=3), shared), block * _HALF * 2)
-            th.when(there, _STORE, shared, *words)
+            if staged is not None:
+                shared = th.add(th.mul(th.add(line, which * attention.staged), _ROW), th.mul(place, th.CHUNK))
+                shared = th.add(th.add(th.address(staged, space=3), shared), block * _HALF * 2)
+                th.when(there, _STORE, shared, *words)
             target = th.add(th.add(th.address(pools[which]), offset), block * _HALF * 2)
             th.when(writes, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", target, *words)
+    utils.warpgroup_barrier()
+
+
+def order_copies() -> None:
+    """Copies that begin afterwards find what the warpgroup's threads have stored in global memory before."""
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
     utils.warpgroup_barrier()
 
 

@@ -47,7 +47,7 @@ def load_queries(attention: Attention, eps: float, refs, ring, slot: int, sequen
 def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, first, low, high, interpret: Any) -> None:
     """New keys and values of a head to `staged [2, tokens, H]`, and to the pages those at positions `low` to `high - 1`.
 
-    `first`: position of the first new token.
+    `staged` None: to the pages alone. `first`: position of the first new token.
     """
     if interpret is not None:
         tokens, queries = attention.tokens, attention.kv_heads * attention.group
@@ -56,7 +56,8 @@ def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, fi
             if name == "k":
                 held = _normed_and_turned(attention, eps, refs, held, "k_norm", sequence)
             held = held.reshape(tokens, HEAD_DIM)
-            staged.at[which][...] = jnp.pad(held, ((0, attention.staged - tokens), (0, 0)))
+            if staged is not None:
+                staged.at[which][...] = jnp.pad(held, ((0, attention.staged - tokens), (0, 0)))
             for token in range(tokens):
 
                 @pl.when((first + token >= low) & (first + token < high))
@@ -70,12 +71,26 @@ def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, fi
 
     from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
 
-    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * 8, *[_SCALAR] * 5))
-    def stage(_ctx, qkv, cos, sin, weight, table, k, v, staged, sequence, head, *limits):
-        heads.stage_new(attention, eps, qkv, cos, sin, weight, table, (k, v), staged, sequence, head, limits)
+    kept = [] if staged is None else [staged]
+
+    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * (7 + len(kept)), *[_SCALAR] * 5))
+    def stage(_ctx, qkv, cos, sin, weight, table, k, v, *rest):
+        (*kept, sequence, head, first, low, high) = rest
+        where, limits = kept[0] if kept else None, (first, low, high)
+        heads.stage_new(attention, eps, qkv, cos, sin, weight, table, (k, v), where, sequence, head, limits)
 
     names = ("qkv", "cos", "sin", "k_norm", "table", "k", "v")
-    stage(*[refs[name] for name in names], staged, sequence, head, first, low, high)
+    stage(*[refs[name] for name in names], *kept, sequence, head, first, low, high)
+
+
+def order_copies(interpret: Any) -> None:
+    """Copies to shared memory that begin afterwards find what the CTA's threads have stored in global memory before."""
+    if interpret is not None:
+        return
+
+    from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
+
+    plgpu.inline_mgpu()(lambda _ctx: heads.order_copies())()
 
 
 def overlay(attention: Attention, staged, which: int, ring, slot, first, live, interpret: Any) -> None:

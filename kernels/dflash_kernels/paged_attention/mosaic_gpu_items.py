@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block, scratch
+from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block
+from dflash_kernels.paged_attention.mosaic_gpu_ops import scratch
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 from dflash_kernels.paged_attention.schedule import PagedSchedule
 

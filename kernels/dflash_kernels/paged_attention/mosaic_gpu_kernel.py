@@ -22,40 +22,14 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     pad_columns,
     precise_tanh,
     scores_of,
+    scratch,
     spread,
-    swizzled,
 )
 from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA."""
-    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.width)}
-    rows = (launch.warpgroups, ROWS, launch.head_dim)
-    # Rows that have to be padded come as they are and are moved to a tile of their own.
-    padded = launch.width > launch.head_dim
-    ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
-    # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
-    plain = launch.direct or launch.settles
-    out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
-    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
-    freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
-    buffers = {
-        "q_sm": plgpu.SMEM((launch.warpgroups, ROWS, launch.width), dtype, **tiles), "k_sm": ring, "v_sm": ring,
-        "o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out),
-        "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
-    }  # fmt: skip
-    if launch.settles:
-        buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
-    if padded:
-        buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
-    if interpret is not None:
-        buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
-    return buffers
 
 
 def attention(
@@ -120,6 +94,8 @@ class Block(Part):
     scratch = staticmethod(scratch)
 
     def __init__(self, launch, refs, buffers, interpret):
+        if "q_or_o" in buffers:
+            buffers["q_sm"], buffers["o_sm"] = buffers.pop("q_or_o")
         super().__init__(launch, refs, buffers)
         self.interpret = interpret
 
@@ -182,7 +158,7 @@ class Block(Part):
         """One tile of keys: scores, online softmax, values."""
         launch, (acc, top, total) = self.launch, carry
         coming = self.pages(tile + launch.stages)
-        scores = scores_of(self.buffers["q_sm"].at[self.wg], self._tile("k", tile), launch.keys)
+        scores = self._scores(self._tile("k", tile))
         self._refill("k", tile, coming)
         if launch.soft_cap is None:
             unit = launch.scale * LOG2E
@@ -207,6 +183,9 @@ class Block(Part):
         acc = add_values(acc, weights, values, staged)
         self._refill("v", tile, coming)
         return acc, new_top, total
+
+    def _scores(self, keys):
+        return scores_of(self.buffers["q_sm"].at[self.wg], keys, self.launch.keys)
 
     def _row_tokens(self):
         """Query token of each row of this warpgroup."""

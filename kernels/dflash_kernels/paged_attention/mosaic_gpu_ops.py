@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 LOG2E = math.log2(math.e)
 
@@ -30,6 +30,34 @@ def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
 def spread(bound, shape):
     """A bound of each row over a tile; one bound for all rows stays a scalar."""
     return bound if bound.ndim == 0 else lax.broadcast_in_dim(bound, shape, [0])
+
+
+def scratch(launch: Launch, dtype: Any, interpret: Any, queries: Any = None) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA; `queries`: memory of another form for them, which the output takes afterwards."""
+    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.width)}
+    rows = (launch.warpgroups, ROWS, launch.head_dim)
+    # Rows that have to be padded come as they are and are moved to a tile of their own.
+    padded = launch.width > launch.head_dim
+    ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
+    # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
+    plain = launch.direct or launch.settles
+    out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
+    freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
+    given = plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out)
+    buffers = {"k_sm": ring, "v_sm": ring, "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed}
+    if queries is not None and interpret is None:
+        buffers["q_or_o"] = plgpu.RefUnion(queries, given)
+    else:
+        plain = plgpu.SMEM((launch.warpgroups, ROWS, launch.width), dtype, **tiles)
+        buffers |= {"q_sm": plain if queries is None else queries, "o_sm": given}
+    if launch.settles:
+        buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
+    if padded:
+        buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
+    if interpret is not None:
+        buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
+    return buffers
 
 
 def precise_tanh(x):
@@ -105,6 +133,19 @@ def scores_of(queries, keys, count):
 
     def multiply(scores):
         plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
+        return scores[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
+
+
+def scores_of_blocks(queries, keys, count):
+    """`scores_of` of queries in blocks of columns."""
+
+    def multiply(scores):
+        first = 0
+        for block in queries:
+            plgpu.wgmma(scores, block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
+            first += block.shape[1]
         return scores[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block, scratch
-from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, scratch, swizzled
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA

@@ -77,13 +77,15 @@ class Part:
         carry = lax.fori_loop(self.full_begin, self.full_end, functools.partial(step, masked=False), carry)
         return lax.fori_loop(self.full_end, self.end, masked, carry)
 
-    def fill_ring(self, streams):
-        """Starts the first tiles of the ring. Page ids are read for all of them before the first copy needs one."""
+    def fill_ring(self, streams, *, least=None, below=None):
+        """Starts the first tiles of the ring, of those from `least` on and below `below`. Page ids are read for all of them before
+        the first copy needs one."""
         tiles = [self.begin + stage for stage in range(self.launch.stages)]
         pages = [self.pages(tile) for tile in tiles]
         for tile, held in zip(tiles, pages, strict=True):
+            wanted = tile < (self.end if below is None else jnp.minimum(self.end, below))
 
-            @pl.when(tile < self.end)
+            @pl.when(wanted if least is None else wanted & (tile >= least))
             def _(tile=tile, held=held):
                 for stream in streams:
                     self.fill(stream, tile, held)

@@ -1,0 +1,112 @@
+"""From a projection to heads in one launch on Hopper: what the kernel takes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
+from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch, Tuning, plan
+
+# One tile more than `paged_attention` has room for: the output takes the queries' place in shared memory.
+_TUNING = Tuning(stages=3)
+
+
+def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:
+    """See `qkv_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper(causal=options["causal"])
+    return launch(*args, **options)
+
+
+def refuse(
+    sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, turned: int, page_size: int,
+    table_width: int, causal: bool,
+) -> None:  # fmt: skip
+    """Raises NotImplementedError, with the reason, where `qkv_attention_mosaic_gpu` would or is not worth it."""
+    refuse_other_than_hopper(causal=causal)
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16 throughout, not {jnp.dtype(dtype)}")
+    whole = _planned(sequences, tokens, group, kv_heads, head_dim, turned, page_size, table_width, causal, 1.0, _TUNING)
+    if whole is None:
+        raise NotImplementedError(f"takes calls that fill the GPU with a CTA for each head, not {sequences} sequences")
+
+
+def launch(
+    k_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"],
+    qkv: Float[Array, "M E"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    cos: Float[Array, "M half"],
+    sin: Float[Array, "M half"],
+    q_norm: Float[Array, "H"],
+    k_norm: Float[Array, "H"],
+    *,
+    causal: bool,
+    scale: float,
+    eps: float,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
+    given = (qkv, k_pages, v_pages, q_norm, k_norm)
+    if any(array.dtype != jnp.bfloat16 for array in given):
+        raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(str(array.dtype) for array in given)}")
+    (b, table_width), (_, kv_heads, page_size, head_dim) = page_table.shape, k_pages.shape
+    group = qkv.shape[1] // head_dim // kv_heads - 2
+    made = _planned(
+        b, qkv.shape[0] // b, group, kv_heads, head_dim, 2 * cos.shape[1], page_size, table_width, causal, scale,
+        tuning or _TUNING,
+    )  # fmt: skip
+    if made is None:
+        raise NotImplementedError(f"takes calls that fill the GPU with a CTA for each head, not {b} sequences")
+    inputs = {
+        "qkv": qkv.reshape(qkv.shape[0], -1, head_dim), "cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32),
+        "q_norm": q_norm, "k_norm": k_norm, "table": page_table.astype(jnp.int32), "seq_lens": seq_lens.astype(jnp.int32),
+        "q_lens": q_lens.astype(jnp.int32),
+    }  # fmt: skip
+    return _run(made, eps, inputs, {"k": k_pages, "v": v_pages}, interpret)
+
+
+def _planned(
+    sequences: int, tokens: int, group: int, kv_heads: int, head_dim: int, turned: int, page_size: int, table_width: int,
+    causal: bool, scale: float, tuning: Tuning,
+) -> tuple[Launch, Attention] | None:  # fmt: skip
+    """None where a CTA would not have all keys of a head."""
+    if head_dim != HEAD_DIM or turned != head_dim:
+        raise NotImplementedError(f"turns whole heads of {HEAD_DIM}, not {turned} columns of {head_dim}")
+    if page_size != KEYS:
+        raise NotImplementedError(f"takes pages of {KEYS} tokens, not {page_size}")
+    if tokens > MOST_TOKENS or tokens * group > KEYS:
+        raise NotImplementedError(
+            f"takes {MOST_TOKENS} tokens and {KEYS} query rows at most, not {tokens} and {tokens * group}"
+        )
+    shapes = {
+        "tokens": tokens,
+        "group": group,
+        "kv_heads": kv_heads,
+        "page_size": page_size,
+        "table_width": table_width,
+    }
+    made = plan(
+        tuning, b=sequences, head_dim=head_dim, has_sinks=False, causal=causal, window=(None, None), soft_cap=None,
+        scale=scale, alibi_sqrt=False, **shapes,
+    )  # fmt: skip
+    if not made.direct:
+        return None
+    return made, Attention(sequences=sequences, splits=1, stages=made.stages, causal=causal, scale=scale, **shapes)
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnums=(0, 1, 4))
+def _run(
+    made: tuple[Launch, Attention], eps: float, inputs: dict[str, Array], pools: dict[str, Array], interpret: Any
+) -> tuple[Array, Array, Array]:
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.qkv_attention import mosaic_gpu_kernel as kernel
+
+    return kernel.attention(*made, eps, inputs, pools, interpret)

@@ -1,0 +1,154 @@
+"""From a projection to heads in one operation: the Hopper kernel against the definition, in Pallas's interpreter, lowered for an
+H200, and for real (`-m gpu`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import NoImplementationError, paged_attention, qkv_attention, qkv_attention_refusal, qkv_write
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
+from dflash_kernels.qkv_attention.mosaic_gpu import launch
+from dflash_kernels.qkv_attention.reference import qkv_attention_reference
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
+
+EPS, HEAD_DIM, PAGE = 1e-6, 128, 64
+NAMES = ("k_pages", "v_pages", "qkv", "page_table", "seq_lens", "q_lens", "cos", "sin", "q_norm", "k_norm")
+
+
+def make(
+    lens: list[int], q_lens: list[int], tokens: int, kv_heads: int, group: int, width: int
+) -> dict[str, jax.Array]:
+    """A call; entries of the table past a sequence's last page are garbage, and so are rows of pages past its keys."""
+    rng, b = np.random.default_rng(len(lens) + tokens), len(lens)
+    pages = b * width + 1
+    table = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
+    pools = []
+    for _ in range(2):
+        pool = rng.standard_normal((pages, kv_heads, PAGE, HEAD_DIM))
+        for sequence, (length, new) in enumerate(zip(lens, q_lens, strict=True)):
+            for position in range(length - new, width * PAGE):
+                pool[table[sequence, position // PAGE], :, position % PAGE] = np.nan
+        pools.append(pool)
+    for sequence, length in enumerate(lens):
+        table[sequence, -(-length // PAGE) :] = 2147480000
+    angles = rng.standard_normal((b * tokens, HEAD_DIM // 2))
+    wide = {
+        "k_pages": pools[0], "v_pages": pools[1], "q_norm": 1 + 0.1 * rng.standard_normal(HEAD_DIM),
+        "k_norm": 1 + 0.1 * rng.standard_normal(HEAD_DIM),
+        "qkv": rng.standard_normal((b * tokens, (group + 2) * kv_heads * HEAD_DIM)),
+    }  # fmt: skip
+    call = {name: jnp.asarray(array, jnp.bfloat16) for name, array in wide.items()}
+    call |= {"page_table": jnp.asarray(table), "seq_lens": jnp.asarray(lens), "q_lens": jnp.asarray(q_lens)}
+    return call | {"cos": jnp.asarray(np.cos(angles), jnp.float32), "sin": jnp.asarray(np.sin(angles), jnp.float32)}
+
+
+def check(call: dict[str, jax.Array], found: Any, causal: bool) -> None:
+    """Heads to a few roundings, the pools to one of numbers before they turn."""
+    wanted = qkv_attention_reference(*(call[name] for name in NAMES), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS)
+    out, expected = (np.asarray(heads, np.float32) for heads in (found[0], wanted[0]))
+    np.testing.assert_allclose(out, expected, atol=2e-2)
+    for ours, theirs in zip(found[1:], wanted[1:], strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_agrees_with_the_definition(causal: bool) -> None:
+    """New tokens alone, at a page's start, across two pages, of nobody, fewer than there is room for; more tiles than slots."""
+    call = make([5, 69, 66, 0, 40, 250], [5, 5, 5, 0, 3, 5], tokens=5, kv_heads=1, group=4, width=4)
+    found = launch(
+        *(call[name] for name in NAMES), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS, tuning=Tuning(splits=1, stages=3),
+        interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    check(call, found, causal)
+
+
+def test_is_the_two_operations() -> None:
+    """In float32, through the public functions."""
+    call = make([5, 69, 130], [5, 4, 5], tokens=5, kv_heads=2, group=2, width=4)
+    call = {name: array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array for name, array in call.items()}
+    given: Any = {name: call[name] for name in ("q_norm", "k_norm")}
+    out, k, v = qkv_attention(*(call[name] for name in NAMES[:8]), **given)
+    position = (call["seq_lens"] - call["q_lens"])[:, None] + jnp.arange(5)
+    page = jnp.take_along_axis(call["page_table"], jnp.minimum(position // PAGE, 3), axis=1)
+    slots = jnp.where(jnp.arange(5) < call["q_lens"][:, None], page * PAGE + position % PAGE, -1).reshape(-1)
+    written = qkv_write(call["k_pages"], call["v_pages"], call["qkv"], slots, call["cos"], call["sin"], **given)
+    pools = written.k_pages, written.v_pages
+    lens = call["page_table"], call["seq_lens"]
+    theirs = paged_attention(written.q.reshape(3, 5, 4, HEAD_DIM), *pools, *lens, q_lens=call["q_lens"])
+    np.testing.assert_allclose(np.asarray(out), np.asarray(theirs), atol=1e-5)
+    for ours, expected in zip((k, v), pools, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(expected))
+
+
+def test_refusals_name_their_reason() -> None:
+    sizes = {
+        "group": 4,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "turned": 128,
+        "page_size": 64,
+        "table_width": 26,
+        "causal": True,
+    }
+    with h200():
+        assert qkv_attention_refusal(32, 16, jnp.bfloat16, **sizes) is None
+        for b, tokens, changed, reason in (
+            (8, 16, {}, "a CTA for each head, not 8 sequences"), (32, 17, {}, "16 tokens and 64 query rows at most, not 17"),
+            (32, 16, {"group": 8}, "not 16 and 128"), (32, 16, {"turned": 64}, "not 64 columns of 128"),
+            (32, 16, {"page_size": 16}, "pages of 64 tokens, not 16"),
+        ):  # fmt: skip
+            assert reason in str(qkv_attention_refusal(b, tokens, jnp.bfloat16, **{**sizes, **changed}))
+        assert "bfloat16 throughout, not float16" in str(qkv_attention_refusal(32, 16, jnp.float16, **sizes))
+    assert jax.default_backend() == "gpu" or "needs a Hopper GPU" in str(
+        qkv_attention_refusal(32, 16, jnp.bfloat16, **sizes)
+    )
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    call = make([5, 6], [5, 5], tokens=5, kv_heads=2, group=2, width=2)
+    nine = {name: call[name][:9] for name in ("qkv", "cos", "sin")}
+    broad = {name: jnp.zeros((10, 65)) for name in ("cos", "sin")}
+    for wrong, message in (
+        (nine, "9 rows over pages"), ({"qkv": call["qkv"][:, :512]}, "is no projection to heads of 128"),
+        (broad, "must be .10, half. of heads of 128"),
+    ):  # fmt: skip
+        given = {**call, **wrong}
+        norms = {key: given[key] for key in ("q_norm", "k_norm")}
+        with pytest.raises(ValueError, match=message):
+            qkv_attention(*(given[key] for key in NAMES[:8]), **norms)
+    if jax.default_backend() != "gpu":
+        norms = {key: call[key] for key in ("q_norm", "k_norm")}
+        with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+            qkv_attention(*(call[key] for key in NAMES[:8]), **norms, implementation="mosaic_gpu")
+
+
+def test_lowers_for_an_h200_in_place() -> None:
+    wide, pool = (
+        jax.ShapeDtypeStruct((512, 6144), jnp.bfloat16),
+        jax.ShapeDtypeStruct((600, 8, PAGE, 128), jnp.bfloat16),
+    )
+    table, lens = jax.ShapeDtypeStruct((32, 17), jnp.int32), jax.ShapeDtypeStruct((32,), jnp.int32)
+    angles, norm = jax.ShapeDtypeStruct((512, 64), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+
+    def run(k: jax.Array, v: jax.Array, *given: jax.Array) -> Any:
+        return qkv_attention(k, v, *given[:-2], q_norm=given[-2], k_norm=given[-1], implementation="mosaic_gpu")
+
+    call = (pool, pool, wide, table, lens, lens, angles, angles, norm, norm)
+    with h200():
+        text = jax.jit(run, donate_argnums=(0, 1)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 1
+    assert text.count("output_operand_alias") >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+def test_full_size_agrees_with_the_definition(causal: bool) -> None:
+    lens = [1040 - 7 * i for i in range(29)] + [16, 80, 0]
+    call = make(lens, [16] * 31 + [0], tokens=16, kv_heads=8, group=4, width=17)
+    given = {"q_norm": call["q_norm"], "k_norm": call["k_norm"], "causal": causal, "implementation": "mosaic_gpu"}
+    found = jax.jit(lambda call: qkv_attention(*(call[name] for name in NAMES[:8]), **given))(call)
+    check(call, found, causal)
