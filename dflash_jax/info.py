@@ -15,9 +15,10 @@ from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.checkpoint_pair import check_pair, open_pair
 from dflash_jax.engine import Engine
 from dflash_jax.memory import size
-from dflash_jax.model import choose_dtype, choose_model_len, plan_for
+from dflash_jax.model import check_weight_dtype, choose_dtype, choose_model_len, plan_for
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
-from dflash_jax.weights import weight_shapes
+from dflash_jax.models.quantised import WeightDtype
+from dflash_jax.weights import reading_bytes, weight_bytes, weight_shapes
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -29,7 +30,7 @@ def collect(
     dtype: str | None = None,
     max_model_len: int | None = None,
     max_batch: int = 8,
-    weight_dtype: str | None = None,
+    weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
@@ -37,18 +38,22 @@ def collect(
     if drafter is not None:
         check_pair(target.config, drafter.config)
     check_cache_dtype(target.config, cache_dtype)
+    check_weight_dtype(weight_dtype)
     checkpoints = [target] if drafter is None else [target, drafter]
     kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
+    pair = [(one.config, one.family) for one in checkpoints]
+    weights = weight_shapes(pair, kind, weight_dtype)
+    stored = weights if weight_dtype is None else weight_shapes(pair, kind)
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
-        weights=weight_shapes([(one.config, one.family) for one in checkpoints], kind),
+        weights=weights,
         dtype=kind,
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
         cache_dtype=cache_dtype,
     )
-    memory = plan_for(engine, None)
+    memory = plan_for(engine, reading_bytes(stored, weights), None)
     engine = replace(engine, num_pages=memory.num_pages)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -60,7 +65,7 @@ def collect(
             "count": jax.local_device_count(),
             "memory_bytes": stats.get("bytes_limit"),
         },
-        "models": [_model(checkpoint, engine.dtype) for checkpoint in checkpoints],
+        "models": [_model(one, weight_bytes({"": weights[one.family.role]})) for one in checkpoints],
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(cache_dtype, engine.dtype)),
@@ -72,28 +77,26 @@ def collect(
         },
         "memory": {
             "free_bytes": memory.free,
+            "weight_dtype": weight_dtype,
             "weight_bytes": memory.weights,
+            "reading_bytes": memory.reading,
             "workspace_bytes": memory.workspace,
             "pool_bytes": memory.pools,
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
         },
-        "notices": [
-            *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
-            *([] if weight_dtype is None else [f"large matrices are kept in {weight_dtype} once they are loaded"]),
-        ],
+        "notices": [notice for checkpoint in checkpoints for notice in checkpoint.notices],
     }
 
 
-def _model(checkpoint: Checkpoint, dtype: jnp.dtype) -> dict[str, Any]:
+def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
     config, parameters = checkpoint.config, checkpoint.family.parameters(checkpoint.config)
-    weight_bytes = sum(parameter.size * jnp.dtype(parameter.dtype or dtype).itemsize for parameter in parameters)
     facts = {
         "role": checkpoint.family.role,
         "family": checkpoint.family.name,
         "folder": str(checkpoint.folder),
         "parameters": count(parameters),
-        "weight_bytes": weight_bytes,
+        "weight_bytes": loaded,
         "stored_dtype": checkpoint.dtype,
         "layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -163,9 +166,16 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"{size(memory['free_bytes'])} free: {size(memory['weight_bytes'])} weights, {size(memory['workspace_bytes'])} "
             f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
         ),
+        *_rounding(memory),
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if memory["weight_dtype"] is None:
+        return []
+    return [("", f"large matrices in {memory['weight_dtype']}, {size(memory['reading_bytes'])} while weights are read")]
 
 
 def _shortage(pages: dict[str, Any], memory: dict[str, Any]) -> list[tuple[str, str]]:

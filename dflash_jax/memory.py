@@ -1,7 +1,8 @@
 """What goes where in the device's memory, decided before anything is loaded.
 
 Weights come first, then the room that programs need while they run, then pages: as many as the largest load can fill, or as many
-as there is room for. What cannot fit is refused with the numbers.
+as there is room for. Weights that are rounded once they are read take more until then, which pages, made later, may use again.
+What cannot fit is refused with the numbers.
 """
 
 import os
@@ -29,7 +30,8 @@ class MemoryPlan:
 
     Attributes:
       free: what may be used in all.
-      weights: of both models.
+      weights: of both models, as they stay.
+      reading: the most that weights take while they are read, before there are pages.
       workspace: for activations, logits and scores of one cycle or one chunk, an estimate on the safe side.
       page: one page of both models.
       num_pages: pages planned.
@@ -39,6 +41,7 @@ class MemoryPlan:
 
     free: int
     weights: int
+    reading: int
     workspace: int
     page: int
     num_pages: int
@@ -105,21 +108,29 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
 
 
 def plan_memory(
-    *, weights: int, workspace: int, page: int, longest_pages: int, max_batch: int, num_pages: int | None, free: int
+    *,
+    weights: int,
+    reading: int,
+    workspace: int,
+    page: int,
+    longest_pages: int,
+    max_batch: int,
+    num_pages: int | None,
+    free: int,
 ) -> MemoryPlan:
     """Decides the number of pages.
 
     Args:
+      reading: see `MemoryPlan`.
       num_pages: as many exactly; None for as many as `max_batch` requests of full length need, fewer where there is no room.
 
     Raises:
-      CapacityError: not even one request of full length fits, or not `num_pages`.
+      CapacityError: not even one request of full length fits, or not `num_pages`, or not the weights while they are read.
     """
     full = max_batch * longest_pages
     room = max(0, (free - weights - workspace) // page)
-    plan = MemoryPlan(
-        free, weights, workspace, page, min(full, room) if num_pages is None else num_pages, full, longest_pages
-    )
+    pages = min(full, room) if num_pages is None else num_pages
+    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages)
     short = plan.num_pages < longest_pages if num_pages is None else num_pages > room
     if short:
         needed = longest_pages if num_pages is None else num_pages
@@ -128,6 +139,12 @@ def plan_memory(
             f"{needed} pages {size(needed * page)}: {size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
             "max_batch or num_pages, load without a drafter or in a smaller dtype, or let JAX use more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
+        )
+    if reading > weights and reading + _OVERHEAD_BYTES > free:
+        raise CapacityError(
+            f"the device has {size(free)} free; weights take {size(weights)} in eight bits, but {size(reading)} while they are "
+            f"read, beside {size(_OVERHEAD_BYTES)} for programs: {size(reading + _OVERHEAD_BYTES - free)} too much. Load without a "
+            "drafter or in a smaller dtype, or let JAX use more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
     return plan
 

@@ -2,15 +2,16 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import tqdm
+from jaxtyping import Array
 
 from dflash_jax.cache import CacheDtype, check_cache_dtype
 from dflash_jax.cache.calibration import calibrate, check_texts
@@ -21,10 +22,10 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, workspace_bytes
 from dflash_jax.models import DFlashConfig
-from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, quantise_weights
+from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
 from dflash_jax.programs import drop, start_compiling
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
-from dflash_jax.weights import read_weights, same_shapes, weight_bytes, weight_shapes
+from dflash_jax.weights import read_weights, reading_bytes, same_shapes, weight_bytes, weight_shapes
 
 DEFAULT_MODEL_LEN = 4096
 
@@ -165,8 +166,7 @@ def load(
     if drafter is not None:
         check_pair(target.config, drafter.config)
     check_cache_dtype(target.config, cache_dtype)
-    if weight_dtype not in (None, *WEIGHT_DTYPES):
-        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
+    check_weight_dtype(weight_dtype)
     if len(calibration) and cache_dtype != "fp8":
         raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
     length = choose_verify_length(None if drafter is None else drafter.config, verify_length)
@@ -176,11 +176,12 @@ def load(
         check_texts(target.config, texts)
     dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    stored, expected = (weight_shapes(pair, dtype_used, kind) for kind in (None, weight_dtype))
+    expected = weight_shapes(pair, dtype_used, weight_dtype)
+    stored = expected if weight_dtype is None else weight_shapes(pair, dtype_used)
     engine = Engine(
         target=target.config,
         draft=None if drafter is None else drafter.config,
-        weights=stored,
+        weights=expected,
         dtype=dtype_used,
         max_model_len=choose_model_len(target.config, max_model_len),
         max_batch=max_batch,
@@ -189,8 +190,8 @@ def load(
         cache_dtype=cache_dtype,
         verify_length=length,
     )
-    memory = plan_for(engine, num_pages)
-    engine = replace(engine, weights=expected, num_pages=memory.num_pages)
+    memory = plan_for(engine, reading_bytes(stored, expected), num_pages)
+    engine = replace(engine, num_pages=memory.num_pages)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
     if memory.num_pages < memory.full_pages and num_pages is None:
         notices.append(
@@ -198,14 +199,14 @@ def load(
         )
     name = "the shipped pair" if path is None else str(path)
     model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
+
+    def observe(params: Mapping[str, Array]) -> None:
+        engine.cache_scales = calibrate(target.config, params, texts) if texts else None
+
     compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
-            weights: dict[str, Any] = read_weights(target, drafter, choose_dtype(dtype), dtype_used)
-            engine.cache_scales = calibrate(target.config, weights["target"], texts) if texts else None
-            if weight_dtype is not None:
-                weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
-            engine.weights = weights
+            engine.weights = read_weights(target, drafter, choose_dtype(dtype), dtype_used, weight_dtype, observe)
     except BaseException:
         drop(compiled)
         raise
@@ -215,14 +216,18 @@ def load(
     return model
 
 
-def plan_for(engine: Engine, num_pages: int | None) -> MemoryPlan:
-    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError."""
+def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
+    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
+
+    Args:
+      reading: see `MemoryPlan`.
+    """
     workspace = workspace_bytes(
         engine.target, engine.draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
     )  # fmt: skip
     return plan_memory(
-        weights=weight_bytes(engine.weights), workspace=workspace, page=engine.page_bytes,
+        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
         longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
     )  # fmt: skip
 
@@ -233,6 +238,12 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: str | Sequence[int]) -> 
     if tokenizer is None:
         raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
     return tokenizer.encode(text)
+
+
+def check_weight_dtype(weight_dtype: str | None) -> None:
+    """Raises ParameterError unless weights can be kept in it."""
+    if weight_dtype not in (None, *WEIGHT_DTYPES):
+        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
 
 
 def choose_dtype(dtype: str | None) -> str | None:

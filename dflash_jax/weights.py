@@ -1,6 +1,6 @@
 """A pair's weights: their shapes before they are read, and the reading itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
-from dflash_jax.models.quantised import WeightDtype, quantise_weights
+from dflash_jax.models.quantised import Weight, WeightDtype, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
 
@@ -45,6 +45,22 @@ def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
 
 
+def reading_bytes(stored: Shapes, kept: Shapes) -> int:
+    """The most that `read_weights` holds at a time on the device.
+
+    A model is there whole before its matrices are rounded, a drafter beside the rounded target, and one array is made at a time.
+
+    Args:
+      stored: shapes before `quantise_weights`; `kept` as they stay. The same where nothing is quantised.
+    """
+    held, most = 0, 0
+    for role, table in stored.items():
+        made = 0 if kept is stored else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
+        most = max(most, held + weight_bytes({role: table}) + made)
+        held += weight_bytes({role: kept[role]})
+    return most
+
+
 def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Shapes) -> bool:
     """Whether programs compiled for `expected` take `weights`."""
     kinds = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (weights, expected))
@@ -52,19 +68,34 @@ def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Shapes) -> b
 
 
 def read_weights(
-    target: Checkpoint, drafter: Checkpoint | None, dtype: str | None, draft_dtype: jnp.dtype
-) -> dict[str, dict[str, Array]]:
-    """Weights on the device, one array after the other.
+    target: Checkpoint,
+    drafter: Checkpoint | None,
+    dtype: str | None,
+    draft_dtype: jnp.dtype,
+    weight_dtype: WeightDtype | None = None,
+    observe: Callable[[Mapping[str, Array]], None] | None = None,
+) -> dict[str, dict[str, Weight]]:
+    """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
     Args:
       dtype: of the target's weights; None keeps the stored one.
+      weight_dtype: of large matrices, see `quantise_weights`.
+      observe: called with the target's weights as they were read.
     """
-    weights: dict[str, dict[str, Array]] = {"target": target.load(dtype)}
+    params = target.load(dtype)
+    if observe is not None:
+        observe(params)
+    weights = {"target": _kept(params, weight_dtype)}
     if drafter is not None:
         params = drafter.load(str(draft_dtype))
         check_draft_vocabulary(drafter.config, params)
-        weights["draft"] = fuse_context_projection(drafter.config, params)
+        params = fuse_context_projection(drafter.config, params)
+        weights["draft"] = _kept(params, weight_dtype)
     return weights
+
+
+def _kept(params: dict[str, Array], weight_dtype: WeightDtype | None) -> dict[str, Weight]:
+    return {**params} if weight_dtype is None else quantise_weights(params, weight_dtype)
 
 
 def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:

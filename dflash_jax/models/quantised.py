@@ -80,10 +80,15 @@ def product(x: Float[Array, "... D"], matrix: Quantised) -> Float[Array, "... F"
 
 
 def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:
-    """A model's parameters with its large matrices in eight bits, taken out of `params` one by one: no two copies at a time."""
+    """A model's parameters with its large matrices in eight bits, taken out of `params` one by one: no two copies at a time.
+
+    What stays as it is moves as well. Norms left between the places of large matrices would cut the memory that becomes free into
+    pieces, too small for the pages that are planned there.
+    """
     jitted = jax.jit(quantise, static_argnames="kind")
     result: dict[str, Weight] = {}
     for name in list(params):
         array = params.pop(name)
-        result[name] = jitted(array, kind) if name.endswith(_SUFFIXES) and ".experts." not in name else array
+        rounded = name.endswith(_SUFFIXES) and ".experts." not in name
+        result[name] = jitted(array, kind) if rounded else jnp.copy(array)
     return result

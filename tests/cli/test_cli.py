@@ -138,6 +138,20 @@ def test_pages_in_eight_bits(target, capsys):
     assert f"pages     {size(dj.load(target, cache_dtype='fp8').engine.pool_bytes)} in float8" in out
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_info_counts_weights_in_eight_bits(target, capsys, kind):
+    """As `load` keeps them, with what they take until then; nothing of it is said without the option."""
+    memory = dj.load(target, weight_dtype=kind).memory
+    assert main(["info", str(target), "--weight-dtype", kind]) == 0
+    out = capsys.readouterr().out
+    assert f": {size(memory.weights)} weights, " in out
+    assert f"large matrices in {kind}, {size(memory.reading)} while weights are read" in out
+    assert main(["info", str(target)]) == 0
+    out = capsys.readouterr().out
+    assert f": {size(dj.load(target).memory.weights)} weights, " in out
+    assert "while weights are read" not in out
+
+
 def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):
     assert main(["demo", "ab", "--model", str(target), "--max-tokens", "24"]) == 0
     out = capsys.readouterr().out

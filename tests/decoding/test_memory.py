@@ -6,7 +6,9 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax import model as loading
+from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.cli import main
+from dflash_jax.info import collect
 from dflash_jax.memory import (
     MemoryPlan,
     context_bytes,
@@ -18,13 +20,17 @@ from dflash_jax.memory import (
 )
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.quantised import quantise_weights
+from dflash_jax.weights import read_weights, reading_bytes, same_shapes, weight_bytes, weight_shapes
 
 GIB = 1 << 30
+PAIR = [(one.config, one.family) for one in open_pair() if one is not None]
 
 
 def plan(**changes) -> MemoryPlan:
     usual = {
         "weights": 9 * GIB,
+        "reading": 9 * GIB,
         "workspace": GIB,
         "page": GIB // 64,
         "longest_pages": 66,
@@ -60,6 +66,10 @@ def test_as_many_as_asked_for():
         ),
         ({"free": 5 * GIB}, "5.0 GiB free; weights take 9.0 GiB.*6.0 GiB too much. Lower max_model_len"),
         ({"num_pages": 64 * 91}, "5824 pages 91.0 GiB: 1.0 GiB too much"),
+        (
+            {"free": 12 * GIB, "weights": 6 * GIB, "reading": 12 * GIB},
+            "12.0 GiB free; weights take 6.0 GiB in eight bits, but 12.0 GiB while they are read, .* 256 MiB too much",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_numbers(changes, said):
@@ -67,15 +77,78 @@ def test_what_cannot_fit_is_refused_with_numbers(changes, said):
         plan(**changes)
 
 
-def test_weights_are_counted_as_they_are_loaded():
-    model = dj.load(dtype="float32", max_model_len=64)
-    assert model.memory.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.weights))
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_counted_as_they_are_loaded(kind, dtype):
+    """The plan's bytes are those of the arrays, and `info`, which makes none, says the same."""
+    model = dj.load(dtype=dtype, max_model_len=64, weight_dtype=kind)
+    loaded = {role: sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for role, each in model.engine.weights.items()}
+    assert model.memory.weights == sum(loaded.values())
     assert (
         model.memory.pools
         == model.engine.pool_bytes
         == sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.take_pools()))
     )
     assert model.memory.num_pages == model.engine.num_pages == model.memory.full_pages
+    facts = collect(dtype=dtype, max_model_len=64, weight_dtype=kind)
+    assert {row["role"]: row["weight_bytes"] for row in facts["models"]} == loaded
+    assert facts["memory"]["weight_bytes"] == model.memory.weights
+    assert facts["memory"]["reading_bytes"] == model.memory.reading
+    assert same_shapes(model.engine.weights, weight_shapes(PAIR, jnp.dtype(dtype), kind))
+
+
+def test_weights_in_eight_bits_leave_room_for_pages(monkeypatch):
+    """Memory that is full with weights in 16 bits: eight bits give the rest of it to pages, every byte."""
+    options: dict = {"dtype": "bfloat16", "max_model_len": 128, "page_size": 16, "max_batch": 64}
+    wide = dj.load(**options).memory
+    room = wide.weights + wide.workspace + 11 * wide.page
+    monkeypatch.setattr(loading, "free_memory", lambda: room)
+    plans = [dj.load(**options, weight_dtype=kind).memory for kind in (None, "int8", "fp8")]
+    assert plans[0].num_pages == 11
+    for narrow in plans[1:]:
+        assert narrow.weights < 0.54 * wide.weights
+        assert narrow.num_pages == (wide.weights - narrow.weights + 11 * wide.page) // wide.page > 11
+        assert 0 <= narrow.left < narrow.page
+
+
+def test_what_weights_take_while_they_are_read(monkeypatch):
+    """All arrays that are alive whenever another is taken: never more than was planned, and the target's are gone in time."""
+    before, seen = jax.live_arrays(), []
+    known = {id(array) for array in before}
+
+    def alive() -> int:
+        return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known)
+
+    class Watched(dict):
+        def pop(self, *args):
+            seen[-1].append(alive())
+            return super().pop(*args)
+
+    def watched(params, kind):
+        seen.append([])
+        params, _ = Watched(params), params.clear()
+        return quantise_weights(params, kind)
+
+    stored, kept = (weight_shapes(PAIR, jnp.dtype("float32"), kind) for kind in (None, "int8"))
+    monkeypatch.setattr("dflash_jax.weights.quantise_weights", watched)
+    weights = read_weights(*open_pair(), "float32", jnp.dtype("float32"), "int8")
+    planned, sizes = reading_bytes(stored, kept), {role: weight_bytes({"": stored[role]}) for role in stored}
+    assert [one[0] for one in seen] == [sizes["target"], sizes["draft"] + weight_bytes({"": kept["target"]})]
+    assert max(map(max, seen)) <= planned < sum(sizes.values())
+    assert alive() == weight_bytes(weights) == weight_bytes(kept)
+    assert reading_bytes(stored, stored) == sum(sizes.values())
+
+
+def test_weights_that_fit_only_once_they_are_rounded(monkeypatch):
+    """Refused before anything is read, with the numbers."""
+    plan = dj.load(max_model_len=64, max_batch=1, weight_dtype="int8").memory
+    assert plan.reading > plan.weights + plan.page * plan.longest_pages
+    monkeypatch.setattr(loading, "workspace_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(loading, "free_memory", lambda: plan.reading)
+    with pytest.raises(
+        dj.CapacityError, match=f"{size(plan.reading)} while they are read, beside 256 MiB.*: 256 MiB too"
+    ):
+        dj.load(max_model_len=64, max_batch=1, weight_dtype="int8")
 
 
 def test_load_uses_what_room_there_is(monkeypatch):
