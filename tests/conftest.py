@@ -8,6 +8,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -36,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True)
+def programs_of_one_test() -> Iterator[None]:
+    """A command called in this process has programs kept on disk: the next test would not trace what it traces alone."""
+    yield
+    if (module := sys.modules.get("dflash_jax.programs")) is not None:
+        module.Programs.stored = None
 
 
 @pytest.fixture(scope="module")
