@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import chain_stream, layer_chain, paged_attention, qkv_write
+from dflash_kernels.layer_chain.layer import Layer
+from dflash_kernels.qkv_attention.heads import Heads
 
 EPS = 1e-6
 UNUSED = 2147480000  # entries of page tables past a sequence's last page
@@ -14,10 +16,6 @@ QWEN3_4B = {"hidden": 2560, "inner": 9728, "heads": 32, "kv_heads": 8, "next": 6
 QWEN3_8B = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "next": 6144}
 MIDDLE = {"hidden": 1024, "inner": 3072, "heads": 32, "kv_heads": 8, "next": 1024}
 TINY = {"hidden": 128, "inner": 128, "heads": 2, "kv_heads": 1, "next": 128}
-NAMES = (
-    "k_pages", "v_pages", "qkv", "page_table", "seq_lens", "q_lens", "cos", "sin", "q_norm", "k_norm", "stream", "o",
-    "post_norm", "gate_up", "down", "next_norm", "following",
-)  # fmt: skip
 
 
 def make(
@@ -55,6 +53,12 @@ def make(
     }  # fmt: skip
 
 
+def arrays(call: dict[str, Any]) -> tuple[Heads, Layer]:
+    """A call as implementations get it."""
+    heads = {name: call[name] for name in Heads._fields}
+    return Heads(**heads), Layer(**{name: array for name, array in call.items() if name not in heads})
+
+
 @functools.partial(jax.jit, static_argnames="causal")
 def _separate(call: dict[str, Any], slots: Any, *, causal: bool) -> tuple[Any, ...]:
     b, rows = call["page_table"].shape[0], call["qkv"].shape[0]
@@ -66,8 +70,8 @@ def _separate(call: dict[str, Any], slots: Any, *, causal: bool) -> tuple[Any, .
         q.reshape(b, rows // b, *q.shape[1:]), k, v, call["page_table"], call["seq_lens"], q_lens=call["q_lens"], causal=causal,
         implementation="xla",
     )  # fmt: skip
-    weights = [call.get(name) for name in NAMES[10:]]
-    stream, projected = layer_chain(out.reshape(rows, -1), *weights, exchange=None, eps=EPS, implementation="xla")
+    layer = arrays(call)[1]._asdict()
+    stream, projected = layer_chain(out.reshape(rows, -1), **layer, exchange=None, eps=EPS, implementation="xla")
     return stream, call["qkv"] if projected is None else projected, k, v
 
 

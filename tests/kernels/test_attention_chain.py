@@ -19,7 +19,7 @@ from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
-from .attention_chain_cases import EPS, MIDDLE, NAMES, QWEN3_4B, QWEN3_8B, TINY, check, make
+from .attention_chain_cases import EPS, MIDDLE, QWEN3_4B, QWEN3_8B, TINY, arrays, check, make
 
 
 def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tuple[Any, ...]:
@@ -30,19 +30,8 @@ def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tu
 
 
 def interpreted(call: dict[str, Any], *, causal: bool = True, ctas: int = 7, **options: Any) -> tuple[Any, ...]:
-    arrays = [call.get(name) for name in NAMES]
-    return jax.jit(
-        lambda *arrays: launch(
-            *arrays,
-            None,
-            causal=causal,
-            scale=128**-0.5,
-            eps=EPS,
-            ctas=ctas,
-            interpret=plgpu.InterpretGPUParams(),
-            **options,
-        )
-    )(*arrays)
+    options |= {"causal": causal, "scale": 128**-0.5, "eps": EPS, "ctas": ctas, "interpret": plgpu.InterpretGPUParams()}
+    return jax.jit(lambda heads, layer: launch(heads, layer, None, **options))(*arrays(call))
 
 
 @pytest.mark.parametrize(
@@ -218,9 +207,7 @@ def test_full_size_on_a_gpu(
     @jax.jit
     def run(call: dict[str, Any]) -> Any:
         exchange = new_exchange(call, tokens, sizes)
-        return launch(
-            *[call[name] for name in NAMES], exchange, causal=causal, scale=128**-0.5, eps=EPS, ctas=132, **options
-        )
+        return launch(*arrays(call), exchange, causal=causal, scale=128**-0.5, eps=EPS, ctas=132, **options)
 
     out = run(call)
     check(call, out, causal=causal)

@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
-from dflash_kernels.attention_chain.mosaic_gpu import launch as launch_attention
-from dflash_kernels.layer_chain.mosaic_gpu import launch
 from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
 from dflash_kernels.quantised_linear.columns import in_pairs
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import attention_chain_cases as whole
+from . import test_attention_chain as attention
 from . import test_layer_chain as products
 
 KINDS = [jnp.int8, jnp.float8_e4m3fn]
@@ -44,28 +42,13 @@ def narrowed(call: dict[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str,
 @pytest.mark.parametrize(("rows", "ctas"), [(3, 9), (11, 6)])
 def test_products(kind: Any, rows: int, ctas: int) -> None:
     small, wide = narrowed(products.make(rows, SMALL), kind)
-    names = ("x", "stream", "o", "post_norm", "gate_up", "down", "next_norm", "following")
-
-    @jax.jit
-    def run(*arrays: jax.Array) -> Any:
-        options = {"scales": small["scales"], "eps": products.EPS, "ctas": ctas}
-        return launch(*arrays, ahead=None, exchange=None, interpret=plgpu.InterpretGPUParams(), **options)
-
-    products.check(wide, run(*(small[name] for name in names)))
+    products.check(wide, products.interpreted(small, ctas))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_attention(kind: Any) -> None:
     small, wide = narrowed(whole.make(3, [70], [3], SMALL_WHOLE), kind)
-
-    @jax.jit
-    def run(*arrays: Any) -> Any:
-        return launch_attention(
-            *arrays, exchange=None, causal=True, scale=128**-0.5, eps=whole.EPS, ctas=7, scales=small["scales"],
-            interpret=plgpu.InterpretGPUParams(),
-        )  # fmt: skip
-
-    whole.check(wide, run(*(small[name] for name in whole.NAMES)))
+    whole.check(wide, attention.interpreted(small))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,9 +76,8 @@ def test_refusals_name_their_reason() -> None:
     with pytest.raises(NotImplementedError, match="widths that 256 divides, not inner 640"):
         plan(live=1, ctas=132, eps=1e-6, itemsize=1, **(SMALL | {"inner": 640}))
     small, _ = narrowed(products.make(1, SMALL), jnp.int8)
-    arrays = [small[name] for name in ("x", "stream", "o", "post_norm", "gate_up", "down", "next_norm", "following")]
     with pytest.raises(NotImplementedError, match="not bfloat16, int8, int8, int8, or weights all in int8"):
-        launch(*arrays, ahead=None, exchange=None, eps=products.EPS, ctas=4, interpret=plgpu.InterpretGPUParams())
+        products.interpreted(small | {"scales": None}, 4)
 
 
 @pytest.mark.gpu

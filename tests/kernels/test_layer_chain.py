@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, chain_exchange, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu import launch
 from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_rows, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -68,14 +69,14 @@ def on_gpu(call: dict[str, Any]) -> tuple[Any, Any]:
     return layer_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
 
 
+def arrays(call: dict[str, Any]) -> tuple[jax.Array, Layer]:
+    """A call as implementations get it."""
+    return call["x"], Layer(**{name: array for name, array in call.items() if name != "x"})
+
+
 def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
-    names = ("x", "stream", "o", "post_norm", "gate_up", "down", "next_norm", "following")
-    arrays = [call.get(name) for name in names]
-    return jax.jit(
-        lambda *arrays: launch(
-            *arrays, ahead=None, exchange=None, eps=EPS, ctas=ctas, interpret=plgpu.InterpretGPUParams()
-        )
-    )(*arrays)
+    options = {"eps": EPS, "ctas": ctas, "interpret": plgpu.InterpretGPUParams()}
+    return jax.jit(lambda x, layer: launch(x, layer, None, None, **options))(*arrays(call))
 
 
 def check(call: dict[str, Any], out: tuple[Any, Any]) -> None:
@@ -116,13 +117,13 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, int]) -> None:
     call = jax.eval_shape(lambda: make(rows, sizes))
 
     def layers(call: dict[str, Any]) -> Any:
-        names = ("o", "post_norm", "gate_up", "down", "next_norm", "following")
-        weights = [call[name] for name in names]
-        exchange, stream, projected = jax.new_ref(chain_exchange(call["stream"], call["down"])), call["stream"], []
+        (x, layer), exchange = arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
+        projected = []
         for _ in range(2):
-            stream, out = launch(call["x"], stream, *weights, ahead=call["o"], exchange=exchange, eps=EPS, ctas=132)
+            stream, out = launch(x, layer, layer.o, exchange, eps=EPS, ctas=132)
+            layer = layer._replace(stream=stream)
             projected.append(out)
-        return stream, projected
+        return layer.stream, projected
 
     with h200():
         text = jax.jit(layers).trace(call).lower(lowering_platforms=("cuda",)).as_text()
@@ -167,7 +168,7 @@ def test_an_exchange_of_other_shapes_is_refused() -> None:
 
     def run(call: dict[str, Any]) -> Any:
         exchange = jax.new_ref(chain_exchange(jnp.zeros(other["stream"].shape), call["down"]))
-        return launch(**call, ahead=None, exchange=exchange, eps=EPS, ctas=132)
+        return launch(*arrays(call), None, exchange, eps=EPS, ctas=132)
 
     with h200(), pytest.raises(ValueError, match="the exchange must have"):
         jax.eval_shape(run, call)
@@ -188,7 +189,7 @@ def test_refusals_name_their_reason(rows: int, changes: dict[str, int], reason: 
 def test_other_dtypes_are_refused() -> None:
     call = make(2, TINY, dtype=jnp.float16)
     with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float16"):
-        launch(**call, ahead=None, exchange=None, eps=EPS, ctas=2)
+        launch(*arrays(call), None, None, eps=EPS, ctas=2)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention, qkv_attention, qkv_attention_refusal, qkv_write
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
+from dflash_kernels.qkv_attention.heads import Heads
 from dflash_kernels.qkv_attention.mosaic_gpu import launch
 from dflash_kernels.qkv_attention.reference import qkv_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,12 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..devices import h200
 
 EPS, HEAD_DIM, PAGE = 1e-6, 128, 64
-NAMES = ("k_pages", "v_pages", "qkv", "page_table", "seq_lens", "q_lens", "cos", "sin", "q_norm", "k_norm")
 
 
-def make(
-    lens: list[int], q_lens: list[int], tokens: int, kv_heads: int, group: int, width: int
-) -> dict[str, jax.Array]:
+def make(lens: list[int], q_lens: list[int], tokens: int, kv_heads: int, group: int, width: int) -> dict[str, Any]:
     """A call; entries of the table past a sequence's last page are garbage, and so are rows of pages past its keys."""
     rng, b = np.random.default_rng(len(lens) + tokens), len(lens)
     pages = b * width + 1
@@ -46,9 +44,9 @@ def make(
     return call | {"cos": jnp.asarray(np.cos(angles), jnp.float32), "sin": jnp.asarray(np.sin(angles), jnp.float32)}
 
 
-def check(call: dict[str, jax.Array], found: Any, causal: bool) -> None:
+def check(call: dict[str, Any], found: Any, causal: bool) -> None:
     """Heads to a few roundings, the pools to one of numbers before they turn."""
-    wanted = qkv_attention_reference(*(call[name] for name in NAMES), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS)
+    wanted = qkv_attention_reference(Heads(**call), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS)
     out, expected = (np.asarray(heads, np.float32) for heads in (found[0], wanted[0]))
     np.testing.assert_allclose(out, expected, atol=2e-2)
     for ours, theirs in zip(found[1:], wanted[1:], strict=True):
@@ -60,7 +58,7 @@ def test_agrees_with_the_definition(causal: bool) -> None:
     """New tokens alone, at a page's start, across two pages, of nobody, fewer than there is room for; more tiles than slots."""
     call = make([5, 69, 66, 0, 40, 250], [5, 5, 5, 0, 3, 5], tokens=5, kv_heads=1, group=4, width=4)
     found = launch(
-        *(call[name] for name in NAMES), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS, tuning=Tuning(splits=1, stages=3),
+        Heads(**call), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS, tuning=Tuning(splits=1, stages=3),
         interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     check(call, found, causal)
@@ -71,7 +69,7 @@ def test_is_the_two_operations() -> None:
     call = make([5, 69, 130], [5, 4, 5], tokens=5, kv_heads=2, group=2, width=4)
     call = {name: array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array for name, array in call.items()}
     given: Any = {name: call[name] for name in ("q_norm", "k_norm")}
-    out, k, v = qkv_attention(*(call[name] for name in NAMES[:8]), **given)
+    out, k, v = qkv_attention(**call)
     position = (call["seq_lens"] - call["q_lens"])[:, None] + jnp.arange(5)
     page = jnp.take_along_axis(call["page_table"], jnp.minimum(position // PAGE, 3), axis=1)
     slots = jnp.where(jnp.arange(5) < call["q_lens"][:, None], page * PAGE + position % PAGE, -1).reshape(-1)
@@ -113,17 +111,15 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     nine = {name: call[name][:9] for name in ("qkv", "cos", "sin")}
     broad = {name: jnp.zeros((10, 65)) for name in ("cos", "sin")}
     for wrong, message in (
-        (nine, "9 rows over pages"), ({"qkv": call["qkv"][:, :512]}, "is no projection to heads of 128"),
-        (broad, "must be .10, half. of heads of 128"),
+        (nine, "do not fit 2 sequences"), ({"qkv": call["qkv"][:, :512]}, r"must be \[M, \(N \+ 2 \* 2\) \* 128\]"),
+        (broad, "at most 128 dims to turn"),
     ):  # fmt: skip
         given = {**call, **wrong}
-        norms = {key: given[key] for key in ("q_norm", "k_norm")}
         with pytest.raises(ValueError, match=message):
-            qkv_attention(*(given[key] for key in NAMES[:8]), **norms)
+            qkv_attention(**given)
     if jax.default_backend() != "gpu":
-        norms = {key: call[key] for key in ("q_norm", "k_norm")}
         with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
-            qkv_attention(*(call[key] for key in NAMES[:8]), **norms, implementation="mosaic_gpu")
+            qkv_attention(**call, implementation="mosaic_gpu")
 
 
 def test_lowers_for_an_h200_in_place() -> None:
@@ -149,6 +145,5 @@ def test_lowers_for_an_h200_in_place() -> None:
 def test_full_size_agrees_with_the_definition(causal: bool) -> None:
     lens = [1040 - 7 * i for i in range(29)] + [16, 80, 0]
     call = make(lens, [16] * 31 + [0], tokens=16, kv_heads=8, group=4, width=17)
-    given = {"q_norm": call["q_norm"], "k_norm": call["k_norm"], "causal": causal, "implementation": "mosaic_gpu"}
-    found = jax.jit(lambda call: qkv_attention(*(call[name] for name in NAMES[:8]), **given))(call)
+    found = jax.jit(lambda call: qkv_attention(**call, causal=causal, implementation="mosaic_gpu"))(call)
     check(call, found, causal)

@@ -12,7 +12,9 @@ from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS
 from dflash_kernels.attention_chain.reference import attention_chain_reference
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.api import chain_exchange
+from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY
+from dflash_kernels.qkv_attention.heads import Heads
 from dflash_kernels.target import target
 
 IMPLEMENTATIONS = {"mosaic_gpu": attention_chain_mosaic_gpu, "xla": attention_chain_reference}
@@ -110,51 +112,14 @@ def attention_chain(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    _check(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm)
+    heads = Heads(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm)
+    layer = Layer(stream, o, post_norm, gate_up, down, next_norm, following, scales)
+    heads.check()
     (rows, width), (_, kv_heads, _, head_dim) = qkv.shape, k_pages.shape
-    (hidden, columns), inner, heads = stream.shape, down.shape[1], width - 2 * kv_heads * head_dim
-    if o.shape != (hidden, heads) or down.shape[0] != hidden or gate_up.shape != (2 * inner, hidden):
-        raise ValueError(
-            f"o {o.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit {heads} columns of heads and {stream.shape}"
-        )
-    if (next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
-        raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
-    if columns < rows:
-        raise ValueError(f"stream {stream.shape} must have a column for each of {rows} rows of qkv")
-    options: dict[str, Any] = {
-        "scales": scales,
-        "causal": causal,
-        "scale": head_dim**-0.5 if scale is None else scale,
-        "eps": eps,
-    }
+    layer.check(rows, width - 2 * kv_heads * head_dim)
     with jax.named_scope("attention_chain"):
         out = first_fitting(
-            "attention_chain", IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin,
-            q_norm, k_norm, stream, o, post_norm, gate_up, down, next_norm, following, exchange, **options,
+            "attention_chain", IMPLEMENTATIONS, implementation, heads, layer, exchange, causal=causal,
+            scale=head_dim**-0.5 if scale is None else scale, eps=eps,
         )  # fmt: skip
     return Chained(*out)
-
-
-def _check(
-    k_pages: Array, v_pages: Array, qkv: Array, page_table: Array, seq_lens: Array, q_lens: Array, cos: Array, sin: Array,
-    q_norm: Array, k_norm: Array,
-) -> None:  # fmt: skip
-    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise ValueError(
-            f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
-        )
-    (rows, width), (_, kv_heads, _, head_dim), b = qkv.shape, k_pages.shape, page_table.shape[0]
-    if width % (kv_heads * head_dim) or width <= 2 * kv_heads * head_dim:
-        raise ValueError(f"qkv {qkv.shape} must be [M, (N + 2 * {kv_heads}) * {head_dim}], N a multiple of {kv_heads}")
-    if rows % b or seq_lens.shape != (b,) or q_lens.shape != (b,):
-        raise ValueError(
-            f"qkv {qkv.shape}, seq_lens {seq_lens.shape} and q_lens {q_lens.shape} do not fit {b} sequences of page_table"
-        )
-    if cos.shape != sin.shape or cos.shape[0] != rows or not 0 < 2 * cos.shape[1] <= head_dim:
-        raise ValueError(
-            f"cos {cos.shape} and sin {sin.shape} must be [{rows}, half] with at most {head_dim} dims to turn"
-        )
-    if q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,):
-        raise ValueError(
-            f"q_norm {q_norm.shape} and k_norm {k_norm.shape} must be one weight for each of {head_dim} dims"
-        )

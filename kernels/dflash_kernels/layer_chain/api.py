@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
 from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY, LINE, Exchange, padded_rows
 from dflash_kernels.layer_chain.reference import layer_chain_reference
@@ -85,17 +86,7 @@ def layer_chain(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    (rows, heads), (hidden, columns), inner = x.shape, stream.shape, down.shape[1]
-    if o.shape != (hidden, heads) or down.shape[0] != hidden or gate_up.shape != (2 * inner, hidden):
-        raise ValueError(
-            f"o {o.shape}, gate_up {gate_up.shape} and down {down.shape} do not fit x {x.shape} and {stream.shape}"
-        )
-    if (next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
-        raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
-    if columns < rows:
-        raise ValueError(f"stream {stream.shape} must have a column for each of {rows} rows of x")
+    layer = Layer(stream, o, post_norm, gate_up, down, next_norm, following, scales)
+    layer.check(*x.shape)
     with jax.named_scope("layer_chain"):
-        return first_fitting(
-            "layer_chain", IMPLEMENTATIONS, implementation, x, stream, o, post_norm, gate_up, down, next_norm, following,
-            ahead, exchange, scales=scales, eps=eps,
-        )  # fmt: skip
+        return first_fitting("layer_chain", IMPLEMENTATIONS, implementation, x, layer, ahead, exchange, eps=eps)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
 from dflash_kernels.target import target
 
@@ -16,14 +17,14 @@ WORTH = 64 * 2**20  # bytes of a layer's weights
 WORTH_ROWS = 16  # more have not been measured to be faster than separate operations
 
 
-def layer_chain_mosaic_gpu(*args: Any, scales: Any, eps: float) -> tuple[Array, Array | None]:
+def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]:
     """See `layer_chain`. Raises NotImplementedError for what it does not take.
 
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
     refuse_other_than_hopper()
-    return launch(*args, scales=scales, eps=eps, ctas=target().multiprocessors)
+    return launch(*args, eps=eps, ctas=target().multiprocessors)
 
 
 def refuse(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
@@ -41,50 +42,34 @@ def refuse(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
 
 def launch(
     x: Float[Array, "M A"],
-    stream: Float[Array, "D n"],
-    o: Shaped[Array, "D A"],
-    post_norm: Float[Array, "D"],
-    gate_up: Shaped[Array, "twoF D"],
-    down: Shaped[Array, "D F"],
-    next_norm: Float[Array, "D"] | None,
-    following: Shaped[Array, "G D"] | None,
+    layer: Layer,
     ahead: Shaped[Array, "D A"] | None,
     exchange: Any,
     *,
     eps: float,
     ctas: int,
-    scales: Sequence[Array | None] | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    refuse_dtypes(scales, (x,), (o, gate_up, down))
-    schedule = plan(
-        live=x.shape[0], hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
-        next_width=None if following is None else following.shape[0], ctas=ctas, eps=eps,
-        itemsize=o.dtype.itemsize,
-    )  # fmt: skip
-    if stream.shape[1] != schedule.tokens:
-        raise NotImplementedError(
-            f"takes a stream of {schedule.tokens} columns for {x.shape[0]} rows, not {stream.shape[1]}"
-        )
+    refuse_dtypes((x,), layer)
+    schedule = plan(live=x.shape[0], ctas=ctas, eps=eps, **layer.sizes())
+    refuse_stream(schedule, x.shape[0], layer.stream)
     if exchange is not None and exchange.shape != (schedule.exchange.words,):
         raise ValueError(
             f"the exchange must have {schedule.exchange.words} words for these shapes, not {exchange.shape}"
         )
-    inputs = {"x": x, "before": stream, "o": o, "gate_up": gate_up, "down": down, "post_norm": post_norm}
-    if following is not None and next_norm is not None:
-        inputs |= {"next": following, "next_norm": next_norm}
-    inputs |= named_scales(inputs, scales)
+    inputs = {"x": x, **layer.inputs()}
     if ahead is not None and interpret is None:
         inputs["ahead"] = ahead
     return _run(schedule, inputs, exchange, interpret)
 
 
-def refuse_dtypes(scales: Any, activations: Sequence[Array], weights: Sequence[Array]) -> None:
+def refuse_dtypes(activations: Sequence[Array], layer: Layer) -> None:
     """Raises NotImplementedError for dtypes that no product has."""
     # The stream goes into products before its norm divides it: float16 would overflow.
+    weights = (layer.o, layer.gate_up, layer.down)
     found, stored = {array.dtype for array in activations}, {weight.dtype for weight in weights}
-    allowed = [jnp.bfloat16] if scales is None else [jnp.int8, jnp.float8_e4m3fn]
+    allowed = [jnp.bfloat16] if layer.scales is None else [jnp.int8, jnp.float8_e4m3fn]
     if found != {jnp.dtype(jnp.bfloat16)} or stored not in [{jnp.dtype(dtype)} for dtype in allowed]:
         names = ", ".join(str(array.dtype) for array in (*activations, *weights))
         raise NotImplementedError(
@@ -92,12 +77,10 @@ def refuse_dtypes(scales: Any, activations: Sequence[Array], weights: Sequence[A
         )
 
 
-def named_scales(inputs: dict[str, Array], scales: Sequence[Array | None] | None) -> dict[str, Array]:
-    """The scales of those of the weights that are there, as the kernel calls them."""
-    if scales is None:
-        return {}
-    pairs = zip(("o", "gate_up", "down", "next"), scales, strict=True)
-    return {f"{name}_scales": scale for name, scale in pairs if scale is not None and name in inputs}
+def refuse_stream(schedule: Plan, rows: int, stream: Array) -> None:
+    """Raises NotImplementedError for a stream of other columns than the launch has."""
+    if stream.shape[1] != schedule.tokens:
+        raise NotImplementedError(f"takes a stream of {schedule.tokens} columns for {rows} rows, not {stream.shape[1]}")
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

@@ -1,32 +1,21 @@
 """The definition in jnp, each result rounded to the activations' dtype as separate operations round it."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
+from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.quantised_linear.columns import out_of_pairs
 
 
 def layer_chain_reference(
-    x: Float[Array, "M A"],
-    stream: Float[Array, "D n"],
-    o: Shaped[Array, "D A"],
-    post_norm: Float[Array, "D"],
-    gate_up: Shaped[Array, "twoF D"],
-    down: Shaped[Array, "D F"],
-    next_norm: Float[Array, "D"] | None,
-    following: Shaped[Array, "G D"] | None,
-    ahead: Any,
-    exchange: Any,
-    *,
-    scales: Sequence[Array | None] | None = None,
-    eps: float,
+    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, *, eps: float
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
     del ahead, exchange
+    stream, o, post_norm, gate_up, down, next_norm, following, scales = layer
     if scales is not None:
         o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
         following = None if following is None else _dequantised(following, scales[3], x.dtype)

@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.qkv_attention.heads import Heads
 from dflash_kernels.qkv_attention.mosaic_gpu import qkv_attention_mosaic_gpu, refuse
 from dflash_kernels.qkv_attention.reference import qkv_attention_reference
 
@@ -74,21 +75,11 @@ def qkv_attention(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    (b, _), (_, kv_heads, _, head_dim), rows = page_table.shape, k_pages.shape, qkv.shape[0]
-    if k_pages.shape != v_pages.shape or rows % b or (seq_lens.shape, q_lens.shape) != ((b,), (b,)):
-        raise ValueError(
-            f"{rows} rows over pages {k_pages.shape} and {v_pages.shape} do not belong to {b} sequences of as many tokens "
-            f"each; seq_lens {seq_lens.shape} and q_lens {q_lens.shape} must have one number for each"
-        )
-    if qkv.shape[1] % head_dim or (heads := qkv.shape[1] // head_dim - 2 * kv_heads) <= 0 or heads % kv_heads:
-        raise ValueError(f"qkv {qkv.shape} is no projection to heads of {head_dim} of which {kv_heads} are keys'")
-    if q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,):
-        raise ValueError(f"q_norm {q_norm.shape} and k_norm {k_norm.shape} must be ({head_dim},)")
-    if cos.shape != sin.shape or cos.shape[0] != rows or not 0 < 2 * cos.shape[1] <= head_dim:
-        raise ValueError(f"cos {cos.shape} and sin {sin.shape} must be [{rows}, half] of heads of {head_dim}")
+    heads = Heads(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm)
+    heads.check()
+    scale = k_pages.shape[3] ** -0.5 if scale is None else scale
     with jax.named_scope("qkv_attention"):
         written = first_fitting(
-            "qkv_attention", IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin,
-            q_norm, k_norm, causal=causal, scale=head_dim**-0.5 if scale is None else scale, eps=eps,
-        )  # fmt: skip
+            "qkv_attention", IMPLEMENTATIONS, implementation, heads, causal=causal, scale=scale, eps=eps
+        )
     return QkvAttended(*written)

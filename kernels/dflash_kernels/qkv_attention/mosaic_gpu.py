@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch, Tuning, plan
+from dflash_kernels.qkv_attention.heads import Heads
 
 # One tile more than `paged_attention` has room for: the output takes the queries' place in shared memory.
 _TUNING = Tuning(stages=3)
@@ -35,16 +36,7 @@ def refuse(
 
 
 def launch(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    qkv: Float[Array, "M E"],
-    page_table: Int[Array, "B W"],
-    seq_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    cos: Float[Array, "M half"],
-    sin: Float[Array, "M half"],
-    q_norm: Float[Array, "H"],
-    k_norm: Float[Array, "H"],
+    heads: Heads,
     *,
     causal: bool,
     scale: float,
@@ -53,23 +45,18 @@ def launch(
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
     """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
-    given = (qkv, k_pages, v_pages, q_norm, k_norm)
+    given = (heads.qkv, heads.k_pages, heads.v_pages, heads.q_norm, heads.k_norm)
     if any(array.dtype != jnp.bfloat16 for array in given):
         raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(str(array.dtype) for array in given)}")
-    (b, table_width), (_, kv_heads, page_size, head_dim) = page_table.shape, k_pages.shape
-    group = qkv.shape[1] // head_dim // kv_heads - 2
+    (b, table_width), (_, kv_heads, page_size, head_dim) = heads.page_table.shape, heads.k_pages.shape
+    rows, width = heads.qkv.shape
     made = _planned(
-        b, qkv.shape[0] // b, group, kv_heads, head_dim, 2 * cos.shape[1], page_size, table_width, causal, scale,
-        tuning or _TUNING,
+        b, rows // b, width // head_dim // kv_heads - 2, kv_heads, head_dim, 2 * heads.cos.shape[1], page_size, table_width,
+        causal, scale, tuning or _TUNING,
     )  # fmt: skip
     if made is None:
         raise NotImplementedError(f"takes calls that fill the GPU with a CTA for each head, not {b} sequences")
-    inputs = {
-        "qkv": qkv.reshape(qkv.shape[0], -1, head_dim), "cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32),
-        "q_norm": q_norm, "k_norm": k_norm, "table": page_table.astype(jnp.int32), "seq_lens": seq_lens.astype(jnp.int32),
-        "q_lens": q_lens.astype(jnp.int32),
-    }  # fmt: skip
-    return _run(made, eps, inputs, {"k": k_pages, "v": v_pages}, interpret)
+    return _run(made, eps, heads.inputs(), {"k": heads.k_pages, "v": heads.v_pages}, interpret)
 
 
 def _planned(

@@ -1,29 +1,18 @@
 """The definition in jnp: the two operations one after the other."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dflash_kernels.cache_write.qkv_reference import qkv_write_reference
 from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.qkv_attention.heads import Heads
 
 
 def qkv_attention_reference(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    qkv: Float[Array, "M E"],
-    page_table: Int[Array, "B W"],
-    seq_lens: Int[Array, "B"],
-    q_lens: Int[Array, "B"],
-    cos: Float[Array, "M half"],
-    sin: Float[Array, "M half"],
-    q_norm: Float[Array, "H"],
-    k_norm: Float[Array, "H"],
-    *,
-    causal: bool,
-    scale: float,
-    eps: float,
+    heads: Heads, *, causal: bool, scale: float, eps: float
 ) -> tuple[Float[Array, "B T N H"], Array, Array]:
     """See `qkv_attention`."""
+    k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm = heads
     b, page_size = page_table.shape[0], k_pages.shape[2]
     tokens = qkv.shape[0] // b
     token = jnp.arange(tokens)
