@@ -15,7 +15,7 @@ from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model, choose_verify_length, plan_for
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.weights import weight_shapes
+from dflash_jax.weights import weight_bytes, weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -112,7 +112,7 @@ def random_pair(
         max_model_len=max_model_len, max_batch=max_batch,
         verify_length=choose_verify_length(draft, verify_length),
     )  # fmt: skip
-    memory = plan_for(engine, None)
+    memory = plan_for(engine, weight_bytes(engine.weights), None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype)
