@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+LONGEST = 132  # characters of a line that is no row of a table
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"^<!-- (figures|rows) (.*) -->\n(?:.*\n)*?<!-- /\1 -->$", flags=re.MULTILINE)
@@ -59,6 +60,17 @@ def source(row: Row) -> str:
     return f"`{row['command']}` ({row['commit'] or 'commit not recorded'}, {row['date']}, {row['device']})"
 
 
+def wrapped(text: str) -> str:
+    """The text in lines of at most `LONGEST` characters; what stands in backquotes stays in one piece."""
+    lines = [""]
+    for word in re.findall(r"(?:`[^`]*`|\S)+", text):
+        if len(lines[-1]) + 1 + len(word) > LONGEST:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
 def files(names: str) -> list[Path]:
     return [path for name in names.split(",") for path in sorted(RESULTS.glob(f"{name}.json"))]
 
@@ -73,8 +85,8 @@ def figures(names: str, cases: Sequence[str]) -> str:
     found = [row for row in read(names) if any(map(wanted.fullmatch, (row["case"], f"{row['case']}: {row['metric']}")))]
     if not found:
         raise ValueError(f"no row of {names} matches {' '.join(cases)}")
-    sources = dict.fromkeys(source(row) for row in found)
-    return f"{table(found)}\n\nMeasured by " + ",\n".join(sources) + "."
+    first, *more = dict.fromkeys(source(row) for row in found)
+    return f"{table(found)}\n\n" + ",\n".join(map(wrapped, [f"Measured by {first}", *more])) + "."
 
 
 def rows(names: str) -> str:
@@ -83,11 +95,12 @@ def rows(names: str) -> str:
     for command, group in groupby(read(names), source):
         several = list(group)
         versions = ", ".join(f"{name} {version}" for name, version in several[0]["versions"].items())
-        parts.append(f"{command}, with {versions}:\n\n{table(several)}")
+        parts.append(wrapped(f"{command},") + "\n" + wrapped(f"with {versions}:") + f"\n\n{table(several)}")
         for row in several:
             if "histogram" in row:
                 counts = ", ".join(map(str, row["histogram"]))
-                parts.append(f"Cycles of `{row['case']}` that gained 1, 2, ... tokens: {counts}.")
+                what = f"Cycles of `{row['case']}` ({row['metric']}) that gained 1, 2, ... tokens"
+                parts.append(wrapped(f"{what}: {counts}."))
     return "\n\n".join(parts) or "No results are kept."
 
 

@@ -71,7 +71,7 @@ that kind.
 
 def draft_card(s: Settings, record: dict[str, Any]) -> str:
     weights = count(dflash_parameters(s.draft_config)) / 1e6
-    plans = "; ".join(
+    plans = ";\n".join(
         f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens"
         for plan in s.rollouts
     )
@@ -100,11 +100,14 @@ times S; both emit exactly the target's samples.
 
 {_acceptance(evaluation)}
 
-Histogram of tokens per cycle, 1 to {s.block_size}, on all prompts: {_histograms(evaluation)}.
+Cycles that gained 1 to {s.block_size} tokens, on all prompts:
+
+{_histograms(evaluation)}
 
 ## Training
 
-Frozen target; data are its own continuations of passages from files it was not trained on: {plans}.
+Frozen target; data are its own continuations of passages from files it was not trained on:
+{plans}.
 {s.draft_steps:,} steps of {rows} sequences x {s.anchors} anchors, one anchor in each stretch of the
 continuation, all blocks of a sequence in one pass. Greedy continuations are learnt
 from their tokens, sampled ones from the target's distributions. Slot weights: {weighting}.
@@ -142,7 +145,7 @@ def _packages(manifest: dict[str, Any]) -> str:
         f"| {row['name']} | {row['version']} | {row['licence']} | {row['files']:,} | {row['bytes']:,} | {row['heldout_files']} |"
         for row in manifest["packages"]
     ]
-    left = "; ".join(f"{name} ({reason})" for name, reason in manifest["left_out"].items())
+    left = ";\n".join(f"{name} ({reason})" for name, reason in manifest["left_out"].items())
     return head + "\n".join(rows) + (f"\n\nLeft out: {left}." if left else "")
 
 
@@ -160,4 +163,6 @@ def _acceptance(evaluation: dict[str, Any]) -> str:
 
 def _histograms(evaluation: dict[str, Any]) -> str:
     chosen = [row for row in evaluation["rows"] if row["set"] == "all" and row["loops"] == "all" and row["prompts"]]
-    return "; ".join(f"T={row['temperature']:g} {row['proposals']}: {row['histogram']}" for row in chosen)
+    return "\n".join(
+        f"* T={row['temperature']:g} {row['proposals']}: {', '.join(map(str, row['histogram']))}" for row in chosen
+    )

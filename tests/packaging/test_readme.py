@@ -131,6 +131,13 @@ def test_tables_have_the_columns_that_rows_fill(tables):
     ]
 
 
+def test_what_tables_are_followed_by_is_wrapped_between_commands(tables):
+    command, rest = f"`measure {'--option ' * 12}`", "(abc, 2026-01-01, GPU), with one 1.2.3:"
+    assert tables.wrapped(f"Measured by {command} {rest}").splitlines() == [f"Measured by {command}", rest]
+    words = tables.wrapped("word " * 60).splitlines()
+    assert [len(line) for line in words] == [129, 129, 39]
+
+
 def test_tables_are_filled_from_the_files(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / "one.json").write_text(json.dumps([ROW, ROW | {"case": "other", "commit": None, "histogram": [3, 1]}]))
@@ -142,7 +149,7 @@ def test_tables_are_filled_from_the_files(tables, tmp_path, monkeypatch):
     assert short.endswith("| step B1 | 3.142 ms |\n\nMeasured by `measure` (abc, 2026-01-01, GPU).\n")
     empty, whole = rest.split("<!-- rows one -->")
     assert "No results are kept." in empty
-    assert "`measure` (commit not recorded, 2026-01-01, GPU), with jax 1:" in whole
-    assert "Cycles of `other` that gained 1, 2, ... tokens: 3, 1." in whole
+    assert "`measure` (commit not recorded, 2026-01-01, GPU),\nwith jax 1:\n" in whole
+    assert "Cycles of `other` (median) that gained 1, 2, ... tokens: 3, 1." in whole
     with pytest.raises(ValueError, match="no row of one matches nothing"):
         tables.filled(text.replace("on* step.*", "one nothing"))

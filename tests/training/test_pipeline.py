@@ -110,6 +110,11 @@ def test_record_and_cards_name_what_was_used(run):
     card = (out / "target" / "README.md").read_text()
     assert record["command"] in card
     assert f"{record['heldout_loss']:.4f}" in card
+    draft = (out / "draft" / "README.md").read_text()
+    gained = [row["histogram"] for row in record["evaluation"]["rows"] if row["set"] == row["loops"] == "all"]
+    assert gained
+    assert all(f": {', '.join(map(str, counts))}\n" in draft for counts in gained)
+    assert all(len(line) <= 132 or line.startswith("|") for text in (card, draft) for line in text.splitlines())
 
 
 def test_resumed_training_equals_uninterrupted_training(run, tiny, tmp_path):
