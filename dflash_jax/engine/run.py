@@ -1,29 +1,27 @@
 """One pass over requests: who gets a slot, what the device does next, and what comes back."""
 
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-import jax
 import numpy as np
 
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine.ahead import Ahead, Call
-from dflash_jax.engine.core import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, STOP_WIDTH, Core
+from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Core
 from dflash_jax.engine.fitting import Fitting
+from dflash_jax.engine.prompts import Prompts
 from dflash_jax.engine.slots import Job, Slots
-from dflash_jax.engine.warmup import admit_program, first_jobs, resize_program
+from dflash_jax.engine.warmup import first_jobs, resize_program
 from dflash_jax.errors import DFlashError, ParameterError
 from dflash_jax.memory import named_memory_errors
 from dflash_jax.programs import round_up
-from dflash_jax.requests import Request, Update, empty_state, on_host, request_row
+from dflash_jax.requests import Request, Update, empty_state, on_host
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 
@@ -50,7 +48,7 @@ class Run:
         self.retired = np.zeros((count,), bool)
         for request in requests:
             self._queue(request)
-        self.fitting, self.ahead = Fitting(self), Ahead(self)
+        self.prompts, self.fitting, self.ahead = Prompts(self), Fitting(self), Ahead(self)
         self._updates = self._serve()
 
     def __iter__(self) -> Iterator[Update]:
@@ -116,14 +114,15 @@ class Run:
         core = self.core
         self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
         while self.waiting or self.slots.taken:
-            self._drop_cancelled()
+            self.drop_cancelled()
             if self.ahead.call is None:
-                self._admit()
-                yield from self._prefill()
+                self.admit()
+                yield from self.prompts.turn()
             if self.ahead.call is not None or self.slots.decoding:
                 yield from self._run_cycles()
 
-    def _drop_cancelled(self) -> None:
+    def drop_cancelled(self) -> None:
+        """Takes queue places and slots from requests that were cancelled since the last look."""
         if self.cancelled:
             self.waiting = deque(job for job in self.waiting if job.request.index not in self.cancelled)
             for job in self.slots.taken:
@@ -135,7 +134,7 @@ class Run:
         self.retired[job.slot] = True
         self.slots.leave(job)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Gives a slot to the request that has waited longest, one prompt at a time."""
         if not self.waiting or self.slots.prefilling is not None:
             return
@@ -149,61 +148,6 @@ class Run:
             self.waiting.popleft()
             job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
 
-    def _prefill(self) -> Iterator[Update]:
-        """A part of a long prompt, or several prompts that together cost no more than `max_chunk` tokens."""
-        chunks, spent, before = self.core.buckets.chunk, 0, None
-        while (job := self.slots.prefilling) is not None:
-            size = round_up(len(job.context) - job.filled, chunks)
-            cost = max(size, LEAST_TOKENS)
-            if spent and spent + cost > self.core.max_chunk:
-                break
-            spent += cost
-            emitted = self._prefill_chunk(job, size)
-            # Looked at once the device has the next prompt to go on with.
-            if before is not None:
-                yield from self._first_token(*before)
-            before = None if emitted is None else (job, emitted)
-            if job is self.slots.prefilling:
-                break
-            self._drop_cancelled()
-            self._admit()
-        if before is not None:
-            yield from self._first_token(*before)
-            self._drop_cancelled()
-            self._admit()  # what was added meanwhile
-
-    def _prefill_chunk(self, job: Job, size: int) -> Emitted | None:
-        """The next chunk of a prompt; with the last one the first token, unless it was emitted before the slot was lost."""
-        core, context = self.core, job.context
-        chunk = context[job.filled : job.filled + size]
-        ids = np.zeros((1, size), np.int32)
-        ids[0, : len(chunk)] = chunk
-        table = self.slots.table(core.width_of(job.filled + len(chunk)), job.slot)
-        pages = (self.state.target_pages, self.state.draft_pages)
-        step = (core.weights, table, pages, ids, np.int32(job.filled), np.int32(len(chunk)))
-        pages, logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
-        self._keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
-        job.filled += len(chunk)
-        if job.filled < len(context):
-            return None
-        row = request_row(self.setup, job.request, self.stop_width, core.dtype, job.tokens)
-        state, emitted = core.programs.call(
-            admit_program, (self.setup,), (1,), None, self.state, np.int32(job.slot), row, logits
-        )
-        self._keep(state)
-        job.decoding, self.retired[job.slot] = True, False
-        self.slots.publish(job)
-        return None if job.tokens else emitted
-
-    def _first_token(self, job: Job, emitted: Emitted) -> Iterator[Update]:
-        """The update of a prompt that is in the pages, unless its request was cancelled since."""
-        rows = jax.tree.map(operator.itemgetter(None), on_host(emitted, logprobs=self.setup.logprobs))
-        if job.slot >= 0:
-            spent = time.perf_counter() - job.started - (self.core.programs.compile_s - job.compiled)
-            update = Update.collect(job.request, rows, 0, first=True, seconds=spent)
-            self._account(job, update)
-            yield update
-
     def _run_cycles(self) -> Iterator[Update]:
         call = self.ahead.take() or self._first_cycles()
         if call is None:
@@ -216,7 +160,7 @@ class Run:
             if job.slot == slot:  # has not left since the call was started
                 update = Update.collect(job.request, host, slot, first=False, seconds=spent)
                 job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
-                self._account(job, update)
+                self.account(job, update)
                 updates.append(update)
         yield from (update for update in updates if update.index not in self.cancelled)
 
@@ -233,7 +177,7 @@ class Run:
         core, running = self.core, self.slots.decoding
         table = self.slots.table(core.width_of(max(len(job.pages) for job in running) * core.page_size))
         state, rows = core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
-        self._keep(state)
+        self.keep(state)
         self.retired[:] = False
         return Call([(job, job.slot) for job in running], rows, setup, cycles, table.shape[1], *started)
 
@@ -257,9 +201,9 @@ class Run:
             self.retired = np.where(rows < 0, False, self.retired[rows])
             pools = {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
             moved = self.core.programs.call(resize_program, (), (), None, without_pools(self.state), rows)
-            self._keep(replace(moved, **pools))
+            self.keep(replace(moved, **pools))
 
-    def _account(self, job: Job, update: Update) -> None:
+    def account(self, job: Job, update: Update) -> None:
         """Adds an update's tokens to its request, and takes its slot if they end it."""
         job.tokens += update.tokens
         job.request.produced = len(job.tokens)
@@ -294,7 +238,7 @@ class Run:
         most = min((cycles - 1) * length, job.remaining - 1)
         return self.core.pages_for(job.filled + most)
 
-    def _keep(self, state: DecodeState) -> None:
+    def keep(self, state: DecodeState) -> None:
         """The state is the pools' only owner: the engine must know the newest one at every moment."""
         self.state = state
         self.core.keep_pools(state.target_pages, state.draft_pages)

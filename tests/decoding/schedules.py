@@ -54,7 +54,7 @@ class Interrupter:
     def __init__(self, patch: pytest.MonkeyPatch, engine: Engine, run: Run, at: int):
         self.left = at
         places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
-        places += [(run, "_admit"), (run, "_make_room"), (run, "_account"), (engine, "keep_pools")]
+        places += [(run, "admit"), (run, "_make_room"), (run, "account"), (engine, "keep_pools")]
         for owner, name in places:
             patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 
