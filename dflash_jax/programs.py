@@ -5,16 +5,16 @@ nothing, and the time compiling takes is known and kept out of every other figur
 """
 
 import functools
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
+
+from dflash_jax.line import Line, place, short_turns
 
 if TYPE_CHECKING:
     from dflash_jax.stored_programs import StoredPrograms
@@ -55,7 +55,6 @@ class Buckets:
 
 
 THREADS = 4
-TURN_S = 2e-4
 # For `loop` on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call returns
 # while the device works.
 ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE"}
@@ -63,49 +62,21 @@ Status = Literal["compiled", "pending", "missing"]
 
 
 def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
-    """Runs jobs that compile in the background, in their order, some side by side. A call that needs their programs waits."""
+    """Runs jobs that compile in the background, in their order, some side by side. A call that needs their programs waits.
+
+    Of those that wait to be traced the first one is next, whichever thread wakes up first.
+    """
     # Threads do not inherit this setting where it was made for a block.
     precision = jax.config.jax_default_matmul_precision
 
-    def run(job: Callable[[], Any]) -> None:
-        with jax.default_matmul_precision(precision), short_turns():
+    def run(number: int, job: Callable[[], Any]) -> None:
+        with jax.default_matmul_precision(precision), short_turns(), place(number):
             job()
 
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
-    futures = [pool.submit(run, job) for job in jobs]
+    futures = [pool.submit(run, number, job) for number, job in enumerate(jobs)]
     pool.shutdown(wait=False)
     return futures
-
-
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Python changes threads more often inside. May be entered from several threads at a time.
-
-    Tracing keeps Python busy for seconds, and whoever needs it in between, to start a transfer or a program, would wait the usual
-    5 ms at each of its hundreds of steps.
-    """
-    with _TURNS.lock:
-        if _TURNS.inside == 0:
-            _TURNS.usual = sys.getswitchinterval()
-            sys.setswitchinterval(min(_TURNS.usual, TURN_S))
-        _TURNS.inside += 1
-    try:
-        yield
-    finally:
-        with _TURNS.lock:
-            _TURNS.inside -= 1
-            if _TURNS.inside == 0:
-                sys.setswitchinterval(_TURNS.usual)
-
-
-@dataclass
-class _Turns:
-    inside: int = 0
-    usual: float = 0.0
-    lock: Lock = field(default_factory=Lock)
-
-
-_TURNS = _Turns()
 
 
 def drop(futures: list[Future]) -> None:
@@ -129,7 +100,7 @@ class Programs:
     _compiled: dict[tuple, Any] = field(default_factory=dict)
     _pending: dict[tuple, Future] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
-    _tracing: Lock = field(default_factory=Lock)
+    _tracing: Line = field(default_factory=Line)
 
     def call(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
         """`function(*static, *args)` as a compiled program; `donate` numbers arguments of `args`."""

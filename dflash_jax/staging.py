@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.programs import short_turns
+from dflash_jax.line import short_turns
 
 THREADS = 8
 # Room beside the largest array, so that others can be filled while it travels.

@@ -1,0 +1,99 @@
+"""Programs are traced in the order in which they are needed."""
+
+import sys
+import threading
+import time
+from concurrent.futures import wait
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.line import Line, place, short_turns
+from dflash_jax.programs import Programs, start_compiling
+
+
+def waiting(line: Line, count: int) -> None:
+    deadline = time.monotonic() + 10
+    while len(line._waiting) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("order", [[2, 0, 1], [0, 1, 2], [1, 1, 0]])
+def test_the_first_in_line_is_next_whoever_came_first(order):
+    line, seen, threads = Line(), [], []
+
+    def enter(number):
+        with place(number), line:
+            seen.append(number)
+
+    with line:
+        for number in order:
+            threads.append(threading.Thread(target=enter, args=(number,)))
+            threads[-1].start()
+            waiting(line, len(threads))
+        anybody = threading.Thread(target=lambda: [line.__enter__(), seen.append(-1), line.__exit__()])
+        anybody.start()
+        waiting(line, len(threads) + 1)
+    for thread in (*threads, anybody):
+        thread.join(10)
+    assert seen == [-1, *sorted(order)]
+
+
+def test_a_line_is_left_when_what_it_guards_fails():
+    line = Line()
+    with pytest.raises(ValueError, match="inside"), line:
+        raise ValueError("inside")
+    with line:
+        pass
+
+
+def test_one_at_a_time():
+    line, inside, most = Line(), [], []
+
+    def enter():
+        for _ in range(50):
+            with line:
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0)
+                inside.pop()
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(most) == 200
+    assert max(most) == 1
+
+
+def test_what_the_first_token_needs_is_traced_before_the_cycles():
+    """The cycles' program takes longest; by chance it was traced before a small one that came earlier."""
+    programs, traced = Programs(), []
+
+    def job(name: str, seconds: float):
+        def function(x):
+            time.sleep(seconds)
+            traced.append(name)
+            return x
+
+        return lambda: programs.prepare(function, (), (), jax.ShapeDtypeStruct((3,), jnp.float32))
+
+    names = ["prompt", "first token", "cycles", "more cycles"]
+    line = programs._tracing
+    with line:
+        futures = start_compiling([job(name, 0.05) for name in names])
+        waiting(line, len(names))
+    wait(futures)
+    assert traced == names
+
+
+def test_short_turns_end_with_the_last_who_is_inside():
+    usual = sys.getswitchinterval()
+    with short_turns():
+        with short_turns():
+            assert sys.getswitchinterval() < usual
+        assert sys.getswitchinterval() < usual
+    assert sys.getswitchinterval() == usual
