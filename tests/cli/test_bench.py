@@ -25,9 +25,9 @@ def workload(model) -> Workload:
 
 def test_figures_of_a_closed_loop(model, workload) -> None:
     figures = measure(model, workload, concurrency=2, requests=5, draft=True)
-    compiled = set(model.engine.programs._compiled)
+    compiled = model.engine.programs.shapes()
     again = measure(model, workload, concurrency=2, requests=5, draft=True)
-    assert set(model.engine.programs._compiled) == compiled
+    assert model.engine.programs.shapes() == compiled
     assert (figures.requests, figures.concurrency, figures.prompt_tokens, figures.max_tokens) == (5, 2, 12.0, 10)
     assert figures.tokens_per_s > 0
     assert figures.compile_s > again.compile_s  # a second run only looks for its programs
@@ -44,10 +44,10 @@ def test_figures_of_a_closed_loop(model, workload) -> None:
 def test_everything_is_compiled_before_the_first_request(model, workload) -> None:
     for job in programs(model, workload, concurrency=2, draft=True, imposed_acceptance=2.0):
         job()
-    compiled = set(model.engine.programs._compiled)
+    compiled = model.engine.programs.shapes()
     figures = measure(model, workload, concurrency=2, requests=5, draft=True, imposed_acceptance=2.0)
     assert figures.imposed_acceptance == 2.0
-    assert set(model.engine.programs._compiled) == compiled
+    assert model.engine.programs.shapes() == compiled
     assert model.engine.imposed_acceptance is None
 
 

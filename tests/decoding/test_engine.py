@@ -15,7 +15,7 @@ from dflash_jax.sampling_params import SamplingParams
 def poison(engine):
     """NaN in every slot of every page, with nothing in them to be found again."""
     engine.allocator.forget()
-    engine._pools = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), engine.take_pools())
+    engine.keep_pools(*jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), engine.take_pools()))
 
 
 @pytest.mark.parametrize("draft", [True, False])
@@ -26,9 +26,13 @@ def test_nan_in_unused_slots_changes_nothing(pair, make_prompts, draft):
     assert pair.run(prompts, draft=draft)[:2] == clean[:2]
 
 
-def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_prompts):
-    """After cycles that rejected proposals, the drafter's pages equal those computed from the committed text alone."""
-    pair = make_pair()
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_prompts, ahead):
+    """After cycles that rejected proposals, the drafter's pages equal those computed from the committed text alone.
+
+    The pages may be those that the next cycles are on their way to; rows of what was committed before stay as they are.
+    """
+    pair = make_pair(goes_ahead=ahead)
     engine = pair.engine
     prompt = make_prompts((21,))[0]
     run = engine.run([Request(0, tuple(prompt), SamplingParams(max_tokens=60))], cycles=7)
@@ -37,8 +41,10 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
         tokens += update.tokens
         if not update.first:
             break
-    state, table = run.state, run.slots.tables[0]
-    length = int(state.seq_lens[0]) - int(state.fresh[0])
+    assert (run.ahead.call is not None) == ahead
+    pages, table, (job,) = run.state.draft_pages, run.slots.tables[0], run.slots.taken
+    length = job.filled - job.fresh
+    assert length > len(prompt)
     assert sum(update.counts) < len(update.counts) * pair.draft.block_size, (
         "nothing was rejected: the test shows nothing"
     )
@@ -47,7 +53,7 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
     _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
     keys, values = drafter.context_kv(drafter.context(features), positions)
     for layer in range(pair.draft.num_layers):
-        for pool, expected in ((state.draft_pages.k, keys), (state.draft_pages.v, values)):
+        for pool, expected in ((pages.k, keys), (pages.v, values)):
             rows = jnp.moveaxis(pool[layer][table[: -(-length // engine.page_size)]], 2, 1)
             found = rows.reshape(-1, *rows.shape[2:])[:length]
             np.testing.assert_allclose(found, expected[layer, 0], rtol=1e-4, atol=1e-5)

@@ -91,7 +91,7 @@ def poison(pages: Pages) -> Pages:
 def engine() -> Engine:
     """One engine for all tests, its pages full of NaN before the first request."""
     engine = make_engine()
-    engine._pools = tuple(poison(pages) for pages in engine.take_pools())
+    engine.keep_pools(*map(poison, engine.take_pools()))
     return engine
 
 

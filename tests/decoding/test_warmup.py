@@ -28,10 +28,10 @@ def test_what_a_run_calls_first_is_compiled_while_weights_are_read(draft, length
 
     model = dj.load(dtype="float32", max_batch=4, max_model_len=600, ahead=first_run)
     wait(start_compiling(ahead))  # the same again: waits for those that load has begun
-    compiled = set(model.engine.programs._compiled)
+    compiled = model.engine.programs.shapes()
     assert len(compiled) == len(ahead)
     pieces = list(dj.stream(model, prompts, params, draft=draft))
-    assert set(model.engine.programs._compiled) == compiled
+    assert model.engine.programs.shapes() == compiled
     assert pieces[-1].completion.stats.compile_s == 0
     plain = dj.load(dtype="float32", max_batch=4, max_model_len=600)
     expected = dj.generate(plain, prompts, params, draft=draft)
@@ -58,7 +58,7 @@ def test_weights_in_other_dtypes_than_expected_are_served(monkeypatch):
         max_model_len=64,
         ahead=lambda model: model.engine.run(make_requests(model, ["x"], params)),
     )
-    assert model.engine.programs._compiled == {}
+    assert model.engine.programs.shapes() == []
     assert len(dj.generate(model, "x", params).token_ids) == 4
 
 
@@ -91,7 +91,7 @@ def test_a_program_that_cannot_be_compiled_says_so_to_everybody():
         programs.call(wrong, (), (), jnp.ones(3))
     wait(futures)
     assert [str(future.exception()) for future in futures] == ["no such program"] * 2
-    assert programs._pending == {}
+    assert programs.status(programs.key(wrong, (), (), jnp.ones(3))) == "missing"
 
 
 def test_warmup_in_threads_keeps_the_callers_precision():
