@@ -99,6 +99,8 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
       CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
     """
     folder, subject = Path(source).expanduser(), str(source)
+    if not subject:
+        raise CheckpointError("no model", "an empty name was given; give a folder or a model id of the form owner/name")
     if folder.exists():
         if not folder.is_dir():
             raise CheckpointError(subject, "is a file; give the folder that holds it")

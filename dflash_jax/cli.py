@@ -51,6 +51,7 @@ _EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
     (CapacityError, REQUEST),
     (DFlashError, UNEXPECTED),
 )
+MOST_PROBLEMS = 6  # of a folder, in the one line that tells them
 # A model may say anything; a terminal would obey some of it.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
 
@@ -206,15 +207,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             return COMMANDS[args.command](args)
     except DFlashError as error:
         head, *problems = str(error).split("\n  - ")
+        if (more := len(problems) - MOST_PROBLEMS) > 0:
+            problems[MOST_PROBLEMS:] = [f"and {more} more, which dflash-convert --dry-run lists"]
         print(f"error: {head} {'; '.join(problems)}".rstrip(), file=sys.stderr)
         return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has left. Python would complain once more while it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has left.
+        leave_stdout()
         return UNEXPECTED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        leave_stdout()
+        return UNEXPECTED
+
+
+def leave_stdout() -> None:
+    """Lets what is still to be written to stdout go nowhere if it cannot be written: Python would complain at exit once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

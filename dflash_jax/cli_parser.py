@@ -6,7 +6,11 @@ from typing import Any
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli` runs what `command` names."""
-    parser = argparse.ArgumentParser(prog="dflash-jax", description="DFlash speculative decoding in pure JAX.")
+    parser = argparse.ArgumentParser(
+        prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
+        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model "
+        "not usable, 4 request not usable, 130 interrupted.",
+    )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 

@@ -9,7 +9,7 @@ import tokenizers
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dflash_jax.errors import ConfigError, TokenizerError
+from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -64,7 +64,16 @@ class Tokenizer:
         return cls(backend, template if isinstance(template, str) else None, special)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, with the tokens its post-processor adds unless `special` is False."""
+        """Token ids of a text, with the tokens its post-processor adds unless `special` is False.
+
+        Raises:
+          PromptError: a character has no UTF-8 form, as Python reads bytes that are no UTF-8 from a terminal or a file name.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = f"character {error.start} of the text is {text[error.start]!r}, which no UTF-8 text has"
+            raise PromptError(f"{wrong}: give UTF-8, or token ids") from None
         return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:

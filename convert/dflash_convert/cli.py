@@ -4,7 +4,8 @@
     dflash-convert Qwen3-8B --dry-run
     dflash-convert qwen3-8b --reverse --output Qwen3-8B
 
-Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists, 130 interrupted.
+Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists or cannot be
+written, 130 interrupted.
 """
 
 import argparse
@@ -24,9 +25,9 @@ from tqdm import tqdm
 
 from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
 from dflash_convert.plan import KEEP
-from dflash_convert.reverse import write_huggingface
+from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import VerificationError, verify_hash, verify_logits
-from dflash_convert.write import OutputExistsError, output_folder, write_converted
+from dflash_convert.write import OutputError, OutputExistsError, output_folder, write_converted
 from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted, resolve_source
 from dflash_jax.checkpoint_pair import check_pair
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
@@ -45,6 +46,7 @@ _FAILURES: tuple[tuple[type[BaseException], int, str], ...] = (
     (KeyboardInterrupt, INTERRUPTED, "interrupted"),
     (UsageError, USAGE, "usage"),
     (OutputExistsError, EXISTS, "output exists"),
+    (OutputError, EXISTS, "output not usable"),
     (VerificationError, VERIFY, "verification failed"),
     (CheckpointError, SOURCE, "source not usable"),
     (ConfigError, SOURCE, "source not usable"),
@@ -97,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         code, label = next((code, label) for kind, code, label in _FAILURES if isinstance(error, kind))
         message = str(error) or type(error).__name__
-        if code == UNEXPECTED:
+        if code == UNEXPECTED and not isinstance(error, OSError):  # which names the file or the disk at fault
             traceback.print_exc()
         console.report |= {"status": label, "error": message, "problems": list(getattr(error, "problems", ()))}
         print(f"dflash-convert: {label}: {message}", file=sys.stderr)
@@ -108,8 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dflash-convert",
         description="Converts a Hugging Face checkpoint (and its drafter) into a folder that dflash_jax loads.",
-        epilog="Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists, "
-        "130 interrupted.",
+        epilog="Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists "
+        "or cannot be written, 130 interrupted.",
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a folder with config.json and safetensors files, or owner/name on the hub")
@@ -198,7 +200,8 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
         _refuse_nesting(output, source.folder)
     checkpoints = [open_checkpoint(source.folder, options.dtype) for source in sources]
     _check_roles(checkpoints)
-    with output_folder(output, overwrite=options.overwrite) as temporary:
+    nbytes = sum(checkpoint.plan.nbytes for checkpoint in checkpoints)
+    with output_folder(output, overwrite=options.overwrite, nbytes=nbytes) as temporary:
         for source, checkpoint in zip(sources, checkpoints, strict=True):
             folder = temporary if source is sources[0] else temporary / DRAFT
             folder.mkdir(exist_ok=True)
@@ -236,7 +239,7 @@ def _reverse(options: argparse.Namespace, console: Console) -> None:
     _refuse_nesting(options.output, Path(options.source))
     converted = open_converted(options.source)
     parts = [converted, *([open_converted(converted.draft)] if converted.draft else [])]
-    with output_folder(options.output) as temporary:
+    with output_folder(options.output, nbytes=sum(map(tensor_bytes, parts))) as temporary:
         for part in parts:
             folder = temporary if part is converted else temporary / DRAFT
             folder.mkdir(exist_ok=True)

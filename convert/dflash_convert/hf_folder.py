@@ -190,13 +190,13 @@ def _read_shards(result: HuggingFaceFolder) -> None:
             homes[name].append(shard)
             if name in names:
                 result.tensors[name] = tensor
+        if unlisted := [name for name in held if name not in weight_map]:
+            result.problems.append(
+                f"{shard} holds tensors that {INDEX} does not name: {_some(unlisted)}; fetch the index again"
+            )
     for name, shards in homes.items():
         if len(shards) > 1:
             result.problems.append(f"tensor {name} is in several shards ({', '.join(shards)}); it must be in one")
-        elif name not in weight_map:
-            result.problems.append(
-                f"tensor {name} is in {shards[0]}, but {INDEX} does not name it; fetch the index again"
-            )
 
 
 def _read_file(result: HuggingFaceFolder, name: str, *, by_index: bool = False) -> dict[str, Tensor] | None:

@@ -34,6 +34,11 @@ class _Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def tensor_bytes(converted: Converted) -> int:
+    """Bytes of all tensors that `write_huggingface` will write."""
+    return sum(piece.nbytes for piece in _pieces(converted))
+
+
 def write_huggingface(folder: Path, converted: Converted, progress: Progress = silent) -> None:
     """Writes config.json, tokenizer files and model.safetensors into an existing empty folder."""
     pieces = list(_pieces(converted))

@@ -29,7 +29,11 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 _PIECE_BYTES = 64 << 20
 
 
-class OutputExistsError(DFlashError):
+class OutputError(DFlashError):
+    """The output cannot be written: the place does not take it, or has no room for it."""
+
+
+class OutputExistsError(OutputError):
     """The output is already there and may not be replaced."""
 
 
@@ -39,21 +43,30 @@ def silent(phase: str, nbytes: int) -> AbstractContextManager[Callable[[int], An
 
 
 @contextmanager
-def output_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends well, and disappears when it does not.
 
     Args:
       overwrite: replace an existing converted folder.
+      nbytes: of what will be written, at least.
 
     Raises:
       OutputExistsError: `output` exists and is not a converted folder, or `overwrite` is false.
+      OutputError: nothing can be written there, or the disk has less room than `nbytes`.
     """
     output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    _clean(output)
-    _refuse_existing(output, overwrite)
     temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
-    temporary.mkdir()
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _clean(output)
+        _refuse_existing(output, overwrite)
+        if nbytes > (free := shutil.disk_usage(output.parent).free):
+            raise OutputError(
+                f"{output} takes {nbytes:,} bytes, its disk has {free:,} free; make room or name another output"
+            )
+        temporary.mkdir()
+    except OSError as error:
+        raise OutputError(f"{output} cannot be written ({error}); name another output") from error
     old = temporary.with_name(temporary.name + ".old")
     lock = _lock(temporary)
     try:

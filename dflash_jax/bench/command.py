@@ -61,8 +61,12 @@ def check(args: argparse.Namespace) -> None:
         raise ParameterError(
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
         )
-    if args.json not in (None, "-") and not os.access(Path(args.json).absolute().parent, os.W_OK):
+    if args.json in (None, "-"):
+        return
+    if not os.access(Path(args.json).absolute().parent, os.W_OK):
         raise ParameterError(f"--json {args.json}: its folder does not exist or cannot be written to")
+    if Path(args.json).is_dir():
+        raise ParameterError(f"--json {args.json} is a folder: name the file that is to be written")
 
 
 def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
@@ -124,5 +128,9 @@ def write(path: str, rows: list[dict[str, Any]]) -> None:
         print(text, end="")
         return
     scratch = Path(f"{path}.tmp-{os.getpid()}")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    try:
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise

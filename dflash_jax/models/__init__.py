@@ -101,7 +101,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
         f"config.json names architectures={architectures!r}, model_type={hf_config.get('model_type')!r}; known architectures: "
-        f"{known}"
+        f"{known}; give a checkpoint of one of these"
     )
 
 

@@ -150,6 +150,7 @@ def test_command_refuses(options, said, capsys) -> None:
         (["--input-length", "-3"], "--input-length must be at least 1, got -3"),
         (["--concurrency", "2", "0"], "--concurrency must be at least 1, got 0"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder does not exist"),
+        (["--json", "/tmp"], "--json /tmp is a folder"),
     ],
 )
 def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, capsys) -> None:

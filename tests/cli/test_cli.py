@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax.cli import main
@@ -84,6 +85,8 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["generate", "x", "--model", "/nowhere"], 3, "/nowhere"),
         (["info", "/nowhere"], 3, "/nowhere"),
         (["generate", "x", "--cache-dtype", "fp8_packed"], 4, "needs latent rows"),
+        (["generate", "x\udcff", "--max-tokens", "9"], 4, "character 1 of the text is '\\udcff'"),
+        (["generate", "x", "--model", ""], 3, "an empty name"),
     ],
 )
 def test_errors_are_one_line_and_a_code(target, capsys, arguments, code, message):
@@ -97,11 +100,27 @@ def test_errors_are_one_line_and_a_code(target, capsys, arguments, code, message
     assert message in err
 
 
-def test_every_problem_of_a_folder_is_in_the_line(tmp_path, target, capsys):
+def test_problems_of_a_folder_are_one_line(tmp_path, target, capsys):
+    """All of them, or where they are many the first ones and how many more there are."""
     (tmp_path / "config.json").write_text((target / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(b"no header")
     assert main(["info", str(tmp_path)]) == 3
     assert capsys.readouterr().err.count("\n") == 1
+    tensors = load_file(target / "model.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
+    assert main(["info", str(tmp_path)]) == 3
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert err.count(" is missing") == 6
+    assert f"; and {len(tensors) - 7} more, which dflash-convert --dry-run lists\n" in err
+
+
+def test_text_that_cannot_be_written_is_one_line(target):
+    with open("/dev/full", "w") as full:
+        run = [*COMMAND, "generate", "ab", "--model", str(target), "--max-tokens", "9"]
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["nothing"], ["generate", "x", "--draft", "d", "--no-draft"]])

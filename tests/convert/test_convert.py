@@ -1,13 +1,15 @@
 """What a conversion writes, and how its verification fails."""
 
+import errno
 import json
 import subprocess
+from collections import namedtuple
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert import verify, write
+from dflash_convert import cli, verify, write
 from dflash_convert.hf_reader import assemble, open_checkpoint
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
@@ -140,6 +142,33 @@ def test_existing_outputs(hf, bits):
     same(bits, open_converted(other).load(), open_checkpoint(source).load())
     (hf.root / "file").write_text("")
     assert hf.convert(source, "--output", hf.root / "file", "--overwrite") == 5
+
+
+def test_outputs_that_cannot_be_written(hf, monkeypatch, capsys):
+    """One line that names the place and what to do; nothing is left behind."""
+    source = hf.qwen3()
+    (hf.root / "file").write_text("")
+    before = sorted(hf.root.iterdir())
+    assert hf.convert(source, "--output", hf.root / "file" / "out") == 5
+    full = namedtuple("usage", "total used free")(10**9, 10**9, 1000)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda path: full)
+    assert hf.convert(source, "--output", hf.root / "out") == 5
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"dflash-convert: output not usable: {hf.root}/file/out cannot be written (")
+    assert first.endswith("; name another output")
+    nbytes = open_checkpoint(source).plan.nbytes
+    assert f"{hf.root}/out takes {nbytes:,} bytes, its disk has 1,000 free; make room" in second
+    assert sorted(hf.root.iterdir()) == before
+
+
+def test_a_disk_that_fills_up_is_one_line(hf, monkeypatch, capsys):
+    def fails(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "weights")
+
+    monkeypatch.setattr(cli, "write_converted", fails)
+    assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 1
+    assert capsys.readouterr().err == "dflash-convert: unexpected: [Errno 28] No space left on device: 'weights'\n"
+    assert not list(hf.root.glob("out*"))
 
 
 @pytest.mark.parametrize("verify_kind", ["hash", "logits"])

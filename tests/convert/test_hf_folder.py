@@ -100,7 +100,7 @@ def test_shards_and_index_disagree(hf):
     assert f"{third.name} is missing, though {INDEX} names it" in found
     assert f"{first.name} lacks tensors that {INDEX} places in it: {lost}" in found
     assert "tensor model.embed_tokens.weight is in several shards" in found
-    assert f"tensor unlisted is in {second.name}, but {INDEX} does not name it" in found
+    assert f"{second.name} holds tensors that {INDEX} does not name: unlisted" in found
     assert "is missing;" not in found.replace(third.name, "")
 
 
