@@ -180,7 +180,7 @@ def run_info(args: argparse.Namespace) -> int:
     """`dflash-jax info`: what `load` would do, without reading weights."""
     from dflash_jax.info import collect, lines
 
-    facts = collect(**{name: value for name, value in load_options(args).items() if name != "verify_length"})
+    facts = collect(**load_options(args))
     print(json.dumps(facts, indent=2) if args.json else "\n".join(lines(facts)))
     return OK
 

@@ -1,24 +1,21 @@
 """What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
 
 import platform
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from dflash_jax.cache import CacheDtype, check_cache_dtype
+from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.formats import pool_dtype
 from dflash_jax.checkpoint import Checkpoint
-from dflash_jax.checkpoint_pair import check_pair, open_pair
-from dflash_jax.engine import Engine
+from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.memory import size
-from dflash_jax.model import check_weight_dtype, choose_dtype, choose_model_len, plan_for
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.weights import reading_bytes, weight_bytes, weight_shapes
+from dflash_jax.planning import check_limits, plan_engine
+from dflash_jax.weights import weight_bytes
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
@@ -32,29 +29,16 @@ def collect(
     max_batch: int = 8,
     weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
+    verify_length: int | str | None = None,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
+    check_limits(max_batch=max_batch)
     target, drafter = open_pair(path, draft)
-    if drafter is not None:
-        check_pair(target.config, drafter.config)
-    check_cache_dtype(target.config, cache_dtype)
-    check_weight_dtype(weight_dtype)
+    engine, memory = plan_engine(
+        target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
+        max_batch=max_batch, verify_length=verify_length,
+    )  # fmt: skip
     checkpoints = [target] if drafter is None else [target, drafter]
-    kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
-    pair = [(one.config, one.family) for one in checkpoints]
-    weights = weight_shapes(pair, kind, weight_dtype)
-    stored = weights if weight_dtype is None else weight_shapes(pair, kind)
-    engine = Engine(
-        target=target.config,
-        draft=None if drafter is None else drafter.config,
-        weights=weights,
-        dtype=kind,
-        max_model_len=choose_model_len(target.config, max_model_len),
-        max_batch=max_batch,
-        cache_dtype=cache_dtype,
-    )
-    memory = plan_for(engine, reading_bytes(stored, weights), None)
-    engine = replace(engine, num_pages=memory.num_pages)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -65,7 +49,7 @@ def collect(
             "count": jax.local_device_count(),
             "memory_bytes": stats.get("bytes_limit"),
         },
-        "models": [_model(one, weight_bytes({"": weights[one.family.role]})) for one in checkpoints],
+        "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(cache_dtype, engine.dtype)),

@@ -4,30 +4,27 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import tqdm
 from jaxtyping import Array
 
-from dflash_jax.cache import CacheDtype, check_cache_dtype
+from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.calibration import calibrate, check_texts
-from dflash_jax.checkpoint_pair import check_pair, open_pair
+from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
-from dflash_jax.memory import MemoryPlan, free_memory, named_memory_errors, plan_memory, workspace_bytes
+from dflash_jax.memory import MemoryPlan, named_memory_errors
 from dflash_jax.models import DFlashConfig
-from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
+from dflash_jax.models.quantised import WeightDtype
+from dflash_jax.planning import check_limits, choose_dtype, plan_engine
 from dflash_jax.programs import drop, start_compiling
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
-from dflash_jax.weights import read_weights, reading_bytes, same_shapes, weight_bytes, weight_shapes
-
-DEFAULT_MODEL_LEN = 4096
+from dflash_jax.weights import read_weights, same_shapes
 
 
 @dataclass
@@ -152,46 +149,23 @@ def load(
       ParameterError: an option is outside its range.
       CapacityError: the device has no room for weights and pages, with the numbers.
     """
-    pages = 1 if num_pages is None else num_pages
-    limits = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (pages, 2**31 - 1)}
-    for name, (value, most) in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+    check_limits(max_batch=max_batch, page_size=page_size, num_pages=num_pages)
     if proposals not in ("shared_noise", "argmax", "rejection"):
         raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
-    if drafter is not None:
-        check_pair(target.config, drafter.config)
-    check_cache_dtype(target.config, cache_dtype)
-    check_weight_dtype(weight_dtype)
     if len(calibration) and cache_dtype != "fp8":
         raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
-    length = choose_verify_length(None if drafter is None else drafter.config, verify_length)
+    engine, memory = plan_engine(
+        target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
+        max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
+    )  # fmt: skip
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in calibration]
     if texts:
         check_texts(target.config, texts)
-    dtype_used = jnp.dtype(choose_dtype(dtype) or target.dtype)
-    pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    expected = weight_shapes(pair, dtype_used, weight_dtype)
-    stored = expected if weight_dtype is None else weight_shapes(pair, dtype_used)
-    engine = Engine(
-        target=target.config,
-        draft=None if drafter is None else drafter.config,
-        weights=expected,
-        dtype=dtype_used,
-        max_model_len=choose_model_len(target.config, max_model_len),
-        max_batch=max_batch,
-        page_size=page_size,
-        proposals=proposals,
-        cache_dtype=cache_dtype,
-        verify_length=length,
-    )
-    memory = plan_for(engine, reading_bytes(stored, expected), num_pages)
-    engine = replace(engine, num_pages=memory.num_pages)
     notices = [*target.notices, *(() if drafter is None else drafter.notices)]
     if memory.num_pages < memory.full_pages and num_pages is None:
         notices.append(
@@ -203,10 +177,11 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         engine.cache_scales = calibrate(target.config, params, texts) if texts else None
 
+    expected = engine.weights
     compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
-            engine.weights = read_weights(target, drafter, choose_dtype(dtype), dtype_used, weight_dtype, observe)
+            engine.weights = read_weights(target, drafter, choose_dtype(dtype), engine.dtype, weight_dtype, observe)
     except BaseException:
         drop(compiled)
         raise
@@ -216,70 +191,9 @@ def load(
     return model
 
 
-def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
-    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
-
-    Args:
-      reading: see `MemoryPlan`.
-    """
-    workspace = workspace_bytes(
-        engine.target, engine.draft, engine.dtype,
-        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
-    )  # fmt: skip
-    return plan_memory(
-        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
-        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
-    )  # fmt: skip
-
-
 def _calibration_ids(tokenizer: Tokenizer | None, text: str | Sequence[int]) -> Sequence[int]:
     if not isinstance(text, str):
         return text
     if tokenizer is None:
         raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
     return tokenizer.encode(text)
-
-
-def check_weight_dtype(weight_dtype: str | None) -> None:
-    """Raises ParameterError unless weights can be kept in it."""
-    if weight_dtype not in (None, *WEIGHT_DTYPES):
-        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
-
-
-def choose_dtype(dtype: str | None) -> str | None:
-    """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
-    if dtype is None:
-        return None if jax.default_backend() != "cpu" else "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-    return dtype
-
-
-def choose_model_len(config: DecoderConfig, length: int | None) -> int:
-    """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
-
-    Raises:
-      ParameterError: the model was not made for that length.
-    """
-    limit = config.max_position
-    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else length
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 2 <= chosen <= limit:
-        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
-    return chosen
-
-
-def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -> int | Literal["auto"] | None:
-    """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
-
-    Raises:
-      ParameterError: the drafter does not offer so many tokens.
-    """
-    if length is None:
-        return None
-    if length == "auto":
-        return None if jax.default_backend() == "cpu" else "auto"
-    offered = 0 if draft is None else draft.num_drafts + 1
-    if isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= offered:
-        return length
-    which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
-    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')

@@ -61,7 +61,7 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     return most
 
 
-def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Shapes) -> bool:
+def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]) -> bool:
     """Whether programs compiled for `expected` take `weights`."""
     kinds = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (weights, expected))
     return next(kinds) == next(kinds)

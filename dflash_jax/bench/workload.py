@@ -12,9 +12,10 @@ import numpy as np
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
-from dflash_jax.model import Model, choose_verify_length, plan_for
+from dflash_jax.model import Model
 from dflash_jax.models import count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.planning import choose_verify_length, plan_for
 from dflash_jax.weights import weight_bytes, weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import model as loading
+from dflash_jax import planning
 from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.cli import main
 from dflash_jax.info import collect
@@ -102,7 +102,7 @@ def test_weights_in_eight_bits_leave_room_for_pages(monkeypatch):
     options: dict = {"dtype": "bfloat16", "max_model_len": 128, "page_size": 16, "max_batch": 64}
     wide = dj.load(**options).memory
     room = wide.weights + wide.workspace + 11 * wide.page
-    monkeypatch.setattr(loading, "free_memory", lambda: room)
+    monkeypatch.setattr(planning, "free_memory", lambda: room)
     plans = [dj.load(**options, weight_dtype=kind).memory for kind in (None, "int8", "fp8")]
     assert plans[0].num_pages == 11
     for narrow in plans[1:]:
@@ -143,8 +143,8 @@ def test_weights_that_fit_only_once_they_are_rounded(monkeypatch):
     """Refused before anything is read, with the numbers."""
     plan = dj.load(max_model_len=64, max_batch=1, weight_dtype="int8").memory
     assert plan.reading > plan.weights + plan.page * plan.longest_pages
-    monkeypatch.setattr(loading, "workspace_bytes", lambda *_, **__: 0)
-    monkeypatch.setattr(loading, "free_memory", lambda: plan.reading)
+    monkeypatch.setattr(planning, "workspace_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(planning, "free_memory", lambda: plan.reading)
     with pytest.raises(
         dj.CapacityError, match=f"{size(plan.reading)} while they are read, beside 256 MiB.*: 256 MiB too"
     ):
@@ -155,7 +155,7 @@ def test_load_uses_what_room_there_is(monkeypatch):
     """A pool for less than all requests at full length: a notice says so, and they are all served."""
     whole = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
     room = whole.memory.weights + whole.memory.workspace + 13 * whole.memory.page
-    monkeypatch.setattr(loading, "free_memory", lambda: room)
+    monkeypatch.setattr(planning, "free_memory", lambda: room)
     model = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
     assert model.engine.num_pages == 13 < whole.engine.num_pages
     assert any("room for 13 pages" in notice for notice in model.notices)
@@ -163,18 +163,18 @@ def test_load_uses_what_room_there_is(monkeypatch):
     prompts = [list(range(n, n + 60)) for n in (10, 110, 210, 310)]
     served = [[row.token_ids for row in dj.generate(one, prompts, params)] for one in (model, whole)]
     assert served[0] == served[1]
-    monkeypatch.setattr(loading, "free_memory", lambda: room - 5 * whole.memory.page)
+    monkeypatch.setattr(planning, "free_memory", lambda: room - 5 * whole.memory.page)
     with pytest.raises(dj.CapacityError, match=r"10 pages .* too much"):
         dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
 
 
 def test_info_says_what_was_decided(monkeypatch, capsys):
-    monkeypatch.setattr(loading, "free_memory", lambda: 500 << 20)
+    monkeypatch.setattr(planning, "free_memory", lambda: 500 << 20)
     assert main(["info", "--max-batch", "64"]) == 0
     out = capsys.readouterr().out
     assert "memory    500 MiB free: 45.34 MiB weights" in out
     assert "no room for the 2112 pages" in out
-    monkeypatch.setattr(loading, "free_memory", lambda: 30 << 20)
+    monkeypatch.setattr(planning, "free_memory", lambda: 30 << 20)
     assert main(["info"]) == 4
     assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 45.34 MiB")
 

@@ -1,0 +1,128 @@
+"""What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.cache import CacheDtype, check_cache_dtype
+from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.checkpoint_pair import check_pair
+from dflash_jax.config import DecoderConfig
+from dflash_jax.engine import Engine
+from dflash_jax.errors import ParameterError
+from dflash_jax.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.models import DFlashConfig
+from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
+from dflash_jax.weights import reading_bytes, weight_bytes, weight_shapes
+
+DEFAULT_MODEL_LEN = 4096
+
+
+def plan_engine(
+    target: Checkpoint,
+    drafter: Checkpoint | None,
+    *,
+    dtype: str | None = None,
+    weight_dtype: WeightDtype | None = None,
+    cache_dtype: CacheDtype | None = None,
+    max_model_len: int | None = None,
+    verify_length: int | str | None = None,
+    num_pages: int | None = None,
+    **options: Any,
+) -> tuple[Engine, MemoryPlan]:
+    """The engine for two checkpoints, with shapes in place of weights and as many pages as there is room for.
+
+    Args:
+      **options: further ones of `Engine`, as they are.
+
+    Raises:
+      PairError, ParameterError, CapacityError: see `load`.
+    """
+    draft = None if drafter is None else drafter.config
+    if draft is not None:
+        check_pair(target.config, draft)
+    check_cache_dtype(target.config, cache_dtype)
+    check_weight_dtype(weight_dtype)
+    kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
+    pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
+    weights = weight_shapes(pair, kind, weight_dtype)
+    stored = weights if weight_dtype is None else weight_shapes(pair, kind)
+    engine = Engine(
+        target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
+        max_model_len=choose_model_len(target.config, max_model_len),
+        verify_length=choose_verify_length(draft, verify_length), **options,
+    )  # fmt: skip
+    memory = plan_for(engine, reading_bytes(stored, weights), num_pages)
+    return replace(engine, num_pages=memory.num_pages), memory
+
+
+def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
+    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
+
+    Args:
+      reading: see `MemoryPlan`.
+    """
+    workspace = workspace_bytes(
+        engine.target, engine.draft, engine.dtype,
+        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
+    )  # fmt: skip
+    return plan_memory(
+        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
+        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+    )  # fmt: skip
+
+
+def check_limits(*, max_batch: int, page_size: int = 1, num_pages: int | None = None) -> None:
+    """Raises ParameterError for counts that no engine can have."""
+    pages = 1 if num_pages is None else num_pages
+    limits = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (pages, 2**31 - 1)}
+    for name, (value, most) in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+
+
+def check_weight_dtype(weight_dtype: str | None) -> None:
+    """Raises ParameterError unless weights can be kept in it."""
+    if weight_dtype not in (None, *WEIGHT_DTYPES):
+        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
+
+
+def choose_dtype(dtype: str | None) -> str | None:
+    """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
+    if dtype is None:
+        return None if jax.default_backend() != "cpu" else "float32"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    return dtype
+
+
+def choose_model_len(config: DecoderConfig, length: int | None) -> int:
+    """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
+
+    Raises:
+      ParameterError: the model was not made for that length.
+    """
+    limit = config.max_position
+    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else length
+    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 2 <= chosen <= limit:
+        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
+    return chosen
+
+
+def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -> int | Literal["auto"] | None:
+    """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
+
+    Raises:
+      ParameterError: the drafter does not offer so many tokens.
+    """
+    if length is None:
+        return None
+    if length == "auto":
+        return None if jax.default_backend() == "cpu" else "auto"
+    offered = 0 if draft is None else draft.num_drafts + 1
+    if isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= offered:
+        return length
+    which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
+    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
