@@ -6,8 +6,10 @@ import inspect
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
+import dflash_kernels
 import pytest
 from dflash_convert import cli as convert_cli
 
@@ -63,6 +65,20 @@ def test_options_are_all_named(function):
     listed = re.findall(r"`(\w+)`(?: \(|,|$)", line[1])
     options = [name for name in inspect.signature(function).parameters if name != "path"]
     assert listed == options
+
+
+def test_every_operation_is_listed_with_its_implementations():
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| .* \| (`[\w`, ]+`) \|$", TEXT, flags=re.MULTILINE)
+    listed = {name: re.findall(r"\w+", names) for ops, names in rows for name in re.findall(r"\w+", ops)}
+    functions = {name: getattr(dflash_kernels, name) for name in dflash_kernels.__all__}
+    taking = {name for name, one in functions.items() if "implementation" in getattr(one, "__annotations__", ())}
+    assert taking
+    assert set(listed) == taking
+    for name, names in listed.items():
+        source = Path(inspect.getfile(sys.modules[functions[name].__module__])).parent
+        assert ("triton" in names) == (source / "triton.py").exists(), name
+        assert ("mosaic_gpu" in names) == any(source.glob("mosaic_gpu*.py")), name
+        assert "xla" in names
 
 
 def test_make_targets_exist():
