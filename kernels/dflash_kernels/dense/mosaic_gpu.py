@@ -50,9 +50,14 @@ def best(
     if rows <= ROWS // 2:
         raise NotImplementedError(f"{rows} rows are padded to {ROWS}: other products are as fast")
     padded = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))
-    values, ids = launch("best", padded, weight, multiprocessors=multiprocessors, interpret=interpret)
-    tile = jnp.argmax(values, axis=0)
-    return jnp.take_along_axis(ids, tile[None], axis=0)[0, :rows]
+    best = launch("best", padded, weight, multiprocessors=multiprocessors, interpret=interpret)
+    return jax.lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(0)), _better, (0,))[1][:rows]
+
+
+def _better(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of two values and their places."""
+    first = (ours[0] > theirs[0]) | ((ours[0] == theirs[0]) & (ours[1] < theirs[1]))
+    return jnp.where(first, ours[0], theirs[0]), jnp.where(first, ours[1], theirs[1])
 
 
 def refuse(rows: int, dtype: Any, depth: int) -> None:

@@ -44,12 +44,12 @@ def dense(plan: Plan, x: jax.Array, w: jax.Array, interpret: Any = None) -> tupl
 
 
 def _place(plan: Plan, index):
-    """First row, first feature, part of the depth and number among tiles of features of a tile."""
+    """First row, first feature and part of the depth of a tile."""
     row, rest = lax.rem(index, plan.row_tiles), lax.div(index, plan.row_tiles)
     column, tile = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
     # The last tile overlaps the one before: both write the same.
     feature = jnp.minimum(tile * plan.step, plan.features - plan.step)
-    return row * plan.tile_rows, feature, column, tile
+    return row * plan.tile_rows, feature, column
 
 
 def _body(x, w, *outs, plan: Plan, x_sm, w_sm, filled, freed):
@@ -60,7 +60,7 @@ def _body(x, w, *outs, plan: Plan, x_sm, w_sm, filled, freed):
         plgpu.set_max_registers(40, action="decrease")
 
         def tile(turn, _):
-            row, feature, column, _ = _place(plan, cta + turn * plan.ctas)
+            row, feature, column = _place(plan, cta + turn * plan.ctas)
 
             def block(step, _):
                 index = turn * plan.steps + step
@@ -87,8 +87,8 @@ def _body(x, w, *outs, plan: Plan, x_sm, w_sm, filled, freed):
         first_row, first_feature = wg * plan.own_rows * plan.by_rows, wg * plan.own_step * (1 - plan.by_rows)
         own = pl.ds(wg * plan.own_features * (1 - plan.by_rows), plan.own_features)
 
-        def tile(turn, _):
-            row, feature, column, number = _place(plan, cta + turn * plan.ctas)
+        def tile(turn, best):
+            row, feature, column = _place(plan, cta + turn * plan.ctas)
 
             def accumulate(acc):
                 def block(step, _):
@@ -107,29 +107,41 @@ def _body(x, w, *outs, plan: Plan, x_sm, w_sm, filled, freed):
                 return result
 
             product = pl.run_scoped(accumulate, plgpu.ACC((plan.own_rows, plan.own_features), jnp.float32))
-            rows = pl.ds(row + first_row, plan.own_rows)
-            number = number if plan.by_rows else number * MULTIPLIERS + wg
-            _finish(plan, product, outs, rows, feature + first_feature, column, number)
+            if plan.form == "best":
+                return _better(plan, best, product, feature + first_feature)
+            _finish(plan, product, outs[0], pl.ds(row + first_row, plan.own_rows), feature + first_feature, column)
+            return best
 
-        lax.fori_loop(0, turns, tile, None)
+        if plan.form != "best":
+            lax.fori_loop(0, turns, tile, None)
+            return
+        # All tiles of a CTA are of the same rows.
+        nothing = jnp.full((plan.own_rows,), -jnp.inf, jnp.float32), jnp.zeros((plan.own_rows,), jnp.int32)
+        best = lax.fori_loop(0, turns, tile, tuple(plgpu.layout_cast(part, _WGMMA.reduce(1)) for part in nothing))
+        rows = pl.ds(_place(plan, cta)[0] + first_row, plan.own_rows)
+        number = lax.div(cta, plan.row_tiles)
+        number = number if plan.by_rows else number * MULTIPLIERS + wg
+        for out, part in zip(outs, best, strict=True):
+            out.at[number, rows][...] = part
 
     pl.when(wg == MULTIPLIERS)(bring)
     pl.when(wg != MULTIPLIERS)(multiply)
 
 
-def _finish(plan: Plan, product, outs, rows, feature, column, number):
+def _better(plan: Plan, best, product, feature):
+    """The largest products so far and their features, the first of equal ones, after one more tile."""
+    values, ids = best
+    product = product.astype(plan.rounded).astype(jnp.float32)
+    largest = product.max(axis=1)
+    places = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 1), _WGMMA)
+    equal = product == lax.broadcast_in_dim(largest, product.shape, [0])
+    first = jnp.where(equal, places, jnp.int32(plan.step)).min(axis=1)
+    larger = largest > values
+    return jnp.where(larger, largest, values), jnp.where(larger, first + feature, ids)
+
+
+def _finish(plan: Plan, product, out, rows, feature, column):
     """Writes a tile of products in the plan's form."""
-    if plan.form == "best":
-        values, ids = outs
-        product = product.astype(plan.rounded).astype(jnp.float32)
-        best = product.max(axis=1)
-        places = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 1), _WGMMA)
-        equal = product == lax.broadcast_in_dim(best, product.shape, [0])
-        first = jnp.where(equal, places, jnp.int32(plan.step)).min(axis=1)
-        values.at[number, rows][...] = best
-        ids.at[number, rows][...] = first + feature
-        return
-    (out,) = outs
     if plan.form == "gated":
         gate, up = product[:, : plan.own_step], product[:, plan.own_step :]
         product = gate / (1.0 + jnp.exp(-gate)) * up

@@ -105,10 +105,10 @@ class Plan:
 
     def results(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; best: the largest product
-        of every warpgroup's features and row, and its place.
+        of every warpgroup's features and row, and its feature.
         """
         if self.form == "best":
-            shape = (self.feature_tiles * (1 if self.by_rows else MULTIPLIERS), self.rows)
+            shape = (self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS), self.rows)
             return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
         if self.form == "parts":
             return (jax.ShapeDtypeStruct((self.splits, self.rows, self.features), jnp.float32),)
@@ -123,7 +123,10 @@ def plan(
     parts = 2 if form == "gated" else 1
     slots = min(8, SHARED // (2 * BLOCK * (tile_rows + parts * step)))
     made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded)
-    return dataclasses.replace(made, ctas=min(made.tiles, multiprocessors))
+    ctas = min(made.tiles, multiprocessors)
+    if form == "best":  # the same number for all rows: a CTA stays with its rows
+        ctas = max(ctas // made.row_tiles, 1) * made.row_tiles
+    return dataclasses.replace(made, ctas=ctas)
 
 
 @functools.lru_cache(maxsize=256)
