@@ -1,7 +1,7 @@
 """Layers one after the other; while decoding, everything between two layers' attention as one operation where there is one."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,15 @@ from dflash_kernels import (
     attention_chain_refusal,
     chain_exchange,
     chain_stream,
+    embed_norm,
     layer_chain,
     layer_chain_refusal,
+    stream_norm,
 )
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
+from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import fits, run_rows
 
@@ -27,15 +29,30 @@ CHAIN_ATTENTION = True
 DENSE_ROWS = True
 
 
+def embedded(
+    layers: Sequence[nnx.Module], table: Float[Array, "V D"] | Quantised, ids: Int[Array, "B T"], attend: Any
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+    """Rows of a table as input of `run_layers`, and after the first layer's norm where they are few and `attend` decodes."""
+    first: Any = layers[0]
+    shape = jax.eval_shape(lambda: table[ids])
+    few = getattr(attend, "decodes", False) and (_chains(layers, shape, None) or _in_rows(layers, shape))
+    if isinstance(table, Quantised) or not few:
+        return table[ids], None
+    x, normed = embed_norm(table, ids.reshape(-1), first.input_norm.weight[...], eps=first.input_norm.eps)
+    return x.reshape(*ids.shape, -1), normed.reshape(*ids.shape, -1)
+
+
 def run_layers(
     layers: Sequence[nnx.Module],
+    norm: RMSNorm,
     x: Float[Array, "B T D"],
     rotary: Rotary,
     attend: Any,
     *,
+    normed: Float[Array, "B T D"] | None = None,
     implementation: str | None = None,
-) -> list[Float[Array, "B T D"]]:
-    """The residual stream after each layer.
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    """The residual stream after each layer, and the last one after `norm`.
 
     Where `CHAIN_LAYERS` is on, `attend` decodes (`attend.decodes`: nobody takes gradients), rows are few and `layer_chain` knows
     the layers, the stream stays in float32 between layers; where `CHAIN_ATTENTION` is on and `attention_chain` knows the call, a
@@ -43,21 +60,28 @@ def run_layers(
     them along (`models.rows`). Otherwise each layer is called.
 
     Args:
-      layers: of one model.
+      layers, norm: of one model.
       x: input of the first layer.
       rotary: the rotation that all layers share.
       attend: attention of the caller's. `attend.exchange`, if there, is what `layers_exchange` gave for these arguments.
+      normed: x after the first layer's norm, where the caller has it.
       implementation: of `layer_chain`, then used wherever the layers allow it.
     """
-    if getattr(attend, "decodes", False) and _chains(layers, x, implementation):
-        return _chained(layers, x, rotary, attend, implementation)
-    if getattr(attend, "decodes", False) and DENSE_ROWS and fits(layers, x):
-        return run_rows(layers, x, rotary, attend)
+    decodes, first = getattr(attend, "decodes", False), cast(Any, layers[0])
+    if decodes and _chains(layers, x, implementation):
+        entered: Array = first.input_norm(x) if normed is None else normed
+        return _chained(layers, norm, x, entered, rotary, attend, implementation)
+    if decodes and _in_rows(layers, x):
+        return run_rows(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
     streams = []
     for layer in layers:
         x = layer(x, rotary, attend)
         streams.append(x)
-    return streams
+    return streams, norm(x)
+
+
+def _in_rows(layers: Sequence[nnx.Module], x: Any) -> bool:
+    return DENSE_ROWS and fits(layers, x)
 
 
 def _chains(layers: Sequence[nnx.Module], x: Any, implementation: str | None) -> bool:
@@ -99,18 +123,28 @@ def _exchange(layers: Sequence[Any], x: Any, *, whole: bool) -> Any:
     return tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
 
 
-def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, implementation: str | None) -> list[Array]:
+def _chained(
+    layers: Sequence[Any],
+    norm: RMSNorm,
+    x: Array,
+    normed: Array,
+    rotary: Rotary,
+    attend: Any,
+    implementation: str | None,
+) -> tuple[list[Array], Array]:
     """A layer's projection of queries, keys and values is made by the operation that ends the layer before."""
-    projected: Any
     rows = x.shape[0] * x.shape[1]
     stream = chain_stream(x.reshape(rows, -1))
+    projected: Any = layers[0].attn.qkv_proj(normed)
     whole = implementation is None and CHAIN_ATTENTION and _attends(layers, x, rotary, attend)
     exchange = getattr(attend, "exchange", None)
     exchange = _exchange(layers, x, whole=whole) if exchange is None else exchange
-    if whole:
-        return _whole(layers, x, stream, rotary, attend, exchange)
-    projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
+    streams = []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        if whole:
+            stream, projected = attend.chain(layer.attn, projected, rotary, stream, *_weights(layer, later), exchange)
+            streams.append(stream)
+            continue
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
         weights, scales = _weights(layer, later)
         ahead = None if later is None else _stored(later.attn.o_proj.weight[...])[0]
@@ -118,8 +152,9 @@ def _chained(layers: Sequence[Any], x: Array, rotary: Rotary, attend: Any, imple
             heads, stream, *weights, ahead=ahead, exchange=exchange, scales=scales, eps=layer.post_norm.eps,
             implementation=implementation,
         )  # fmt: skip
-        streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
-    return streams
+        streams.append(stream)
+    hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps)
+    return [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams], hidden.reshape(x.shape)
 
 
 def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool:
@@ -138,16 +173,6 @@ def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool
         next_width=qkv.shape[0], itemsize=_itemsize(o),
     )  # fmt: skip
     return reason is None
-
-
-def _whole(layers: Sequence[Any], x: Array, stream: Array, rotary: Rotary, attend: Any, exchange: Any) -> list[Array]:
-    """Every layer is one operation."""
-    rows = x.shape[0] * x.shape[1]
-    projected, streams = layers[0].attn.qkv_proj(layers[0].input_norm(x)), []
-    for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        stream, projected = attend.chain(layer.attn, projected, rotary, stream, *_weights(layer, later), exchange)
-        streams.append(_rows(stream, rows).astype(x.dtype).reshape(x.shape))
-    return streams
 
 
 def _alike(*weights: Array | Quantised) -> bool:

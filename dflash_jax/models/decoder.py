@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.models.chain import run_layers
+from dflash_jax.models.chain import embedded, run_layers
 from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, best_rows, linear, rotary_tables
 from dflash_jax.models.quantised import Quantised
 
@@ -42,11 +42,11 @@ class Decoder(nnx.Module):
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
-        x, rotary = self.embed(ids), self.rotary(positions)
-        streams = [*run_layers(self.layers, x, rotary, attend), x]  # the embedding last: a tap of -1
-        tapped = [streams[tap] for tap in taps]
+        x, normed = embedded(self.layers, self.embed.weight[...], ids, attend)
+        streams, hidden = run_layers(self.layers, self.norm, x, self.rotary(positions), attend, normed=normed)
+        tapped = [x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
-        return self.norm(streams[len(self.layers) - 1]), features
+        return hidden, features
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.models.chain import run_layers
+from dflash_jax.models.chain import embedded, run_layers
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
@@ -85,7 +85,24 @@ class DFlash(nnx.Module):
 
     def __call__(self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend) -> Float[Array, "B G D"]:
         """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
-        return self.norm(run_layers(self.layers, x, self.rotary(positions), self._scaled(attend))[-1])
+        return self._run(x, None, positions, attend)
+
+    def block(
+        self,
+        pending: Int[Array, "B"],
+        embed_weight: Float[Array, "V Dt"] | Quantised,
+        positions: Int[Array, "B G"],
+        attend: Attend,
+    ) -> Float[Array, "B G D"]:
+        """The same for `block_embeddings` of these arguments."""
+        c, table = self.config, embed_weight if self.embed is None else self.embed.weight[...]
+        if self.mask_embedding is not None or c.embedding_scale != 1.0:
+            return self(self.block_embeddings(pending, embed_weight), positions, attend)
+        ids = jnp.where(jnp.arange(c.block_size) == 0, pending[:, None], c.mask_token_id)
+        return self._run(*embedded(self.layers, table, ids, attend), positions, attend)
+
+    def _run(self, x: Array, normed: Array | None, positions: Array, attend: Attend) -> Array:
+        return run_layers(self.layers, self.norm, x, self.rotary(positions), self._scaled(attend), normed=normed)[1]
 
     def _scaled(self, attend: Attend) -> Attend:
         scale = self.config.value_scale
@@ -117,9 +134,9 @@ class DFlash(nnx.Module):
         rows = best_rows(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...])
         return rows if self.d2t is None else rows + self.d2t[...][rows]
 
-    def proposing(self, hidden: Float[Array, "B G D"]) -> Float[Array, "B g D"]:
+    def proposing(self, slots: Shaped[Array, "B G ..."]) -> Shaped[Array, "B g ..."]:
         """The slots that predict a drafted token: all but the anchor, or all with `sample_from_anchor`."""
-        return hidden if self.config.sample_from_anchor else hidden[:, 1:]
+        return slots if self.config.sample_from_anchor else slots[:, 1:]
 
 
 def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -> dict[str, Array]:

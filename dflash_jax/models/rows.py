@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-import jax.numpy as jnp
 from dflash_kernels import add_norm, dense, dense_gated, dense_parts, dense_refusal
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dflash_jax.models.layers import MLP, DecoderLayer, Rotary
+from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
 
 
@@ -18,7 +17,7 @@ class Named(TypedDict):
     implementation: str | None
 
 
-def fits(layers: Sequence[nnx.Module], x: Float[Array, "B T D"], implementation: str | None = None) -> bool:
+def fits(layers: Sequence[nnx.Module], x: Any, implementation: str | None = None) -> bool:
     """Whether `run_rows` can stand for calling the layers one by one, and is faster or asked for by name."""
     if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
         return False
@@ -36,11 +35,17 @@ def fits(layers: Sequence[nnx.Module], x: Float[Array, "B T D"], implementation:
 
 
 def run_rows(
-    layers: Sequence[Any], x: Float[Array, "B T D"], rotary: Rotary, attend: Any, implementation: str | None = None
-) -> list[Float[Array, "B T D"]]:
-    """The residual stream after each layer; arguments as of `run_layers`."""
+    layers: Sequence[Any],
+    norm: RMSNorm,
+    x: Float[Array, "B T D"],
+    normed: Float[Array, "B T D"],
+    rotary: Rotary,
+    attend: Any,
+    implementation: str | None = None,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
-    stream, normed, streams = x.reshape(rows, -1), layers[0].input_norm(x).reshape(rows, -1), []
+    stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         attn, gates, down = layer.attn, layer.mlp.gate_up_proj.weight[...], layer.mlp.down_proj.weight[...]
         qkv = dense(normed, attn.qkv_proj.weight[...], **named)
@@ -48,9 +53,7 @@ def run_rows(
         parts = dense_parts(heads, attn.o_proj.weight[...], **named)
         stream, normed = add_norm(parts, stream, layer.post_norm.weight[...], eps=layer.post_norm.eps, **named)
         parts = dense_parts(dense_gated(normed, gates, **named), down, **named)
-        if later is None:
-            streams.append((stream + jnp.sum(parts, axis=0)).astype(x.dtype).reshape(x.shape))
-            break
-        stream, normed = add_norm(parts, stream, later.input_norm.weight[...], eps=later.input_norm.eps, **named)
+        following = norm if later is None else later.input_norm
+        stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps, **named)
         streams.append(stream.reshape(x.shape))
-    return streams
+    return streams, normed.reshape(x.shape)

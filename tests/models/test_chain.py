@@ -39,13 +39,16 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
     model: Any = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     x, rotary = model.embed(ids), model.rotary(positions)
-    plain = run_layers(model.layers, x, rotary, dense_attend())
-    chained = run_layers(model.layers, x, rotary, Decodes(), implementation="xla")
+    plain, hidden = run_layers(model.layers, model.norm, x, rotary, dense_attend())
+    chained, ends = run_layers(model.layers, model.norm, x, rotary, Decodes(), implementation="xla")
     fitting = type(config) is Qwen3Config and not config.attention_bias
     assert fits(model.layers, x, "xla") == fitting
-    rows = run_rows(model.layers, x, rotary, Decodes(), "xla") if fitting else plain
+    rows, last = plain, hidden
+    if fitting:
+        normed = model.layers[0].input_norm(x)
+        rows, last = run_rows(model.layers, model.norm, x, normed, rotary, Decodes(), "xla")
     assert len(plain) == len(chained) == len(rows) == config.num_layers
-    for theirs, *ours in zip(plain, chained, rows, strict=True):
+    for theirs, *ours in zip([*plain, hidden], [*chained, ends], [*rows, last], strict=True):
         for found in ours:
             np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
 
@@ -64,7 +67,8 @@ def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPa
         for first, lens in ((0, [4, 3]), (4, [1, 0])):
             positions = first + jnp.arange(4)[None].repeat(2, axis=0)
             attend = PagedAttend(held, table, positions, jnp.asarray(lens))
-            found.append(run_layers(model.layers, model.embed(ids), model.rotary(positions), attend))
+            rotary = model.rotary(positions)
+            found.append(run_layers(model.layers, model.norm, model.embed(ids), rotary, attend))
             held = attend.pages
         return [found, held]
 

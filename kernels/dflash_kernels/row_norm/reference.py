@@ -1,0 +1,28 @@
+"""The definitions in jnp."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def embed_norm_reference(
+    table: Float[Array, "V D"], ids: Int[Array, "M"], weight: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `embed_norm`."""
+    rows = jnp.take(table, ids, axis=0, mode="clip")
+    return rows, _norm(rows, weight, eps)
+
+
+def stream_norm_reference(
+    stream: Float[Array, "D n"], rows: int, weight: Float[Array, "D"], *, eps: float
+) -> Float[Array, "M D"]:
+    """See `stream_norm`."""
+    # One row is no transpose: XLA would lay the hidden state out by columns, and a copy of the head with it.
+    first = stream[:, 0][None] if rows == 1 else stream[:, :rows].T
+    return _norm(first.astype(weight.dtype), weight, eps)
+
+
+def _norm(rows: Float[Array, "M D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "M D"]:
+    wide = rows.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * (wide * factor).astype(rows.dtype)
