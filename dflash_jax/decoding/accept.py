@@ -6,7 +6,7 @@ given that the first j proposals stand. Emitted are the accepted proposals and o
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.sampling import RequestArrays, noise_at
 
@@ -22,8 +22,13 @@ def accept_matching(
     Returns:
       Number of accepted proposals, and the emitted row (valid up to that number, inclusive).
     """
-    agree = proposals == chosen[:, :-1]
-    return jnp.sum(jnp.cumprod(agree, axis=1), axis=1, dtype=jnp.int32), chosen
+    return first_true(proposals != chosen[:, :-1]), chosen
+
+
+def first_true(marks: Bool[Array, "B n"]) -> Int[Array, "B"]:
+    """The place of the first mark in each row, n where there is none."""
+    n = marks.shape[1]
+    return jnp.min(jnp.where(marks, jnp.arange(n, dtype=jnp.int32), n), axis=1, initial=n)
 
 
 def accept_rejection(

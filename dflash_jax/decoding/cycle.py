@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
-from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection
+from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
@@ -58,11 +58,13 @@ def cycle(
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table)
         if setup.width > 1:
-            proposing, draft_pages = draft_block(
-                setup, drafter, target, draft_pages, page_table, state, exchanges.draft
-            )
+            block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, exchanges.draft)
             with jax.named_scope("propose"):
-                if setup.mode == "greedy":
+                proposing = drafter.proposing(block)[:, : setup.width - 1]
+                if setup.mode == "greedy" and setup.width == setup.offered:
+                    # Of all slots: to leave the anchors' rows out would take a copy of the others.
+                    proposals = drafter.proposing(drafter.best(block, target.head_weight))
+                elif setup.mode == "greedy":
                     proposals = drafter.best(proposing, target.head_weight)
                 else:
                     draft_logits = drafter.logits(proposing, target.head_weight)
@@ -99,9 +101,9 @@ def cycle(
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.
-        stops = is_stop(tokens, state.request.stop_ids) & (places <= accepted[:, None])
-        stopped = jnp.any(stops, axis=1)
-        counts = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, accepted + 1)
+        stops = is_stop(tokens, state.request.stop_ids)
+        counts = first_true((stops | (places >= accepted[:, None]))[:, :-1]) + 1
+        stopped = jnp.take_along_axis(stops, counts[:, None] - 1, axis=1)[:, 0]
         ended = stopped | (counts >= state.remaining)
         counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
@@ -155,10 +157,8 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
         return write_context(drafter, state.draft_pages, page_table, context, positions, live)
 
 
-def draft_block(
-    setup: Setup, drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None
-):
-    """The drafter's hidden states of the slots that predict the tokens to be verified after the pending one, and its pages.
+def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None):
+    """The drafter's hidden states of a block that begins with the pending token, and its pages.
 
     The drafter always fills the block it was trained on: each slot attends to all of them.
     The block's own keys go to the slots after the committed ones. No later query sees them: the next cycle's context and block
@@ -168,8 +168,8 @@ def draft_block(
         size = drafter.config.block_size
         positions = state.seq_lens[:, None] + jnp.arange(size)
         attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size), exchange=exchange)
-        hidden = drafter(drafter.block_embeddings(state.pending, target.embed.weight[...]), positions, attend)
-        return drafter.proposing(hidden)[:, : setup.width - 1], attend.pages
+        hidden = drafter.block(state.pending, target.embed.weight[...], positions, attend)
+        return hidden, attend.pages
 
 
 def propose(

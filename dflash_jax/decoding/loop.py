@@ -1,13 +1,14 @@
 """Cycles on the device: a `while_loop` around the one `cycle`, so that Python is asked once for many tokens."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.decoding.cycle import Weights, commit_context, cycle, cycle_exchanges
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup, apart, together
 from dflash_jax.models.binding import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -29,23 +30,42 @@ def loop(
     cancelled or have lost their pages.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
-    empty = no_rows(setup, max_cycles, state.done.shape[0])
+    width, slots = setup.width, state.done.shape[0]
+    numbers, rest = apart(state)
+    empty = _packed(no_rows(setup, max_cycles, slots))
     done_before = jnp.sum(state.done)
     exchanges = cycle_exchanges(setup, weights, page_table, state)
 
     def more(carry):
-        index, state, _ = carry
-        finished = jnp.all(state.done) | (until_any & (jnp.sum(state.done) > done_before))
+        index, numbers, _, _ = carry
+        done = jnp.sum(numbers[:, -1])
+        finished = (done == slots) | (until_any & (done > done_before))
         return (index < jnp.minimum(cycles, max_cycles)) & ~finished
 
     def body(carry):
-        index, state, rows = carry
-        state, emitted = cycle(setup, weights, page_table, state, exchanges)
-        return index + 1, state, jax.tree.map(lambda all_rows, row: all_rows.at[index].set(row), rows, emitted)
+        index, numbers, rest, rows = carry
+        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), exchanges)
+        set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return index + 1, *apart(state), jax.tree.map(set_row, rows, _packed(emitted))
 
-    _, state, rows = jax.lax.while_loop(more, body, (jnp.int32(0), state, empty))
-    rest = ((0, 0), (0, setup.offered - setup.width), (0, 0))
-    return replace(state, features=jnp.pad(state.features, rest)), rows
+    _, numbers, rest, rows = jax.lax.while_loop(more, body, (jnp.int32(0), numbers, rest, empty))
+    state, more_rows = together(numbers, rest), ((0, 0), (0, setup.offered - width), (0, 0))
+    return replace(state, features=jnp.pad(state.features, more_rows)), _unpacked(
+        rows, no_rows(setup, max_cycles, slots)
+    )
+
+
+def _packed(emitted: Emitted) -> tuple[Array, ...]:
+    """Whole numbers in one array, which one operation writes; log-probabilities only where there are some."""
+    numbers = [emitted.tokens, emitted.counts[..., None], emitted.accepted[..., None]]
+    asked = (emitted.logprobs, emitted.top_ids, emitted.top_logprobs) if emitted.top_ids.shape[-1] else ()
+    return (jnp.concatenate(numbers, axis=-1), *asked)
+
+
+def _unpacked(rows: tuple[Array, ...], empty: Emitted) -> Emitted:
+    numbers, *asked = rows
+    asked = asked or (empty.logprobs, empty.top_ids, empty.top_logprobs)
+    return Emitted(numbers[..., :-2], numbers[..., -2], numbers[..., -1], *asked)
 
 
 def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> DecodeState:
@@ -65,7 +85,7 @@ def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
         tokens=jnp.zeros(rows, jnp.int32),
         counts=jnp.zeros(rows[:2], jnp.int32),
         accepted=jnp.zeros(rows[:2], jnp.int32),
-        logprobs=jnp.zeros(rows, jnp.float32),
+        logprobs=jnp.full(rows, jnp.nan),
         top_ids=jnp.zeros((*rows, top), jnp.int32),
         top_logprobs=jnp.zeros((*rows, top), jnp.float32),
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, no_type_check
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
@@ -93,6 +94,21 @@ class DecodeState:
     request: RequestArrays
     target_pages: Pages
     draft_pages: Pages
+
+
+_NUMBERS = ("pending", "seq_lens", "fresh", "produced", "remaining", "done")
+
+
+def apart(state: DecodeState) -> tuple[Int[Array, "B 6"], DecodeState]:
+    """The slots' numbers in one array, `done` last, and what is left: a loop changes them by one operation, not by six."""
+    numbers = jnp.stack([getattr(state, name).astype(jnp.int32) for name in _NUMBERS], axis=1)
+    return numbers, replace(state, **dict.fromkeys(_NUMBERS))
+
+
+def together(numbers: Int[Array, "B 6"], rest: DecodeState) -> DecodeState:
+    """The state that `apart` took apart."""
+    named = dict(zip(_NUMBERS, numbers.T, strict=True))
+    return replace(rest, **named | {"done": named["done"] > 0})
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
