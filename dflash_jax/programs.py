@@ -56,8 +56,12 @@ class Buckets:
 
 THREADS = 4
 # For `loop` on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call returns
-# while the device works.
-ONE_GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE"}
+# while the device works. Its launches wait for what they read, not for whatever stands before them: the drafter's context is made
+# beside its block, small operations beside large ones.
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
 Status = Literal["compiled", "pending", "missing"]
 
 
