@@ -28,9 +28,10 @@ from dflash_convert.plan import KEEP
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputError, OutputExistsError, output_folder, write_converted
-from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted, resolve_source
+from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted
 from dflash_jax.checkpoint_pair import check_pair
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
+from dflash_jax.hub import resolve_source
 from dflash_jax.interrupts import interrupts
 from dflash_jax.models import DFlashConfig
 

@@ -9,8 +9,9 @@ import pytest
 from dflash_convert.hf_reader import HuggingFaceCheckpoint
 
 from dflash_jax import checkpoint
-from dflash_jax.checkpoint import Converted, group_names, open_checkpoint, open_converted, resolve_source
+from dflash_jax.checkpoint import Converted, group_names, open_checkpoint, open_converted
 from dflash_jax.errors import CheckpointError, ConfigError, ParameterError
+from dflash_jax.hub import resolve_source
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,16 +76,19 @@ def test_stream_is_generate_in_pieces(model, prompts):
 
 def test_completion_tells_what_happened(model, prompts):
     params = dj.SamplingParams(max_tokens=50, logprobs=2, ignore_eos=True)
+    started = time.perf_counter()
     out = dj.generate(model, prompts[0], params)
+    spent = time.perf_counter() - started
     assert len(out.token_ids) == 50 == 1 + sum(out.acceptance_lengths) == len(out.from_draft) == len(out.logprobs)
     assert out.finish_reason == "length"
     assert out.text == model.tokenizer.decode(out.token_ids)
-    assert sum(out.from_draft) == 50 - 1 - len(out.acceptance_lengths) or out.from_draft[-1]
+    # Each cycle ends with a token of the target's own, but the last one where max_tokens cut it among its proposals.
+    assert sum(out.from_draft) == 50 - 1 - len(out.acceptance_lengths) + out.from_draft[-1]
     assert all(row.logprob == pytest.approx(row.top[0][1]) for row in out.logprobs), "greedy takes the most probable"
     stats = out.stats
     assert stats.target_steps == len(out.acceptance_lengths)
     assert stats.tokens_per_cycle == pytest.approx(np.mean(out.acceptance_lengths))
-    assert 0 < stats.prefill_s <= stats.time_to_first_token_s < 10
+    assert 0 < stats.prefill_s <= stats.time_to_first_token_s < spent
     assert stats.tokens_per_s == pytest.approx(49 / stats.decode_s)
 
 

@@ -1,0 +1,49 @@
+"""What a user's name of a model means: a folder that is there, or one fetched from the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from dflash_jax.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# A drafter's mask_embedding.pt comes along so that the reader sees it and refuses; no pickle is ever opened.
+_HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
+_HUB_IGNORED = ["*/*", "tokenizer*.py", "tokenizer*.bin", "tokenizer*.pt", "tokenizer*.pkl"]
+
+
+def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
+    """The folder that `source` means, fetched from the hub where it is no folder, and its commit where that is known.
+
+    Only safetensors, configuration and tokenizer files are fetched, no code.
+
+    Raises:
+      CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
+    """
+    folder, subject = Path(source).expanduser(), str(source)
+    if not subject:
+        raise CheckpointError("no model", "an empty name was given; give a folder or a model id of the form owner/name")
+    if folder.exists():
+        if not folder.is_dir():
+            raise CheckpointError(subject, "is a file; give the folder that holds it")
+        if revision is not None:
+            raise CheckpointError(subject, f"is a local folder, so revision {revision!r} has no meaning; leave it out")
+        real = folder.resolve()
+        return folder, real.name if real.parent.name == "snapshots" else None
+    if not _HUB_ID.fullmatch(subject):
+        raise CheckpointError(subject, "is neither an existing folder nor a model id of the form owner/name")
+    try:
+        import huggingface_hub
+    except ImportError:
+        problem = "is no folder here, and models are fetched with huggingface_hub: pip install 'dflash-jax[hub]'"
+        raise CheckpointError(subject, problem) from None
+    try:
+        fetched = huggingface_hub.snapshot_download(
+            subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        problem = (
+            f"is no folder here and could not be fetched ({reason}); check the name, the revision and the network, "
+        )
+        raise CheckpointError(subject, problem + "or download the model elsewhere and give its folder") from error
+    return Path(fetched), Path(fetched).name
