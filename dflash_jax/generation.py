@@ -115,7 +115,8 @@ def is_single(prompts: Any) -> bool:
     """Whether `prompts` is one prompt: a text, token ids, or messages."""
     if isinstance(prompts, str):
         return True
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence):
+    # Bytes would pass for token ids.
+    if isinstance(prompts, Mapping | bytes | bytearray) or not isinstance(prompts, Sequence):
         raise PromptError(
             f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}"
         )
@@ -130,6 +131,10 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     """Token ids of one prompt."""
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, bytes | bytearray):
+        raise PromptError(
+            f"a prompt must be a text, token ids or messages, got bytes {prompt!r:.80}: decode them first"
+        )
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
         return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
     if model.tokenizer is None:
@@ -152,15 +157,16 @@ def make_requests(
     chat_options: Mapping[str, Any] | None = None,
 ) -> list[Request]:
     """Requests as the engine wants them, numbered in order. Arguments and errors are those of `generate`."""
-    each = (
-        [params or SamplingParams()] * len(prompts)
-        if params is None or isinstance(params, SamplingParams)
-        else list(params)
-    )
-    if len(each) != len(prompts) or not all(isinstance(one, SamplingParams) for one in each):
-        raise ParameterError(
-            f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {len(each)}"
-        )
+    if params is None or isinstance(params, SamplingParams):
+        each = [params or SamplingParams()] * len(prompts)
+    else:
+        each = list(params) if isinstance(params, Sequence) else []
+        wrong = [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]
+        if wrong or len(each) != len(prompts):
+            came = f"{len(each)}{f', among them {wrong[0]}' if wrong else ''}" if each else type(params).__name__
+            raise ParameterError(
+                f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {came}"
+            )
     if model.engine.imposed_acceptance is not None:
         raise ParameterError(
             "an imposed acceptance is for benchmarks: set model.engine.imposed_acceptance back to None"

@@ -1,5 +1,6 @@
 """The pair that ships, on prompts from files it was never trained on, through the functions a user calls."""
 
+import inspect
 import itertools
 import json
 import time
@@ -10,6 +11,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import dflash_jax as dj
+from dflash_jax.generation import make_requests
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 TOKENS = 128
@@ -50,6 +52,15 @@ def test_greedy_text_is_the_targets_own(model, prompts):
     lengths = np.concatenate([row.acceptance_lengths for row in alone])
     assert lengths.mean() > 4, "the drafter no longer follows its target"
     assert model.engine.allocator.num_free == model.engine.num_pages
+
+
+@pytest.mark.parametrize(
+    ("params", "came"), [({"max_tokens": 4}, "dict"), (["greedy"], "1, among them str"), (5, "int")]
+)
+def test_bad_params_are_named_errors(model, params, came):
+    make = inspect.unwrap(make_requests)  # the test run checks annotations first
+    with pytest.raises(dj.ParameterError, match=f"one for each of 1 prompts, got {came}$"):
+        make(model, ["x"], params)
 
 
 def test_sampled_text_is_the_seeds_own(model, prompts):
@@ -117,6 +128,8 @@ def test_one_in_one_out_list_in_list_out(model, prompts):
         ("x" * 4000, None, dj.CapacityError),
         ("x", dj.SamplingParams(max_tokens=10_000), dj.CapacityError),
         (["x", "y"], [dj.SamplingParams()], dj.ParameterError),
+        (b"x", None, dj.PromptError),
+        ([b"x", "y"], None, dj.PromptError),
     ],
 )
 def test_bad_prompts_are_named_errors(model, prompt, params, error):
