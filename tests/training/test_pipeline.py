@@ -164,4 +164,4 @@ def test_folders_that_cannot_be_written_are_said_before_anything_is_trained(tmp_
     assert main(["--preset", "tiny", *(str(part) for pair in folders.items() for part in pair)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("error: --out and --work must be folders that can be written to: [Errno 20]")
+    assert err.startswith("error: --out and --work must be folders that can be written to: [Errno ")
