@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from dflash_kernels import add_norm, dense, dense_gated, dense_parts, dense_refusal
+from dflash_kernels import dense, dense_gated, dense_onto, dense_refusal
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -47,13 +47,18 @@ def run_rows(
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        attn, gates, down = layer.attn, layer.mlp.gate_up_proj.weight[...], layer.mlp.down_proj.weight[...]
+        attn, mlp = layer.attn, layer.mlp
         qkv = dense(normed, attn.qkv_proj.weight[...], **named)
         heads = attend(attn, qkv.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
-        parts = dense_parts(heads, attn.o_proj.weight[...], **named)
-        stream, normed = add_norm(parts, stream, layer.post_norm.weight[...], eps=layer.post_norm.eps, **named)
-        parts = dense_parts(dense_gated(normed, gates, **named), down, **named)
-        following = norm if later is None else later.input_norm
-        stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps, **named)
+        stream, normed = _onto(heads, attn.o_proj, stream, layer.post_norm, named)
+        inner = dense_gated(normed, mlp.gate_up_proj.weight[...], **named)
+        stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape)
+
+
+def _onto(
+    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: RMSNorm, named: Named
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """The stream with a product added, and its norm."""
+    return dense_onto(x, projection.weight[...], stream, norm.weight[...], eps=norm.eps, **named)

@@ -80,7 +80,7 @@ def test_the_definitions(form: str, dtype: Any) -> None:
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, int]) -> None:
     x, weight = make(form, rows, features, depth)
     schedule = plan(rows, features, depth, form, multiprocessors=4, **tiles)
-    check(form, x, weight, kernel(schedule, x, weight, INTERPRET)[0])
+    check(form, x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
 
 
 def test_the_plan_that_is_chosen_runs() -> None:

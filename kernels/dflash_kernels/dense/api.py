@@ -13,6 +13,7 @@ IMPLEMENTATIONS = {
     "dense": {"mosaic_gpu": mosaic_gpu.dense_mosaic_gpu, "xla": reference.dense_reference},
     "dense_gated": {"mosaic_gpu": mosaic_gpu.dense_gated_mosaic_gpu, "xla": reference.dense_gated_reference},
     "dense_parts": {"mosaic_gpu": mosaic_gpu.dense_parts_mosaic_gpu, "xla": reference.dense_parts_reference},
+    "dense_onto": {"mosaic_gpu": mosaic_gpu.dense_onto_mosaic_gpu, "xla": reference.dense_onto_reference},
     "dense_best": {"mosaic_gpu": mosaic_gpu.dense_best_mosaic_gpu, "xla": reference.dense_best_reference},
     "add_norm": {"mosaic_gpu": mosaic_gpu.add_norm_mosaic_gpu, "xla": reference.add_norm_reference},
 }
@@ -60,6 +61,16 @@ def dense_parts(
     return _call("dense_parts", implementation, x, weight)
 
 
+def dense_onto(
+    x: Float[Array, "M F"], weight: Float[Array, "D F"], stream: Float[Array, "M D"], norm: Float[Array, "D"], *, eps: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`. Arguments and errors: see `dense`."""
+    if stream.shape != (x.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:
+        raise ValueError(f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.shape} @ {weight.shape}.T")
+    return _call("dense_onto", implementation, x, weight, stream, norm, eps=eps)
+
+
 def dense_best(
     x: Float[Array, "M D"], weight: Float[Array, "F D"], *, implementation: Implementation = None
 ) -> Int[Array, "M"]:
@@ -93,8 +104,8 @@ def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
     return None
 
 
-def _call(op: str, implementation: Implementation, x: Array, weight: Array, *rest: Any) -> Any:
+def _call(op: str, implementation: Implementation, x: Array, weight: Array, *rest: Any, **named: Any) -> Any:
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x must be [M, D] and the weight [F, D], not {x.shape} and {weight.shape}")
     with jax.named_scope(op):
-        return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, *rest)
+        return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, *rest, **named)

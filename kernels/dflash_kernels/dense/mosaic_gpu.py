@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, Form, Plan, best_plan
+from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, Form, Plan, best_plan, pays_onto
 from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.row_norm.mosaic_gpu import norm_rows_launch
 from dflash_kernels.target import target
 
 PLAIN_ROWS = 256
@@ -36,10 +37,27 @@ def dense_parts_mosaic_gpu(x: Array, weight: Array) -> Array:
     return launch("parts", x, weight, multiprocessors=target().multiprocessors)[0]
 
 
+def dense_onto_mosaic_gpu(x: Array, weight: Array, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
+    """See `dense_onto`."""
+    refuse_other_than_hopper()
+    return onto(x, weight, stream, norm, eps=eps, multiprocessors=target().multiprocessors)
+
+
 def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
     """See `dense_best`."""
     refuse_other_than_hopper()
     return best(x, weight, multiprocessors=target().multiprocessors)
+
+
+def onto(
+    x: Array, weight: Array, stream: Array, norm: Array, *, eps: float, multiprocessors: int, interpret: Any = None
+) -> tuple[Array, Array]:
+    """`dense_onto` without the device check: the product writes the stream itself where that pays, and leaves parts elsewhere."""
+    how: Any = {"multiprocessors": multiprocessors, "interpret": interpret}
+    if pays_onto(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
+        (stream,) = launch("onto", x, weight, stream, **how)
+        return stream, norm_rows_launch(stream, norm, eps=eps, interpret=interpret)
+    return add_norm_launch(launch("parts", x, weight, **how)[0], stream, norm, eps=eps, interpret=interpret)
 
 
 def best(
@@ -70,25 +88,29 @@ def refuse(rows: int, dtype: Any, depth: int) -> None:
         raise NotImplementedError(f"takes a depth of whole blocks of {BLOCK}, not {depth}")
 
 
-def launch(form: Form, x: Array, weight: Array, *, multiprocessors: int, interpret: Any = None) -> tuple[Array, ...]:
-    """The kernel without the device check: for tests on the CPU (`interpret`)."""
+def launch(
+    form: Form, x: Array, weight: Array, stream: Array | None = None, *, multiprocessors: int, interpret: Any = None
+) -> tuple[Array, ...]:
+    """The kernel without the device check: for tests on the CPU (`interpret`). `stream` is for "onto"."""
     if not isinstance(weight, jax.Array) or weight.dtype != x.dtype:
         raise NotImplementedError(f"takes weights in x's dtype, not {weight.dtype}")
+    if stream is not None and stream.dtype != x.dtype:
+        raise NotImplementedError(f"takes a stream in x's dtype, not {stream.dtype}")
     refuse(x.shape[0], x.dtype, weight.shape[1])
     features = weight.shape[0] // (2 if form == "gated" else 1)
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
     schedule = best_plan(x.shape[0], features, weight.shape[1], form, multiprocessors=multiprocessors)
-    return _run(schedule, x, weight, interpret)
+    return _run(schedule, x, weight, stream, interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def _run(schedule: Plan, x: Array, weight: Array, interpret: Any) -> tuple[Array, ...]:
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def _run(schedule: Plan, x: Array, weight: Array, stream: Array | None, interpret: Any) -> tuple[Array, ...]:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.dense import mosaic_gpu_kernel as kernel
 
-    return tuple(kernel.dense(schedule, x, weight, interpret))
+    return tuple(kernel.dense(schedule, x, weight, stream, interpret))
 
 
 def add_norm_mosaic_gpu(parts: Array, stream: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:

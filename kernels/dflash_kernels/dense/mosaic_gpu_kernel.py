@@ -4,13 +4,12 @@ Rows are the left operand of the matrix instruction, features the right one: til
 that the last round of tiles keeps nearly all multiprocessors busy. One warpgroup starts copies into a ring of shared memory and
 runs ahead across tiles; two multiply, half a tile's rows each, or half its features where rows are too few.
 
-Two things were measured on an H200 and gain nothing: sending a block of x to several CTAs at once, and bringing the next product's
-weights to the cache while this one ends.
+Measured on an H200, without gain: bringing the next product's weights to the cache while this one ends, one warpgroup that is
+ahead of the other, so that it writes its results while the other multiplies, and clusters of four (they double the time).
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
-import functools
 from typing import Any
 
 import jax
@@ -21,130 +20,203 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, MULTIPLIERS, Plan
 
-_TILED = (plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(128))
-_WGMMA = plgpu.Layout.WGMMA
+_WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
-def dense(plan: Plan, x: jax.Array, w: jax.Array, interpret: Any = None) -> tuple[jax.Array, ...]:
-    """Runs the kernel; what it gives is said at `Plan.results`."""
-    buffers = {
-        "x_sm": plgpu.SMEM((plan.slots, plan.tile_rows, BLOCK), x.dtype, transforms=_TILED),
-        "w_sm": plgpu.SMEM((plan.slots, plan.tile_features, BLOCK), x.dtype, transforms=_TILED),
-        "filled": plgpu.Barrier(num_arrivals=1 + len(plan.pieces), num_barriers=plan.slots),
-        "freed": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=plan.slots),
-    }
-    body: Any = functools.partial(_body, plan=plan)
+def dense(
+    plan: Plan, x: jax.Array, w: jax.Array, stream: jax.Array | None = None, interpret: Any = None
+) -> tuple[jax.Array, ...]:
+    """Runs the kernel; what it gives is said at `Plan.results`. "onto" takes `stream [M, F]`."""
+    arrays = (x, w) if stream is None else (x, w, stream)
+
+    def body(*refs, **buffers):
+        _Cta(plan, refs[: len(arrays)], refs[len(arrays) :], buffers).run()
+
     body.__name__ = f"dense_{plan.form}"  # what profilers show
+    cluster = {"cluster": (plan.peers,), "cluster_names": ("peer",)} if plan.peers > 1 else {}
     kernel = plgpu.kernel(
-        body, out_type=plan.results(x.dtype), scratch_types=buffers, grid=(plan.ctas,), grid_names=("cta",),
-        num_threads=MULTIPLIERS + 1, thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
+        body, out_type=plan.results(x.dtype), scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas // plan.peers,),
+        grid_names=("cluster",), num_threads=MULTIPLIERS + 1, thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True), **cluster,
         **({} if interpret is None else {"interpret": interpret}),
     )  # fmt: skip
-    return kernel(x, w)
+    return kernel(*arrays)
 
 
-def _place(plan: Plan, index):
-    """First row, first feature and part of the depth of a tile."""
-    row, rest = lax.rem(index, plan.row_tiles), lax.div(index, plan.row_tiles)
-    column, tile = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
-    # The last tile overlaps the one before: both write the same.
-    feature = jnp.minimum(tile * plan.step, plan.features - plan.step)
-    return row * plan.tile_rows, feature, column
+def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
+    freed: dict[str, Any] = {"num_arrivals": MULTIPLIERS, "num_barriers": plan.slots}
+    buffers = {
+        "x_sm": plgpu.SMEM((plan.slots, plan.tile_rows, BLOCK), dtype, transforms=_tiled(BLOCK)),
+        "w_sm": plgpu.SMEM((plan.slots, plan.tile_features, BLOCK), dtype, transforms=_tiled(BLOCK)),
+        "filled": plgpu.Barrier(num_arrivals=1 + len(plan.pieces), num_barriers=plan.slots),
+        "freed": plgpu.Barrier(**freed)
+        if plan.peers == 1
+        else plgpu.ClusterBarrier(collective_axes=("peer",), **freed),
+    }
+    if plan.staged:
+        chunk = next(columns for columns in (64, 32, 16) if plan.own_step % columns == 0)
+        buffers["out_sm"] = plgpu.SMEM((MULTIPLIERS, plan.own_rows, plan.own_step), dtype, transforms=_tiled(chunk))
+    if plan.form == "onto":
+        buffers["came"] = plgpu.Barrier(num_barriers=MULTIPLIERS)
+    return buffers
 
 
-def _body(x, w, *outs, plan: Plan, x_sm, w_sm, filled, freed):
-    cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-    turns = (plan.tiles - cta + plan.ctas - 1) // plan.ctas
+def _tiled(columns: int) -> tuple[Any, ...]:
+    """Rows of eight, and columns that fill a swizzle's width."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * 2)
 
-    def bring():
+
+class _Cta:
+    """The work of one CTA."""
+
+    def __init__(self, plan: Plan, arrays: Any, outs: Any, buffers: dict[str, Any]):
+        self.plan, self.arrays, self.outs, self.buffers = plan, arrays, outs, buffers
+        self.cluster, self.wg = lax.axis_index("cluster"), lax.axis_index("wg")
+        self.peer = lax.axis_index("peer") if plan.peers > 1 else 0
+
+    def run(self) -> None:
+        pl.when(self.wg == MULTIPLIERS)(self._bring)
+        pl.when(self.wg != MULTIPLIERS)(self._multiply)
+
+    def _row(self, index):
+        """First row of a tile."""
+        groups = self.plan.row_tiles // self.plan.peers
+        return (lax.rem(index, groups) * self.plan.peers + self.peer) * self.plan.tile_rows
+
+    def _tiles(self, tile, carry=None) -> Any:
+        """`tile(turn, first row, first feature, part of the depth, carry)` for all tiles in turn; the last carry, and turns."""
+        plan, cluster = self.plan, self.cluster
+        groups, clusters = plan.row_tiles // plan.peers, plan.ctas // plan.peers
+        turns = (plan.tiles // plan.peers - cluster + clusters - 1) // clusters
+
+        def one(turn, carry):
+            index = cluster + turn * clusters
+            rest = lax.div(index, groups)
+            column, number = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
+            # The last tile overlaps the one before: both write the same.
+            feature = jnp.minimum(number * plan.step, plan.features - plan.step)
+            return tile(turn, self._row(index), feature, column, carry)
+
+        return lax.fori_loop(0, turns, one, carry), turns
+
+    def _slot(self, index):
+        return lax.rem(index, jnp.int32(self.plan.slots))
+
+    def _bring(self) -> None:
         plgpu.set_max_registers(40, action="decrease")
+        plan, (x, w, *_) = self.plan, self.arrays
+        x_sm, w_sm, filled, freed = (self.buffers[name] for name in ("x_sm", "w_sm", "filled", "freed"))
+        shared: dict[str, Any] = {"collective_axes": "peer"} if plan.peers > 1 else {}
 
-        def tile(turn, _):
-            row, feature, column = _place(plan, cta + turn * plan.ctas)
-
+        def tile(turn, row, feature, column, carry):
             def block(step, _):
                 index = turn * plan.steps + step
-                slot = lax.rem(index, plan.slots)
+                slot = self._slot(index)
                 pl.when(index >= plan.slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
                 columns = pl.ds((column * plan.steps + step) * BLOCK, BLOCK)
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.tile_rows), columns], x_sm.at[slot], filled.at[slot])
                 for first, offset, size in plan.pieces:
                     source = w.at[pl.ds(first + feature, size), columns]
-                    plgpu.copy_gmem_to_smem(source, w_sm.at[slot, pl.ds(offset, size)], filled.at[slot])
+                    # Each of the peers brings a part of the rows to all of them.
+                    plgpu.copy_gmem_to_smem(source, w_sm.at[slot, pl.ds(offset, size)], filled.at[slot], **shared)
 
             lax.fori_loop(0, plan.steps, block, None)
+            return carry
 
-        lax.fori_loop(0, turns, tile, None)
+        _, turns = self._tiles(tile)
+        blocks = turns * plan.steps
 
         def drain(index, _):
-            plgpu.barrier_wait(freed.at[lax.rem(index, plan.slots)])
+            plgpu.barrier_wait(freed.at[self._slot(index)])
 
-        # Every completion of a barrier is waited for.
-        lax.fori_loop(jnp.maximum(turns * plan.steps - plan.slots, 0), turns * plan.steps, drain, None)
+        # Every completion of a barrier is waited for; so nobody leaves whom a peer still writes to.
+        lax.fori_loop(jnp.maximum(blocks - plan.slots, 0), blocks, drain, None)
 
-    def multiply():
+    def _multiply(self) -> None:
         plgpu.set_max_registers(232, action="increase")
-        first_row, first_feature = wg * plan.own_rows * plan.by_rows, wg * plan.own_step * (1 - plan.by_rows)
-        own = pl.ds(wg * plan.own_features * (1 - plan.by_rows), plan.own_features)
+        plan, wg = self.plan, self.wg
+        first_row, by_features = wg * plan.own_rows * plan.by_rows, wg * (1 - plan.by_rows)
 
-        def tile(turn, best):
-            row, feature, column = _place(plan, cta + turn * plan.ctas)
-
-            def accumulate(acc):
-                def block(step, _):
-                    index = turn * plan.steps + step
-                    slot = lax.rem(index, plan.slots)
-                    plgpu.barrier_wait(filled.at[slot])
-                    left, right = x_sm.at[slot, pl.ds(first_row, plan.own_rows)], w_sm.at[slot, own]
-                    plgpu.wgmma(acc, left, right.transpose((1, 0)))
-                    # All but this block's instructions are done: the slot before can be filled again.
-                    plgpu.wgmma_wait(1)
-                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[lax.rem(index - 1, plan.slots)]))
-
-                lax.fori_loop(0, plan.steps, block, None)
-                result = acc[...]
-                plgpu.barrier_arrive(freed.at[lax.rem((turn + 1) * plan.steps - 1, plan.slots)])
-                return result
-
-            product = pl.run_scoped(accumulate, plgpu.ACC((plan.own_rows, plan.own_features), jnp.float32))
+        def tile(turn, row, feature, column, best):
+            rows = pl.ds(row + first_row, plan.own_rows)
+            columns = pl.ds(feature + by_features * plan.own_step, plan.own_step)
+            if plan.staged:
+                self._begin(rows, columns)
+            right = pl.ds(by_features * plan.own_features, plan.own_features)
+            product = self._product(turn, pl.ds(first_row, plan.own_rows), right)
             if plan.form == "best":
-                return _better(plan, best, product, feature + first_feature)
-            _finish(plan, product, outs[0], pl.ds(row + first_row, plan.own_rows), feature + first_feature, column)
+                return self._better(best, product, columns.start)
+            self._finish(product, rows, columns, column)
             return best
 
         if plan.form != "best":
-            lax.fori_loop(0, turns, tile, None)
+            self._tiles(tile)
+            if plan.staged:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return
         # All tiles of a CTA are of the same rows.
         nothing = jnp.full((plan.own_rows,), -jnp.inf, jnp.float32), jnp.zeros((plan.own_rows,), jnp.int32)
-        best = lax.fori_loop(0, turns, tile, tuple(plgpu.layout_cast(part, _WGMMA.reduce(1)) for part in nothing))
-        rows = pl.ds(_place(plan, cta)[0] + first_row, plan.own_rows)
-        number = lax.div(cta, plan.row_tiles)
+        best, _ = self._tiles(tile, tuple(plgpu.layout_cast(part, _ROW) for part in nothing))
+        rows, number = self._row(self.cluster) + first_row, lax.div(self.cluster, plan.row_tiles // plan.peers)
         number = number if plan.by_rows else number * MULTIPLIERS + wg
-        for out, part in zip(outs, best, strict=True):
-            out.at[number, rows][...] = part
+        for out, part in zip(self.outs, best, strict=True):
+            out.at[number, pl.ds(rows, plan.own_rows)][...] = part
 
-    pl.when(wg == MULTIPLIERS)(bring)
-    pl.when(wg != MULTIPLIERS)(multiply)
+    def _product(self, turn, rows, features):
+        """A warpgroup's part of a tile."""
+        plan = self.plan
+        x_sm, w_sm, filled, freed = (self.buffers[name] for name in ("x_sm", "w_sm", "filled", "freed"))
 
+        def accumulate(acc):
+            def block(step, _):
+                index = turn * plan.steps + step
+                slot = self._slot(index)
+                plgpu.barrier_wait(filled.at[slot])
+                plgpu.wgmma(acc, x_sm.at[slot, rows], w_sm.at[slot, features].transpose((1, 0)))
+                # All but this block's instructions are done: the slot before can be filled again.
+                plgpu.wgmma_wait(1)
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[self._slot(index - 1)]))
 
-def _better(plan: Plan, best, product, feature):
-    """The largest products so far and their features, the first of equal ones, after one more tile."""
-    values, ids = best
-    product = product.astype(plan.rounded).astype(jnp.float32)
-    largest = product.max(axis=1)
-    places = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 1), _WGMMA)
-    equal = product == lax.broadcast_in_dim(largest, product.shape, [0])
-    first = jnp.where(equal, places, jnp.int32(plan.step)).min(axis=1)
-    larger = largest > values
-    return jnp.where(larger, largest, values), jnp.where(larger, first + feature, ids)
+            lax.fori_loop(0, plan.steps, block, None)
+            result = acc[...]
+            plgpu.barrier_arrive(freed.at[self._slot((turn + 1) * plan.steps - 1)])
+            return result
 
+        return pl.run_scoped(accumulate, plgpu.ACC((plan.own_rows, features.size), jnp.float32))
 
-def _finish(plan: Plan, product, out, rows, feature, column):
-    """Writes a tile of products in the plan's form."""
-    if plan.form == "gated":
-        gate, up = product[:, : plan.own_step], product[:, plan.own_step :]
-        product = gate / (1.0 + jnp.exp(-gate)) * up
-    columns = pl.ds(feature, plan.own_step)
-    target = out.at[column, rows, columns] if plan.form == "parts" else out.at[rows, columns]
-    target[...] = product.astype(out.dtype)
+    def _better(self, best, product, feature):
+        """The largest products so far and their features, the first of equal ones, after one more tile."""
+        values, ids = best
+        product = product.astype(self.plan.rounded).astype(jnp.float32)
+        largest = product.max(axis=1)
+        places = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, product.shape, 1), _WGMMA)
+        equal = product == lax.broadcast_in_dim(largest, product.shape, [0])
+        first = jnp.where(equal, places, jnp.int32(product.shape[1])).min(axis=1)
+        larger = largest > values
+        return jnp.where(larger, largest, values), jnp.where(larger, first + feature, ids)
+
+    def _begin(self, rows, columns) -> None:
+        """Makes room for a tile's results, and brings what they are added to."""
+        place = self.buffers["out_sm"].at[self.wg]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.plan.form == "onto":
+            plgpu.copy_gmem_to_smem(self.arrays[2].at[rows, columns], place, self.buffers["came"].at[self.wg])
+
+    def _finish(self, product, rows, columns, column) -> None:
+        """Writes a tile of products in the plan's form."""
+        plan, (out,) = self.plan, self.outs
+        if plan.form == "gated":
+            gate, up = product[:, : columns.size], product[:, columns.size :]
+            product = gate / (1.0 + jnp.exp(-gate)) * up
+        if not plan.staged:
+            target = out.at[column, rows, columns] if plan.form == "parts" else out.at[rows, columns]
+            target[...] = product.astype(out.dtype)
+            return
+        place = self.buffers["out_sm"].at[self.wg]
+        if plan.form == "onto":
+            plgpu.barrier_wait(self.buffers["came"].at[self.wg])
+            product = plgpu.layout_cast(place[...], _WGMMA).astype(jnp.float32) + product
+        place[...] = product.astype(out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(place, out.at[rows, columns])

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 BLOCK = 64  # columns of one copy: 128 bytes
 ROWS = 64  # of a tile at least
 MULTIPLIERS = 2  # warpgroups that multiply
-SHARED = 220 * 1024
+WHOLE = 64  # columns that fill a swizzle
+SHARED = 224 * 1024
+MANY_ROWS = 512  # of which clusters and results through shared memory have been measured to pay
 
-type Form = Literal["plain", "parts", "gated", "best"]
+type Form = Literal["plain", "parts", "gated", "onto", "best"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Plan:
       ctas: at most one for each multiprocessor.
       slots: of the ring.
       rounded: dtype that "best" compares in.
+      peers: CTAs of a cluster, with different rows and the same features: each brings a part of the weights to all.
+      staged: results leave through shared memory.
     """
 
     rows: int
@@ -40,6 +44,8 @@ class Plan:
     ctas: int
     slots: int
     rounded: Any
+    peers: int = 1
+    staged: bool = False
 
     @property
     def parts(self) -> int:
@@ -104,8 +110,8 @@ class Plan:
         )
 
     def results(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; best: the largest product
-        of every warpgroup's features and row, and its feature.
+        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; onto: the stream with the
+        product added; best: the largest product of every warpgroup's features and row, and its feature.
         """
         if self.form == "best":
             shape = (self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS), self.rows)
@@ -117,13 +123,13 @@ class Plan:
 
 def plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, tile_rows: int, step: int, splits: int = 1,
-    rounded: Any = jnp.bfloat16,
+    rounded: Any = jnp.bfloat16, peers: int = 1, staged: bool = False,
 ) -> Plan:  # fmt: skip
     """A plan of the given tiles."""
-    parts = 2 if form == "gated" else 1
-    slots = min(8, SHARED // (2 * BLOCK * (tile_rows + parts * step)))
-    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded)
-    ctas = min(made.tiles, multiprocessors)
+    parts, staged = 2 if form == "gated" else 1, staged or form == "onto"
+    slots = min(8, (SHARED - 2 * tile_rows * step * staged) // (2 * BLOCK * (tile_rows + parts * step)))
+    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, peers, staged)
+    ctas = min(made.tiles, multiprocessors // peers * peers)
     if form == "best":  # the same number for all rows: a CTA stays with its rows
         ctas = max(ctas // made.row_tiles, 1) * made.row_tiles
     return dataclasses.replace(made, ctas=ctas)
@@ -142,14 +148,33 @@ def best_plan(
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             widest, unit = (160 if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
+            # Results leave in whole swizzles.
+            unit = WHOLE * (1 if tile_rows > ROWS else MULTIPLIERS) if form == "onto" else unit
             made += [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
-                    splits=splits, rounded=rounded,
+                    splits=splits, rounded=rounded, **_together(rows, tile_rows, step, form),
                 )
                 for step in range(unit, min(widest, features) + 1, unit)
             ]  # fmt: skip
     return min(made, key=_estimate)
+
+
+def pays_onto(rows: int, features: int, depth: int, *, multiprocessors: int) -> bool:
+    """Whether a product writes the stream itself: tiles in whole swizzles for nearly all multiprocessors, the depth in one part."""
+    if rows < MANY_ROWS or features % WHOLE:
+        return False
+    made = best_plan(rows, features, depth, "onto", multiprocessors=multiprocessors)
+    parts = best_plan(rows, features, depth, "parts", multiprocessors=multiprocessors)
+    return parts.splits == 1 and parts.step == made.step
+
+
+def _together(rows: int, tile_rows: int, step: int, form: Form) -> dict[str, Any]:
+    """Pairs of CTAs for gate and up of many rows, where halves of the weights are whole tiles of shared memory."""
+    pays = (
+        form == "gated" and rows >= MANY_ROWS and tile_rows > ROWS and rows % (2 * tile_rows) == 0 and step % WHOLE == 0
+    )
+    return {"peers": 2, "staged": True} if pays else {}
 
 
 def _estimate(plan: Plan) -> float:

@@ -22,6 +22,18 @@ def dense_parts_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -
     return dense_reference(x, weight)[None]
 
 
+def dense_onto_reference(
+    x: Float[Array, "M F"],
+    weight: Float[Array, "D F"],
+    stream: Float[Array, "M D"],
+    norm: Float[Array, "D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `dense_onto`."""
+    return add_norm_reference(dense_parts_reference(x, weight), stream, norm, eps=eps)
+
+
 def dense_best_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Int[Array, "M"]:
     """See `dense_best`."""
     return jnp.argmax(dense_reference(x, weight), axis=-1).astype(jnp.int32)

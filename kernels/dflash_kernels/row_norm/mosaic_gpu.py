@@ -49,6 +49,15 @@ def stream_norm_launch(stream: Array, rows: int, weight: Array, *, eps: float, i
     return kernel.stream_norm(stream, rows, weight, eps, interpret)
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def norm_rows_launch(rows: Array, weight: Array, *, eps: float, interpret: Any = None) -> Array:
+    """The norm of `rows [M, D]` times `weight`, for products that end in the stream."""
+    _refuse(rows.dtype, weight)
+    from dflash_kernels.row_norm import mosaic_gpu_kernel as kernel
+
+    return kernel.norm_rows(rows, weight, eps, interpret)
+
+
 def _refuse(dtype: Any, weight: Array) -> None:
     if weight.dtype != jnp.bfloat16 or weight.shape[0] % WIDTH or dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(

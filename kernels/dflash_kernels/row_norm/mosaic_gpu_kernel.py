@@ -40,6 +40,18 @@ def stream_norm(stream: jax.Array, rows: int, weight: jax.Array, eps: float, int
     return _kernel(body, "stream_norm", rows, out, interpret)(stream, weight)
 
 
+def norm_rows(rows: jax.Array, weight: jax.Array, eps: float, interpret: Any = None) -> jax.Array:
+    """`rows [M, D]`."""
+
+    def body(rows, weight, normed):
+        row = lax.axis_index("row")
+        normed.at[row][...] = _norm(_load(rows.at[row], VECTOR), _load(weight, VECTOR), eps)
+
+    return _kernel(body, "norm_rows", rows.shape[0], jax.ShapeDtypeStruct(rows.shape, rows.dtype), interpret)(
+        rows, weight
+    )
+
+
 def _kernel(body: Any, name: str, rows: int, out: Any, interpret: Any) -> Any:
     named: Any = functools.partial(body)
     named.__name__ = name  # what profilers show
