@@ -110,7 +110,12 @@ def train(settings: Settings, preset: str, out: Path, work: Path, clock: Clock) 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    clock = Clock(options.work, lambda line: print(line, flush=True), options.stop_after)
+    try:
+        options.out.parent.mkdir(parents=True, exist_ok=True)  # not after minutes of training
+        clock = Clock(options.work, lambda line: print(line, flush=True), options.stop_after)
+    except OSError as error:
+        print(f"error: --out and --work must be folders that can be written to: {error}", file=sys.stderr)
+        return 1
     try:
         train(settings_of(options), options.preset, options.out, options.work, clock)
     except Interrupted as stop:

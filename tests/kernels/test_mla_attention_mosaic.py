@@ -12,6 +12,7 @@ from dflash_kernels import NoImplementationError, mla_attention
 from dflash_kernels.mla_attention import mosaic_gpu_schedule as schedule
 from dflash_kernels.mla_attention.mosaic_gpu import tuned
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits, longest_first, plan
+from dflash_kernels.mla_attention.mosaic_gpu_tiles import Tiles
 from dflash_kernels.mla_attention.reference import mla_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -161,6 +162,23 @@ def test_lowers_for_an_h200() -> None:
     with h200():
         text = launch.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu_v2") == 2
+
+
+def test_rows_of_two_tiles_are_dealt_alike() -> None:
+    """Rows 16 to 63 of 80 are in both tiles, whose last tokens see 128 and 131 keys: parts begin where the other tile's do."""
+    launch = plan(
+        Tuning(splits=2, min_tiles=1), b=1, tokens=16, heads=5, page_size=64, table_width=4, quantised=False, causal=True,
+        scale=1.0,
+    )  # fmt: skip
+    seq_lens, q_lens, order = (jnp.asarray([value], jnp.int32) for value in (131, 16, 0))
+    table, sizes = jnp.zeros((1, 4), jnp.int32), {"b": 1, "wg": 1, "rows": 2, "split": 2}
+
+    def begin(*_: Any) -> jax.Array:
+        return Tiles(launch, None, None, table, seq_lens, q_lens, order, None, None, {"staged": None}).begin
+
+    for name, size in reversed(sizes.items()):
+        begin = jax.vmap(begin, axis_name=name, axis_size=size, in_axes=None)
+    assert begin(0)[0, 0].tolist() == [[0, 2], [0, 2]]
 
 
 def planned(b: int, t: int, heads: int, length: int = 4096) -> Any:

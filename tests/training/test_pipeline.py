@@ -155,3 +155,13 @@ def test_a_corpus_without_files_is_an_error(tmp_path, capsys):
     folders = ["--folder", str(tmp_path / "empty"), "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     assert main(["--preset", "tiny", *folders]) == 1
     assert "install the `train` extra" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", ["--out", "--work"])
+def test_folders_that_cannot_be_written_are_said_before_anything_is_trained(tmp_path, capsys, which):
+    (tmp_path / "file").write_text("")
+    folders = {"--out": tmp_path / "out", "--work": tmp_path / "work"} | {which: tmp_path / "file" / "folder"}
+    assert main(["--preset", "tiny", *(str(part) for pair in folders.items() for part in pair)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --out and --work must be folders that can be written to: [Errno ")

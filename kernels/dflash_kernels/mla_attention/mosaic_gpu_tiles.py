@@ -98,8 +98,12 @@ class Tiles:
         first, last = lax.div(self.first_row, heads), lax.div(self.first_row + (ROWS - 1), heads)
         whole = jnp.maximum(self._limit(first), 0)
         high = jnp.where(first < self.q_len, jnp.maximum(self._limit(jnp.minimum(last, self.q_len - 1)), 0), 0)
-        tiles = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
-        share = jnp.maximum(lax.div(tiles + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
+        tiles = dealt = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
+        if launch.rows > ROWS and launch.rows % ROWS:
+            # Two CTAs have some rows in common, and a part may hold what either has written: the same, if they are dealt alike.
+            longest = jnp.where(self.q_len > 0, jnp.maximum(self._limit(self.q_len - 1), 0), 0)
+            dealt = lax.div(longest + (KEYS - 1), jnp.int32(KEYS))
+        share = jnp.maximum(lax.div(dealt + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
         self.begin = self.split * share
         self.end = jnp.maximum(jnp.minimum(self.begin + share, tiles), self.begin)
         self.pairs = lax.div(self.end - self.begin, jnp.int32(2))
