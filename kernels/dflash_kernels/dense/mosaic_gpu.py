@@ -13,6 +13,7 @@ from dflash_kernels.row_norm.mosaic_gpu import norm_rows_launch
 from dflash_kernels.target import target
 
 PLAIN_ROWS = 256
+FEWEST = 8  # rows that one copy may bring
 
 
 def dense_mosaic_gpu(x: Array, weight: Array) -> Array:
@@ -65,11 +66,12 @@ def best(
 ) -> Int[Array, "M"]:
     """`dense_best` without the device check."""
     rows = x.shape[0]
-    if rows <= ROWS // 2:
-        raise NotImplementedError(f"{rows} rows are padded to {ROWS}: other products are as fast")
-    padded = jnp.pad(x, ((0, -rows % ROWS), (0, 0)))
-    best = launch("best", padded, weight, multiprocessors=multiprocessors, interpret=interpret)
-    return jax.lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(0)), _better, (0,))[1][:rows]
+    if rows < FEWEST:
+        raise NotImplementedError(f"{rows} rows are padded to {FEWEST}: other products are as fast")
+    padded = jnp.pad(x, ((0, -rows % (ROWS if rows > ROWS else FEWEST)), (0, 0)))
+    found = launch("best", padded, weight, multiprocessors=multiprocessors, interpret=interpret)
+    best = tuple(part[:, :rows] for part in found)
+    return jax.lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(0)), _better, (0,))[1]
 
 
 def _better(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -96,7 +98,8 @@ def launch(
         raise NotImplementedError(f"takes weights in x's dtype, not {weight.dtype}")
     if stream is not None and stream.dtype != x.dtype:
         raise NotImplementedError(f"takes a stream in x's dtype, not {stream.dtype}")
-    refuse(x.shape[0], x.dtype, weight.shape[1])
+    # The best of some rows leave those of a tile out that are not there.
+    refuse(max(x.shape[0], ROWS) if form == "best" else x.shape[0], x.dtype, weight.shape[1])
     features = weight.shape[0] // (2 if form == "gated" else 1)
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")

@@ -115,7 +115,8 @@ class _Cta:
                 slot = self._slot(index)
                 pl.when(index >= plan.slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
                 columns = pl.ds((column * plan.steps + step) * BLOCK, BLOCK)
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.tile_rows), columns], x_sm.at[slot], filled.at[slot])
+                present = x_sm.at[slot, pl.ds(0, plan.present)]
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.present), columns], present, filled.at[slot])
                 for first, offset, size in plan.pieces:
                     source = w.at[pl.ds(first + feature, size), columns]
                     # Each of the peers brings a part of the rows to all of them.

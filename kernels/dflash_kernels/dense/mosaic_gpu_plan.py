@@ -57,7 +57,12 @@ class Plan:
 
     @property
     def row_tiles(self) -> int:
-        return self.rows // self.tile_rows
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def present(self) -> int:
+        """Rows of a tile that there are: "best" may have fewer than a tile, and gives anything for the others."""
+        return min(self.rows, self.tile_rows)
 
     @property
     def feature_tiles(self) -> int:
@@ -114,7 +119,8 @@ class Plan:
         product added; best: the largest product of every warpgroup's features and row, and its feature.
         """
         if self.form == "best":
-            shape = (self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS), self.rows)
+            candidates = self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS)
+            shape = candidates, self.row_tiles * self.tile_rows
             return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
         if self.form == "parts":
             return (jax.ShapeDtypeStruct((self.splits, self.rows, self.features), jnp.float32),)
@@ -144,7 +150,7 @@ def best_plan(
     for tile_rows in (64, 128, 256):
         for splits in (1, 2, 4) if form == "parts" else (1,):
             # Tall tiles leave "best" too few registers for its comparisons.
-            if rows % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
+            if max(rows, ROWS) % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             widest, unit = (160 if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
@@ -183,7 +189,9 @@ def _estimate(plan: Plan) -> float:
     products = plan.tile_rows * wide * depth * 2 / 5.7e6
     # Each warpgroup reads its rows once for every 64 of them, and its features.
     operands = (plan.own_rows + plan.own_rows // ROWS * plan.own_features) * MULTIPLIERS * 2 * depth / 210e3
-    arriving = (plan.tile_rows + wide) * 2 * depth / 95e3
+    arriving = (plan.present + wide) * 2 * depth / 95e3
     streamed = 2 * plan.features * plan.parts * plan.depth / 4.2e6
+    if plan.rows < ROWS:  # nothing but memory counts: a last turn must leave none of it idle
+        streamed *= turns * plan.ctas / plan.tiles
     written = plan.splits * plan.rows * plan.features * 8 / 5e6 if plan.splits > 1 else 0.0
     return max(turns * max(products, operands, arriving), streamed) + written + 0.5 * turns
