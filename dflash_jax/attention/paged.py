@@ -27,6 +27,7 @@ from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.models.rows import multiplied
 
 
 class PagedAttend:
@@ -183,7 +184,7 @@ def write_context(
     """The drafter's pools with the keys and values of all its layers for context states; tokens that are not live write nothing."""
     slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
     with jax.named_scope("draft_context"):
-        projected = (drafter.context_kv_proj(context), *drafter.rotary(positions))
+        projected = (multiplied(drafter.context_kv_proj, context), *drafter.rotary(positions))
         kv, cos, sin = (x.reshape(slots.shape[0], x.shape[-1]) for x in projected)
         k, v, _ = kv_write(
             pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps

@@ -153,7 +153,7 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
         rows = jnp.arange(state.features.shape[1])
         positions = (state.seq_lens - state.fresh)[:, None] + rows
         live = (rows < state.fresh[:, None]) & ~state.done[:, None]
-        context = drafter.context(state.features)
+        context = drafter.context(state.features, decodes=True)
         return write_context(drafter, state.draft_pages, page_table, context, positions, live)
 
 

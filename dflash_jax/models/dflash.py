@@ -28,6 +28,7 @@ from dflash_jax.models.layers import (
 )
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.rows import multiplied
 
 
 class DFlash(nnx.Module):
@@ -48,9 +49,12 @@ class DFlash(nnx.Module):
         self.mask_embedding = nnx.Param(jnp.zeros((d,))) if config.mask_embedding else None
         self.d2t = nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32)) if config.draft_vocab_size else None
 
-    def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
-        """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
-        return self.hidden_norm(self.fc(features))
+    def context(self, features: Float[Array, "... nD"], *, decodes: bool = False) -> Float[Array, "... D"]:
+        """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm).
+
+        `decodes`: nobody takes gradients.
+        """
+        return self.hidden_norm(multiplied(self.fc, features) if decodes else self.fc(features))
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]

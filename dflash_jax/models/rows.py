@@ -1,14 +1,32 @@
 """Layers for a few hundred rows: products with what follows them, the residual stream with its norm, each as one operation."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from dflash_kernels import dense, dense_gated, dense_onto, dense_refusal
+import jax.numpy as jnp
+from dflash_kernels import dense, dense_gated, dense_onto, dense_parts, dense_refusal
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
+from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
+
+MOST = 256  # with more, XLA's products with nothing after them are faster
+
+
+def multiplied(layer: Linear, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+    """`layer(x)` without gradients: for some hundred rows by a kernel, in parts where rows of the weight are long and few."""
+    weight, rows = layer.weight[...], math.prod(x.shape[:-1])
+    fitting = rows <= MOST and not isinstance(weight, Quantised) and layer.bias is None
+    if not fitting or dense_refusal(rows, x.dtype, weight.shape[1]) is not None:
+        return layer(x)
+    flat = x.reshape(rows, -1)
+    if weight.shape[1] > weight.shape[0]:
+        product = jnp.sum(dense_parts(flat, weight), axis=0).astype(x.dtype)
+    else:
+        product = dense(flat, weight)
+    return product.reshape(*x.shape[:-1], -1)
 
 
 class Named(TypedDict):

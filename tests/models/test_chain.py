@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
@@ -14,8 +15,10 @@ from dflash_jax.cache.pages import make_pages
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models import bind, chain
 from dflash_jax.models.chain import run_layers
-from dflash_jax.models.rows import fits, run_rows
+from dflash_jax.models.layers import Linear
+from dflash_jax.models.rows import fits, multiplied, run_rows
 
+from ..devices import h200
 from .golden_files import cases, golden
 
 CASES = cases("qwen3")
@@ -88,6 +91,27 @@ def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPa
     for theirs, *others in zip(*map(jax.tree.leaves, (apart, whole, at_once)), strict=True):
         for ours in others:
             np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+def test_products_of_some_hundred_rows_are_kernels() -> None:
+    """The drafter's: a long depth in parts, a short one whole; and the definition where there is no kernel."""
+
+    def layer(weight: jax.Array) -> Linear:
+        made = Linear(*weight.shape)
+        made.weight = nnx.Param(weight)
+        return made
+
+    def run(deep: jax.Array, x: jax.Array) -> Any:
+        weights = jnp.zeros((512, 2560), deep.dtype), jnp.zeros((2048, 512), x.dtype)
+        return [multiplied(layer(weight), rows) for weight, rows in zip(weights, (deep, x), strict=True)]
+
+    for batch, launches in ((1, 0), (8, 2), (32, 0)):
+        shapes = [jax.ShapeDtypeStruct((batch, 16, width), jnp.bfloat16) for width in (2560, 512)]
+        with h200():
+            text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
+    one, x = layer(jax.random.normal(jax.random.key(1), (64, 128))), jax.random.normal(jax.random.key(0), (8, 16, 128))
+    np.testing.assert_array_equal(np.asarray(multiplied(one, x)), np.asarray(one(x)))
 
 
 @pytest.mark.parametrize("case", CASES)
