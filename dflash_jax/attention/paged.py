@@ -116,10 +116,12 @@ class PagedAttend:
         """A whole layer: `attention_chain` with its weights from `o` on, to the stream and the next projection."""
         i = layer.index
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        k_scale = self._pages.k_scale[i] if self._pages.k_scale else None
+        v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
         out = attention_chain(
             self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
-            scales=scales, q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...], exchange=exchange,
-            causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
+            scales=scales, k_scale=k_scale, v_scale=v_scale, q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...],
+            exchange=exchange, causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
         )  # fmt: skip
         self._k[i], self._v[i] = out.k_pages, out.v_pages
         return out.stream, out.projected

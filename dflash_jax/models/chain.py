@@ -164,13 +164,13 @@ def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool
         return False
     pool, width = pools
     _, kv_heads, page_size, head_dim = pool.shape
-    if pool.dtype != x.dtype or 2 * rotary.cos.shape[-1] != head_dim:
+    if 2 * rotary.cos.shape[-1] != head_dim:
         return False
     qkv, o, down = (part.weight[...] for part in (attn.qkv_proj, attn.o_proj, mlp.down_proj))
     reason = attention_chain_refusal(
         x.shape[0], x.shape[1], x.dtype, group=attn.config.num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim,
         page_size=page_size, table_width=width, hidden=o.shape[0], heads_width=o.shape[1], inner=down.shape[1],
-        next_width=qkv.shape[0], itemsize=_itemsize(o),
+        next_width=qkv.shape[0], itemsize=_itemsize(o), page_dtype=pool.dtype,
     )  # fmt: skip
     return reason is None
 

@@ -19,7 +19,7 @@ from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
-from .attention_chain_cases import EPS, MIDDLE, QWEN3_4B, QWEN3_8B, TINY, arrays, check, make
+from .attention_chain_cases import EPS, MIDDLE, QWEN3_4B, QWEN3_8B, TINY, arrays, check, in_float8, make
 
 
 def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tuple[Any, ...]:
@@ -46,12 +46,27 @@ def interpreted(call: dict[str, Any], *, causal: bool = True, ctas: int = 7, **o
             {"ctas": 3, "stages": 1},
         ),  # new keys in the tiles of two CTAs, two tiles in one stage
         (2, [0, 70], [0, 1], 16, False, {"ctas": 4}),
+        (5, [418], [5], 128, True, {"ctas": 2, "stages": 2}),  # every stage more than once, new keys in one of the last
     ],
 )
 def test_agrees_with_separate_operations(
     tokens: int, seq_lens: list[int], q_lens: list[int], page_size: int, causal: bool, options: dict[str, int]
 ) -> None:
     call = make(tokens, seq_lens, q_lens, TINY, page_size=page_size)
+    check(call, interpreted(call, causal=causal, **options), causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
+    [
+        (5, [418], [5], 128, True, {"ctas": 2, "stages": 3}),  # stages of widened tiles and of narrow ones out of step
+        (2, [0, 70], [0, 1], 16, False, {"ctas": 4}),
+    ],
+)
+def test_agrees_over_float8_pages(
+    tokens: int, seq_lens: list[int], q_lens: list[int], page_size: int, causal: bool, options: dict[str, int]
+) -> None:
+    call = in_float8(make(tokens, seq_lens, q_lens, TINY, page_size=page_size))
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
@@ -72,10 +87,17 @@ def test_last_layer_projects_nothing() -> None:
     check(call, out)
 
 
-@pytest.mark.parametrize(("tokens", "b", "sizes"), [(1, 1, QWEN3_4B), (16, 1, QWEN3_8B), (2, 8, QWEN3_4B)])
-def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "b", "sizes", "width", "narrow"),
+    [
+        (1, 1, QWEN3_4B, 2, False), (16, 1, QWEN3_8B, 600, False), (2, 8, QWEN3_4B, 2, False), (16, 1, QWEN3_4B, 600, True),
+        (1, 1, QWEN3_8B, 2, True),
+    ],
+)  # fmt: skip
+def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, narrow: bool) -> None:
     """Two layers; pools and exchange are changed in place."""
-    call = jax.eval_shape(lambda: make(tokens, [tokens] * b, [tokens] * b, sizes))
+    change = in_float8 if narrow else lambda call: call
+    call = jax.eval_shape(lambda: change(make(tokens, [tokens] * b, [tokens] * b, sizes, width=width)))
 
     def layers(call: dict[str, Any]) -> Any:
         exchange = new_exchange(call, tokens, sizes)
@@ -103,26 +125,24 @@ def test_schedule(b: int, tokens: int, sizes: dict[str, int]) -> None:
         ctas=132,
         eps=EPS,
     )
-    for stages in (1, 2):
+    for width, itemsize in ((10, 2), (26, 2), (600, 2), (26, 1), (600, 1)):
         attention, launched = attention_plan(
-            whole,
-            sequences=b,
-            group=4,
-            kv_heads=8,
-            head_dim=128,
-            page_size=64,
-            table_width=26,
-            causal=True,
-            scale=1.0,
-            stages=stages,
-        )
+            whole, sequences=b, group=4, kv_heads=8, head_dim=128, page_size=64, table_width=width, causal=True, scale=1.0,
+            page_itemsize=itemsize,
+        )  # fmt: skip
         assert 110 <= attention.items <= 132
         assert attention.mergers * 128 >= attention.quads or attention.mergers == attention.splits
         memory = 128 * (
             launched.slots * launched.slot_rows + launched.x_slots * 2 * launched.tokens + 4 * attention.staged
         )
         assert 100 * 1024 < memory < SHARED_MEMORY
-        assert launched.slots > attention.borrowed
+        # What attention borrows is the end of the ring, behind slots that weights fill meanwhile.
+        rows, tiles = launched.slots * launched.slot_rows, attention.tiles(launched)
+        assert 0 <= rows - 128 * tiles < 128
+        assert 1 <= attention.kept(launched) <= (tiles - attention.borrowed) * 128 / launched.slot_rows
+        # As many bytes are on their way as memory takes to answer, and no more than a short sequence has.
+        most = -(-width * 64 // (64 * attention.splits))
+        assert min(most, 3) <= (attention.stages if itemsize == 2 else attention.narrow_stages) <= most
 
 
 @pytest.mark.parametrize(
@@ -171,8 +191,14 @@ def test_other_devices_are_refused() -> None:
         attention_chain(**make(1, [9], [1], TINY), exchange=None, implementation="mosaic_gpu")
     with h200():
         assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, **sizes) is None
-        assert "up to 2048 keys" in str(
-            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | {"table_width": 33}, **sizes)
+        assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | {"table_width": 2000}, **sizes) is None
+        narrow = {"table_width": 128, "page_dtype": jnp.float8_e4m3fn}
+        assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | narrow, **sizes) is None
+        assert "up to 8192 keys in float8_e4m3fn, not 8256" in str(
+            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | narrow | {"table_width": 129}, **sizes)
+        )
+        assert "pages of bfloat16 or float8_e4m3fn, not int8" in str(
+            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, page_dtype=jnp.int8, **sizes)
         )
         assert "one sequence" in str(attention_chain_refusal(2, 1, jnp.bfloat16, **shapes, **sizes))
         assert "pages of 64 tokens, not 16" in str(
@@ -187,6 +213,10 @@ def test_other_devices_are_refused() -> None:
         (QWEN3_4B, 16, [1091], [16], 64, True, {}),
         (MIDDLE, 1, [1100], [1], 64, True, {"stages": 1}),
         (MIDDLE, 16, [3001], [16], 64, True, {"stages": 2}),
+        (MIDDLE, 16, [9001], [16], 64, True, {}),
+        (MIDDLE, 16, [9001], [13], 64, False, {"narrow": True}),
+        (MIDDLE, 1, [5121], [1], 64, True, {"narrow": True}),
+        (QWEN3_8B, 16, [1091], [16], 64, True, {"narrow": True}),
         (MIDDLE, 16, [1640], [16], 16, False, {"stages": 1}),
         (MIDDLE, 16, [16], [16], 128, True, {}),
         (MIDDLE, 2, [0, 1, 2, 63, 65, 513, 1000, 257], [0, 1, 2, 2, 1, 2, 0, 2], 32, True, {}),
@@ -202,7 +232,8 @@ def test_full_size_on_a_gpu(
     causal: bool,
     options: Any,
 ) -> None:
-    call = make(tokens, seq_lens, q_lens, sizes, page_size=page_size)
+    call, options = make(tokens, seq_lens, q_lens, sizes, page_size=page_size), dict(options)
+    call = in_float8(call) if options.pop("narrow", False) else call
 
     @jax.jit
     def run(call: dict[str, Any]) -> Any:

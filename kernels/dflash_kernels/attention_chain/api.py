@@ -31,7 +31,7 @@ class Chained(NamedTuple):
 
 def attention_chain_refusal(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    hidden: int, heads_width: int, inner: int, next_width: int, itemsize: int = 2,
+    hidden: int, heads_width: int, inner: int, next_width: int, itemsize: int = 2, page_dtype: Any = None,
 ) -> str | None:  # fmt: skip
     """Why `attention_chain` has nothing faster than separate operations for calls of these sizes; None where it has.
 
@@ -39,12 +39,13 @@ def attention_chain_refusal(
       group: query heads of a KV head.
       table_width: pages that a row of the page table has room for.
       itemsize: bytes of a weight.
+      page_dtype: of the pools, `dtype` where None.
     """
     try:
         refuse(
             sequences, tokens, dtype, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
             table_width=table_width, hidden=hidden, heads_width=heads_width, inner=inner, next_width=next_width,
-            itemsize=itemsize,
+            itemsize=itemsize, page_dtype=page_dtype,
         )  # fmt: skip
     except NotImplementedError as reason:
         return str(reason)
@@ -61,8 +62,8 @@ def attention_chain_exchange(
 
 
 def attention_chain(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
     qkv: Float[Array, "M E"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
@@ -81,6 +82,8 @@ def attention_chain(
     k_norm: Float[Array, "H"],
     exchange: Any,
     scales: Sequence[Array | None] | None = None,
+    k_scale: Float[Array, "K"] | None = None,
+    v_scale: Float[Array, "K"] | None = None,
     causal: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -90,7 +93,8 @@ def attention_chain(
     `paged_attention` and `layer_chain` in one.
 
     Args:
-      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
+      k_pages, v_pages: page pools, of the activations' dtype or float8_e4m3fn; donate them to the surrounding jit and the write
+        happens in place.
       qkv: the projection, `E = (N + 2 K) * H`: query heads, key heads, value heads; `M = B * T` tokens, those of a sequence
         together.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
@@ -103,6 +107,7 @@ def attention_chain(
       q_norm, k_norm: weights of the norms of queries and keys.
       exchange: Refs of `attention_chain_exchange`, passed to one call after the other.
       scales: as for `layer_chain`.
+      k_scale, v_scale: float32, what float8 pools' keys and values are to be multiplied with; None for other pools.
       causal: a token sees no key after its own position.
       scale: softmax scale, `H ** -0.5` where None.
       eps: added to the mean squares of all norms.
@@ -112,7 +117,7 @@ def attention_chain(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    heads = Heads(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm)
+    heads = Heads(k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm, k_scale, v_scale)
     layer = Layer(stream, o, post_norm, gate_up, down, next_norm, following, scales)
     heads.check()
     (rows, width), (_, kv_heads, _, head_dim) = qkv.shape, k_pages.shape

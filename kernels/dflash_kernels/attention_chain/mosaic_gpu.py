@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import Attention, attention_plan
@@ -14,10 +15,10 @@ from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
 from dflash_kernels.qkv_attention.heads import Heads
 from dflash_kernels.target import target
 
-# Keys of the longest sequence: two tiles for each of its CTAs, which are on their way at once. More have not been measured to be
-# faster than attention as a launch of its own, and neither have several sequences.
-WORTH_KEYS = 2048
 SEEN_PAGE_SIZE = 64  # others are interpreted by the tests
+# Keys of the longest sequence in float8 pages: widening them in one CTA of each multiprocessor takes longer than memory, and over
+# 32,768 keys attention as launches of its own has been measured to be as fast for 16 tokens and faster for one.
+WORTH_NARROW_KEYS = 8192
 
 
 def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array | None, Array, Array]:
@@ -32,20 +33,26 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
 
 def refuse(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    itemsize: int = 2, **widths: int,
+    itemsize: int = 2, page_dtype: Any = None, **widths: int,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError, with the reason, where `attention_chain_mosaic_gpu` would or is not worth it."""
     products.refuse(sequences * tokens, dtype, itemsize=itemsize, **widths)
+    page_dtype = jnp.dtype(dtype if page_dtype is None else page_dtype)
+    if page_dtype not in (dtype, jnp.float8_e4m3fn):
+        raise NotImplementedError(f"takes pages of {jnp.dtype(dtype)} or float8_e4m3fn, not {page_dtype}")
     if sequences > 1:
         raise NotImplementedError(f"is known to be faster for one sequence, not {sequences}")
     if page_size != SEEN_PAGE_SIZE:
         raise NotImplementedError(f"has been checked on a GPU with pages of {SEEN_PAGE_SIZE} tokens, not {page_size}")
-    if table_width * page_size > WORTH_KEYS:
-        raise NotImplementedError(f"is known to be faster for up to {WORTH_KEYS} keys, not {table_width * page_size}")
+    if page_dtype != dtype and table_width * page_size > WORTH_NARROW_KEYS:
+        longest = table_width * page_size
+        raise NotImplementedError(
+            f"is known to be faster for up to {WORTH_NARROW_KEYS} keys in {page_dtype}, not {longest}"
+        )
     whole = plan(live=sequences * tokens, ctas=target().multiprocessors, eps=0.0, itemsize=itemsize, **widths)
     attention_plan(
         whole, sequences=sequences, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        table_width=table_width, causal=True, scale=1.0,
+        table_width=table_width, causal=True, scale=1.0, page_itemsize=page_dtype.itemsize,
     )  # fmt: skip
 
 
@@ -64,7 +71,8 @@ def launch(
 ) -> tuple[Array, Array | None, Array, Array]:
     """The implementation without the device check: for benchmarks (`stages`, `splits`) and tests on the CPU (`interpret`)."""
     k_pages, v_pages, rows = heads.k_pages, heads.v_pages, heads.qkv.shape[0]
-    products.refuse_dtypes((heads.qkv, k_pages, v_pages, heads.q_norm, heads.k_norm), layer)
+    narrow = heads.k_scale is not None
+    products.refuse_dtypes((heads.qkv, *(() if narrow else (k_pages, v_pages)), heads.q_norm, heads.k_norm), layer)
     _, kv_heads, page_size, head_dim = k_pages.shape
     if 2 * heads.cos.shape[1] != head_dim:
         raise NotImplementedError(f"turns whole heads of {head_dim}, not {2 * heads.cos.shape[1]} columns of them")
@@ -72,7 +80,7 @@ def launch(
     attention, schedule = attention_plan(
         plan(live=rows, ctas=ctas, eps=eps, **layer.sizes()), sequences=sequences,
         group=layer.o.shape[1] // (kv_heads * head_dim), kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        table_width=table_width, causal=causal, scale=scale, stages=stages, splits=splits,
+        table_width=table_width, causal=causal, scale=scale, stages=stages, splits=splits, page_itemsize=k_pages.dtype.itemsize,
     )  # fmt: skip
     products.refuse_stream(schedule, rows, layer.stream)
     inputs = heads.inputs() | layer.inputs()

@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import math as mlir_math
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.attention_chain.mosaic_gpu_widen import narrowed, widened
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
 _HALF, _ROW = HEAD_DIM // 2, 2 * HEAD_DIM  # columns of a block; bytes of a row
@@ -45,12 +46,13 @@ def load_queries(attention: Attention, eps: float, qkv, cos, sin, weight, target
     weights = _weights(weight, place)
     for row, loaded, turn in found:
         for block, words in enumerate(turn.turned(loaded.normed(weights, eps))):
+            words = _halves(words) if attention.narrow_stages else words
             _store_line(th.add(base, block * KEYS * _LINE), row, place, words)
     mgpu.commit_shared()
 
 
 def stage_new(
-    attention: Attention, eps: float, qkv, cos, sin, weight, table, pools, staged, sequence, head, limits
+    attention: Attention, eps: float, qkv, cos, sin, weight, table, pools, staged, sequence, head, limits, scales=None
 ) -> None:
     """New keys, normed and turned, and values of a head to `staged [2, tokens, H]`, where that is given, and to their pages.
 
@@ -58,6 +60,7 @@ def stage_new(
       qkv, cos, sin, weight: as for `load_queries`.
       table: `[B, W]` int32; pools: keys' and values', `[P, K, p, H]`.
       limits: position of the first token, and the first and the last but one position that this CTA writes, int32 scalars.
+      scales: what float8 pools' keys and values are to be multiplied with, `[K]` float32 each.
     """
     line, place = _line_and_place()
     sequence, head, first, low, high = (value.registers.item() for value in (sequence, head, *limits))
@@ -85,16 +88,22 @@ def stage_new(
     )  # fmt: skip
     pool_row = th.add(th.mul(th.widen_index(page), attention.kv_heads), th.widen_index(head))
     pool_row = th.add(th.mul(pool_row, attention.page_size), th.widen_index(th.rem(inside, attention.page_size)))
-    offset = th.add(th.mul(pool_row, _ROW), th.widen_index(th.mul(place, th.CHUNK)))
+    narrow = 2 if scales else 1
+    offset = th.add(th.mul(pool_row, _ROW // narrow), th.widen_index(th.mul(place, th.CHUNK // narrow)))
     there = th.below(line, attention.staged)
     for which, halves in enumerate((turn.turned(key.normed(weights, eps)), value.words)):
         for block, words in enumerate(halves):
+            stored = words
+            if scales:
+                stored = narrowed(_wide(words), _scale(scales[which], head))
+                words = widened(stored)
             if staged is not None:
                 shared = th.add(th.mul(th.add(line, which * attention.staged), _ROW), th.mul(place, th.CHUNK))
                 shared = th.add(th.add(th.address(staged, space=3), shared), block * _HALF * 2)
                 th.when(there, _STORE, shared, *words)
-            target = th.add(th.add(th.address(pools[which]), offset), block * _HALF * 2)
-            th.when(writes, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", target, *words)
+            target = th.add(th.add(th.address(pools[which]), offset), block * _HALF * 2 // narrow)
+            places = ", ".join(f"${1 + place}" for place in range(len(stored)))
+            th.when(writes, f"st.global.v{len(stored)}.b32 [$0], {{{places}}};", target, *stored)
     utils.warpgroup_barrier()
 
 
@@ -196,6 +205,20 @@ class _Turn:
 def _weights(weight, place):
     address = th.add(th.address(weight), th.widen_index(th.mul(place, th.CHUNK)))
     return [_wide(_load4(th.add(address, block * _HALF * 2))) for block in range(2)]
+
+
+def _scale(scales, head):
+    address = th.add(th.address(scales), th.mul(th.widen_index(head), 4))
+    return utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=ir.F32Type.get())
+
+
+def _halves(words):
+    """Words of two bfloat16 as words of two float16."""
+    values = _wide(words)
+    return [
+        utils.inline_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result_types=th.i32())
+        for low, high in zip(values[::2], values[1::2], strict=True)
+    ]
 
 
 def _line_and_place():

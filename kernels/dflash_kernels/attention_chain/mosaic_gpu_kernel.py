@@ -9,27 +9,35 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, TILE_ROWS, Attention
 from dflash_kernels.attention_chain.mosaic_gpu_share import ATTEND, MERGE, AttendingShare
 from dflash_kernels.layer_chain import mosaic_gpu_kernel as products
-from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan
+from dflash_kernels.layer_chain.mosaic_gpu_ops import tiled
+from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, Plan
 
 
 def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA. Weights of one byte have a ring of the same bytes as keys and values, `rings`."""
-    filled = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=attention.stages)
-    freed = plgpu.Barrier(num_barriers=attention.stages)
+    """Shared memory and barriers of one CTA. Tiles of keys and values lie in the memory of the weights' ring, `rings`."""
+    narrow, stages = attention.narrow_stages, attention.stages
+    freed = plgpu.Barrier(num_barriers=stages)
+    filled = freed if narrow else plgpu.Barrier(num_arrivals=attention.copies, num_barriers=stages)
+    kind = jnp.float16 if narrow else dtype
     buffers = {
-        "new_sm": plgpu.SMEM((2, attention.staged, HEAD_DIM), dtype), "asked": plgpu.Barrier(), "attended": plgpu.Barrier(),
+        "new_sm": plgpu.SMEM((2, attention.staged, HEAD_DIM), kind), "asked": plgpu.Barrier(), "attended": plgpu.Barrier(),
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
     }  # fmt: skip
     if interpret is not None:
-        buffers["p_sm"] = plgpu.SMEM((KEYS, KEYS), dtype)
+        buffers["p_sm"] = plgpu.SMEM((KEYS, KEYS), kind)
     buffers = products.scratch(plan, dtype, weights, interpret) | buffers
-    if weights == dtype:
-        return buffers
-    rings = buffers.pop("w_sm"), products.ring(plan, dtype)
-    return buffers | ({"rings": plgpu.RefUnion(*rings)} if interpret is None else {"w_sm": rings[0], "kv_sm": rings[1]})
+    rings = {"kv_sm": plgpu.SMEM((attention.tiles(plan), TILE_ROWS, BLOCK), kind, transforms=tiled(kind))}
+    if narrow:
+        arrived = plgpu.Barrier(num_arrivals=attention.copies, num_barriers=narrow)
+        buffers |= {"k_narrow_in": arrived, "v_narrow_in": arrived}
+        shape = (2 * attention.tiles(plan), KEYS, HEAD_DIM)
+        rings["narrow_sm"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=tiled(jnp.float8_e4m3fn))
+    if interpret is not None:
+        return buffers | rings
+    return buffers | {"rings": plgpu.RefUnion(buffers.pop("w_sm"), *rings.values())}
 
 
 def results(attention: Attention, plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -53,7 +61,8 @@ def chain(
     Args:
       attention, plan: shapes and schedule.
       inputs: `qkv [B * T, N + 2 K, H]`, `cos` and `sin [B * T, H / 2]` float32, `q_norm`, `k_norm`, `table [B, W]`, `seq_lens`
-        and `q_lens [B]` int32, and what the chain of products takes but for `x`.
+        and `q_lens [B]` int32, for float8 pools `k_scale` and `v_scale [K]` float32, and what the chain of products takes but for
+        `x`.
       pools: `k` and `v`, `[P, K, p, H]`, written in place.
       exchange: Refs of the products' exchange, of attention's parts `[ctas, rows, H]` and their lse `[ctas, 64]`, and of the heads
         `[live, N * H / 2]`, int32, EMPTY at first. No other launch uses them at the same time.
@@ -72,8 +81,7 @@ def chain(
 
     def body(*refs, run, named, rings=None, **buffers):
         if rings is not None:
-            buffers |= {"w_sm": rings[0], "kv_sm": rings[1]}
-        buffers = {"kv_sm": buffers["w_sm"]} | buffers
+            buffers |= dict(zip(("w_sm", "kv_sm", "narrow_sm"), rings, strict=False))
         AttendingShare(attention, plan, run, dict(zip(named, refs, strict=True)), buffers, interpret).run()
 
     first = (ATTEND, MERGE)

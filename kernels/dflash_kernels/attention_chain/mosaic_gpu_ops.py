@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
-from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED
+from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED, tiled
+from dflash_kernels.quantise.reference import to_e4m3
 
 _GMEM, _SCALAR, _TILES = plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType(TILED)
 _BLOCK = HEAD_DIM // 2
@@ -29,7 +30,7 @@ def load_queries(attention: Attention, eps: float, refs, ring, slot: int, sequen
         tokens, group = attention.tokens, attention.group
         held = refs["qkv"].at[pl.ds(sequence * tokens, tokens), pl.ds(head * group, group)][...]
         turned = _normed_and_turned(attention, eps, refs, held, "q_norm", sequence).reshape(attention.rows, HEAD_DIM)
-        turned = jnp.pad(turned, ((0, KEYS - attention.rows), (0, 0)))
+        turned = jnp.pad(turned, ((0, KEYS - attention.rows), (0, 0))).astype(ring.dtype)
         for block, place in enumerate(blocks(ring, slot)):
             place[...] = turned[:, block * _BLOCK : (block + 1) * _BLOCK]
         plgpu.commit_smem()
@@ -56,8 +57,10 @@ def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, fi
             if name == "k":
                 held = _normed_and_turned(attention, eps, refs, held, "k_norm", sequence)
             held = held.reshape(tokens, HEAD_DIM)
+            if attention.narrow_stages:
+                held = to_e4m3(held.astype(jnp.float32) / refs[f"{name}_scale"][head])
             if staged is not None:
-                staged.at[which][...] = jnp.pad(held, ((0, attention.staged - tokens), (0, 0)))
+                staged.at[which][...] = jnp.pad(held.astype(staged.dtype), ((0, attention.staged - tokens), (0, 0)))
             for token in range(tokens):
 
                 @pl.when((first + token >= low) & (first + token < high))
@@ -72,15 +75,35 @@ def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, fi
     from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
 
     kept = [] if staged is None else [staged]
+    scales = ("k_scale", "v_scale") if attention.narrow_stages else ()
 
-    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * (7 + len(kept)), *[_SCALAR] * 5))
+    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * (7 + len(kept) + len(scales)), *[_SCALAR] * 5))
     def stage(_ctx, qkv, cos, sin, weight, table, k, v, *rest):
-        (*kept, sequence, head, first, low, high) = rest
-        where, limits = kept[0] if kept else None, (first, low, high)
-        heads.stage_new(attention, eps, qkv, cos, sin, weight, table, (k, v), where, sequence, head, limits)
+        (*more, sequence, head, first, low, high) = rest
+        scales, (*more,) = (more[:2], more[2:]) if attention.narrow_stages else (None, more)
+        where, limits = more[0] if more else None, (first, low, high)
+        heads.stage_new(attention, eps, qkv, cos, sin, weight, table, (k, v), where, sequence, head, limits, scales)
 
-    names = ("qkv", "cos", "sin", "k_norm", "table", "k", "v")
+    names = ("qkv", "cos", "sin", "k_norm", "table", "k", "v", *scales)
     stage(*[refs[name] for name in names], *kept, sequence, head, first, low, high)
+
+
+def widen(source, ring, slot, interpret: Any) -> None:
+    """A tile of float8 to a slot of the ring; then products may read it, and copies fill the source."""
+    if interpret is not None:
+        wide = source[...].astype(ring.dtype)
+        for block, place in enumerate(blocks(ring, slot)):
+            place[...] = wide[:, block * _BLOCK : (block + 1) * _BLOCK]
+        plgpu.commit_smem()
+        return
+
+    from dflash_kernels.attention_chain import mosaic_gpu_widen as widening
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled(source.dtype)), _TILES))
+    def put(_ctx, source, target):
+        widening.widen(source, target)
+
+    put(source, ring.at[slot, pl.ds(0, 2 * KEYS)])
 
 
 def order_copies(interpret: Any) -> None:

@@ -8,7 +8,10 @@ HEAD_DIM = 128  # two blocks of columns; a head turns as a whole, one block with
 KEYS = 64  # of a tile
 MOST_TOKENS = 16  # of a sequence: their keys are normed by one warpgroup at once
 MOST_SPLITS = 16  # parts whose results one thread reads at once
-LEAST_SLOTS = 2  # of the ring that weights keep while attention has the others
+MOST_STAGES = 4  # tiles of keys and of values in flight, where memory has the room
+WIDE_STAGES = 2  # tiles of float8 pages that are widened before they are needed
+LEAST_SLOTS = 1  # of the ring that weights keep while attention has the others
+TILE_ROWS = 2 * KEYS  # rows of 128 bytes that a tile of keys or values takes, a block of columns after the other
 QUADS = 128  # groups of four columns that a warpgroup puts together at once
 
 
@@ -19,8 +22,9 @@ class Attention:
     Attributes:
       sequences, tokens, group, kv_heads, page_size, table_width: shapes of the call.
       splits: CTAs that share the keys of a sequence's head.
-      stages: tiles of keys and of values in flight; each takes a slot of the weights' ring until attention is done, and the queries
-        take one more.
+      stages: tiles of keys and of values as products take them. Until attention is done, they and the queries have the end of the
+        memory of the weights' ring.
+      narrow_stages: tiles of one byte a number in flight, which become those; 0 where pages hold what products take.
     """
 
     sequences: int
@@ -33,6 +37,7 @@ class Attention:
     stages: int
     causal: bool
     scale: float
+    narrow_stages: int = 0
 
     @property
     def rows(self) -> int:
@@ -46,13 +51,21 @@ class Attention:
 
     @property
     def borrowed(self) -> int:
-        """Slots of the ring, its last ones."""
-        return 1 + 2 * self.stages
+        """Tiles in shared memory: keys, values, and the queries."""
+        return 1 + 2 * self.stages + self.narrow_stages
+
+    def tiles(self, plan: Plan) -> int:
+        """Tiles that the memory of the weights' ring has room for; the last ones are borrowed."""
+        return plan.slots * plan.slot_rows // TILE_ROWS
+
+    def kept(self, plan: Plan) -> int:
+        """Slots of weights before the first borrowed tile."""
+        return (self.tiles(plan) - self.borrowed) * TILE_ROWS // plan.slot_rows
 
     @property
     def copies(self) -> int:
         """Copies that fill one tile: one for each page in it and block of columns."""
-        return 2 * max(KEYS // self.page_size, 1)
+        return (1 if self.narrow_stages else 2) * max(KEYS // self.page_size, 1)
 
     @property
     def staged(self) -> int:
@@ -72,7 +85,7 @@ class Attention:
 
 def attention_plan(
     plan: Plan, *, sequences: int, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, causal: bool,
-    scale: float, stages: int | None = None, splits: int | None = None,
+    scale: float, stages: int | None = None, splits: int | None = None, page_itemsize: int = 2,
 ) -> tuple[Attention, Plan]:  # fmt: skip
     """Attention's share of a chain, and the chain with what memory it leaves.
 
@@ -89,14 +102,18 @@ def attention_plan(
         raise NotImplementedError(f"takes {plan.ctas} KV heads of all sequences, not {sequences * kv_heads}")
     if splits is None:
         splits = min(plan.ctas // (sequences * kv_heads), MOST_SPLITS)
-    if stages is None:
-        stages = 1 if table_width * page_size <= KEYS * splits else 2
-    attention = Attention(
-        sequences, tokens, group, kv_heads, page_size, table_width, splits, stages, causal, float(scale)
-    )
-    taken = SPARE + 2 * 2 * attention.staged * HEAD_DIM + plan.kept_bytes
-    slot_rows = max(plan.slot_rows, 2 * KEYS)
-    slots = min((SHARED_MEMORY - taken) // (slot_rows * BLOCK * 2), plan.slots)
-    if slots < attention.borrowed + LEAST_SLOTS:
-        raise NotImplementedError(f"{slots} slots of {slot_rows} weight rows leave attention no room")
-    return attention, dataclasses.replace(plan, slots=slots, slot_rows=slot_rows)
+    if stages is not None:
+        choices = [stages]
+    else:
+        # A short sequence's tiles are all on their way at once; more stages than memory has room for are not missed.
+        choices = list(range(min(-(-table_width * page_size // (KEYS * splits)), MOST_STAGES), 0, -1))
+    taken = SPARE + 2 * 2 * (-(-tokens // 8) * 8) * HEAD_DIM + plan.kept_bytes
+    left = dataclasses.replace(plan, slots=min((SHARED_MEMORY - taken) // (plan.slot_rows * BLOCK * 2), plan.slots))
+    for count in choices:
+        wide, narrow = (count, 0) if page_itemsize == 2 else (min(count, WIDE_STAGES), count)
+        attention = Attention(
+            sequences, tokens, group, kv_heads, page_size, table_width, splits, wide, causal, float(scale), narrow
+        )
+        if attention.kept(left) >= LEAST_SLOTS:
+            return attention, left
+    raise NotImplementedError(f"{left.slots} slots of {left.slot_rows} weight rows leave attention no room")

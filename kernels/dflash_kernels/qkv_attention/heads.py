@@ -3,14 +3,14 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class Heads(NamedTuple):
     """Pools, what is written to them and asked of them, and where; see `attention_chain`."""
 
-    k_pages: Float[Array, "P K p H"]
-    v_pages: Float[Array, "P K p H"]
+    k_pages: Shaped[Array, "P K p H"]
+    v_pages: Shaped[Array, "P K p H"]
     qkv: Float[Array, "M E"]
     page_table: Int[Array, "B W"]
     seq_lens: Int[Array, "B"]
@@ -19,6 +19,8 @@ class Heads(NamedTuple):
     sin: Float[Array, "M half"]
     q_norm: Float[Array, "H"]
     k_norm: Float[Array, "H"]
+    k_scale: Float[Array, "K"] | None = None
+    v_scale: Float[Array, "K"] | None = None
 
     def check(self) -> None:
         """Raises ValueError where shapes do not agree."""
@@ -42,11 +44,18 @@ class Heads(NamedTuple):
             raise ValueError(
                 f"q_norm {self.q_norm.shape} and k_norm {self.k_norm.shape} must be one weight for each of {head_dim} dims"
             )
+        shapes = [None if scale is None else scale.shape for scale in (self.k_scale, self.v_scale)]
+        if shapes != [(kv_heads,) if k.dtype == jnp.float8_e4m3fn else None] * 2:
+            raise ValueError(
+                f"pools of {k.dtype} and scales {shapes} do not go together: [{kv_heads}] each for float8_e4m3fn"
+            )
 
     def inputs(self) -> dict[str, Array]:
         """All but the pools, as kernels call and take them."""
         floats = {"cos": self.cos, "sin": self.sin}
         ints = {"table": self.page_table, "seq_lens": self.seq_lens, "q_lens": self.q_lens}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        floats |= {name: scale for name, scale in scales.items() if scale is not None}
         return {
             "qkv": self.qkv.reshape(self.qkv.shape[0], -1, self.k_pages.shape[3]),
             "q_norm": self.q_norm,

@@ -12,7 +12,7 @@ def qkv_attention_reference(
     heads: Heads, *, causal: bool, scale: float, eps: float
 ) -> tuple[Float[Array, "B T N H"], Array, Array]:
     """See `qkv_attention`."""
-    k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm = heads
+    k_pages, v_pages, qkv, page_table, seq_lens, q_lens, cos, sin, q_norm, k_norm, k_scale, v_scale = heads
     b, page_size = page_table.shape[0], k_pages.shape[2]
     tokens = qkv.shape[0] // b
     token = jnp.arange(tokens)
@@ -22,10 +22,10 @@ def qkv_attention_reference(
     page = jnp.take_along_axis(page_table, jnp.clip(column, 0, page_table.shape[1] - 1), axis=1)
     slots = jnp.where(inside, page * page_size + position % page_size, -1).reshape(-1)
     q, k_pages, v_pages, _ = qkv_write_reference(
-        k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm, None, None, eps=eps
+        k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm, k_scale, v_scale, eps=eps
     )
     out, _ = paged_attention_reference(
         q.reshape(b, tokens, *q.shape[1:]), k_pages, v_pages, page_table, seq_lens, q_lens, causal=causal,
-        window=(None, None), soft_cap=None, sinks=None, scale=scale,
+        window=(None, None), soft_cap=None, sinks=None, scale=scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     return out, k_pages, v_pages
