@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as of_queries
 from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as below
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import in_key_order
@@ -120,6 +121,12 @@ def run_ptx(ptx: str, *arguments: np.ndarray, result_types: Any) -> Any:
         stored = np.stack([value(name) >> 8 * i & 255 for i in range(2)]).astype(np.uint8)
         return stored.view(jnp.float8_e4m3fn).astype(np.float16)
 
+    def single(name: str) -> np.ndarray:
+        return value(name).astype(np.uint32).view(np.float32)
+
+    def signed(name: str) -> np.ndarray:
+        return value(name).astype(np.uint32).view(np.int32).astype(np.int64)
+
     for step in ptx.strip("{ }").split(";"):
         opcode, _, names = step.strip().partition(" ")
         given = [name.strip(" {}") for name in names.split(",")]
@@ -135,6 +142,15 @@ def run_ptx(ptx: str, *arguments: np.ndarray, result_types: Any) -> Any:
             held[given[0]] = value(given[1])
         elif opcode == "cvt.rn.f16x2.e4m3x2":
             held[given[0]] = joined(widened(given[1]))
+        elif opcode == "cvt.f32.f16":
+            held[given[0]] = halves(given[1])[0].astype(np.float32).view(np.uint32).astype(np.int64)
+        elif opcode == "mul.f32":
+            held[given[0]] = (single(given[1]) * single(given[2])).view(np.uint32).astype(np.int64)
+        elif opcode == "cvt.rni.s32.f32":
+            held[given[0]] = np.rint(single(given[1])).astype(np.int64) & MASK
+        elif opcode in ("min.s32", "add.s32", "shr.s32"):
+            combine = {"min": np.minimum, "add": np.add, "shr": np.right_shift}[opcode[:3]]
+            held[given[0]] = combine(signed(given[1]), signed(given[2])) & MASK
         elif opcode in ("mul.rn.f16x2", "sub.rn.f16x2"):
             combine = np.multiply if opcode.startswith("mul") else np.subtract
             held[given[0]] = joined(combine(halves(given[1]), halves(given[2])))
@@ -184,3 +200,23 @@ def test_float8_bits_in_bfloat16_are_the_value_times_a_power_of_two(monkeypatch:
             found[first + 2 * element :: 4] = wide.astype(np.float64) * 2.0**120
     true = stored.view(jnp.float8_e4m3fn).astype(np.float64)
     np.testing.assert_array_equal(found, np.where(np.isnan(true), np.copysign(480.0, true), true))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_queries_of_two_bytes_are_rounded_once(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_queries.utils, "inline_ptx", run_ptx, raising=False)
+    monkeypatch.setattr(th, "i32", lambda: None)
+    numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
+    numbers = numbers[np.abs(np.nan_to_num(numbers.astype(np.float32), nan=np.inf)) < 2**15]
+    numbers = np.resize(numbers, -(-len(numbers) // 4) * 4).reshape(-1, 4)
+    words = np.ascontiguousarray(numbers).view(np.uint32).astype(np.int64).T
+    one, half = np.array([[1], [0.5]], np.float32).view(np.uint32).astype(np.int64)
+    upper, lower = of_queries._bytes(*words, half, dtype == jnp.bfloat16)
+    found = [word.astype(np.uint32).view(np.int8).reshape(-1, 4).astype(np.int64) for word in (upper, lower)]
+    np.testing.assert_array_equal(256 * found[0] + found[1], np.rint(numbers.astype(np.float32) / 2))
+    # The largest bfloat16 below 2^15, 32640, would have a lower byte of 128: 32639.
+    largest = np.full((1, 2), 0x46FF46FF, np.int64)
+    upper, lower = of_queries._bytes(*largest.T, one, True)
+    assert (upper == 0x7F7F7F7F).all()
+    assert (lower == 0x7F7F7F7F).all()

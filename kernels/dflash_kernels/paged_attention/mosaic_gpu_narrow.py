@@ -40,11 +40,12 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     ring = plgpu.SMEM(
         (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
     )  # fmt: skip
+    rows, multiplied = ops.query_rows(dtype, launch.rows)
     buffers: dict[str, Any] = {
-        "q_sm": plgpu.SMEM((launch.rows, launch.head_dim), jnp.float16, transforms=swizzled(jnp.float16, launch.head_dim)),
+        "q_sm": plgpu.SMEM((rows, launch.head_dim), multiplied, transforms=swizzled(multiplied, launch.head_dim)),
         "q_factor_sm": plgpu.SMEM((launch.rows,), jnp.float32),
-        # Two, so that one barrier a tile is enough: the slowest warp may still multiply with the one before.
-        "p_sm": plgpu.SMEM((2, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
+        # Three, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one.
+        "p_sm": plgpu.SMEM((3, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
         "k_sm": ring, "v_sm": ring,
     }  # fmt: skip
     streams = ["k", "v"]
@@ -96,7 +97,7 @@ def attention(
         grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
         num_threads=1, thread_name="wg",
         # Scratch for maxima and sums of query rows, across the warps.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*given.values())  # fmt: skip
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
@@ -128,10 +129,9 @@ class _Block(Part):
                 unit *= self.refs["k_scale"][self.head]
             self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], _COLUMN) * unit
             acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX)
-            total = plgpu.layout_cast(jnp.zeros((launch.keys, launch.rows), jnp.float32), _MATRIX)
-            base = plgpu.layout_cast(jnp.full((launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
-            first = ops.first_keys(self._keys(self.begin), self.interpret)
-            self._finish(*self.walk(self._step, (acc, base, total, first))[:3])
+            acc, base, total = self.walk(self._step, (acc, *self._first()), skip=1)
+            acc = self._start_values(acc, self.end - 1, finite=True)
+            self._finish(ops.finish(acc, self.interpret), base, total)
 
         @pl.when(self.begin >= self.end)
         def _():
@@ -139,68 +139,80 @@ class _Block(Part):
             if launch.direct:
                 self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX))
 
-    def _keys(self, tile):
-        """A tile of keys in the ring, once it is there; past the last tile what lies in its place."""
+    def _start_scores(self, tile):
+        return ops.start_scores(self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
+
+    def _start_values(self, acc, tile, *, finite: bool):
+        """Adds a tile of values times the weights that were published for it. Only where rows are unused can they hold NaN."""
         stage = self.stage(tile)
+        plgpu.barrier_wait(self.buffers["v_in"].at[stage])
+        values = ops.values(self.buffers["v_sm"].at[stage], self.interpret, finite=finite)
+        return ops.start_values(acc, values, self._weights(tile), self.interpret)
 
-        @pl.when(tile < self.end)
-        def _():
-            plgpu.barrier_wait(self.buffers["k_in"].at[stage])
+    def _weights(self, tile):
+        return self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(3))]
 
-        return self.buffers["k_sm"].at[stage]
+    def _first(self):
+        """Base and sum of weights after the first tile's scores."""
+        for stream in self.streams:
+            if stream != "v":
+                plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[0])
+        nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
+        base, weights = self._raised(self.begin, nothing, masked=True)
+        zeros = plgpu.layout_cast(jnp.zeros(weights.shape, jnp.float32), _MATRIX)
+        return base, ops.add_weights(zeros, weights, self.interpret)
 
-    def _start_scores(self, tile, first):
-        return ops.start_scores(first, self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
+    def _raised(self, tile, base, *, masked: bool):
+        """Base so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; the tile's weights, published."""
+        scores = ops.finish_scores(self._start_scores(tile), self.interpret)
+        scores = self._exponents(scores, tile, masked)
+        base = jnp.maximum(base, scores.max(axis=0) - math.log2(RAISED_TO))
+        weights = jnp.exp2(scores - self._spread(base))
+        ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
+        return base, weights
 
     def _step(self, tile, carry, *, masked):
-        """One tile: scores, weights, and values, while which multiply the first half of the next keys is widened.
+        """One tile's scores and weights, made while the values of the tile before multiply.
 
         The running sum of weights stays apart in every thread.
         """
-        stage, (acc, base, total, first) = self.stage(tile), carry
-        following, values_in = tile + self.launch.stages, self.buffers["v_sm"].at[stage]
-        shared = self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(2))]
-
-        def exponents(scores):
-            scores = self._in_base_2(scores, stage, tile)
-            return jnp.where(self._mask(tile), scores, -jnp.inf) if masked else scores
-
-        def raised(acc, base, total, weights, values):
-            """Base so that the highest score so far weighs `RAISED_TO`, and everything that counts from it."""
-            del weights, values
-            # Made again: there are no registers to keep them in.
-            scores = self._start_scores(tile, ops.first_keys(self.buffers["k_sm"].at[stage], self.interpret))
-            scores, values = ops.finish_scores(scores, values_in, self.interpret, finite=masked)
-            scores = exponents(scores)
-            higher = jnp.maximum(base, scores.max(axis=0) - math.log2(RAISED_TO))
-            kept = jnp.exp2(base - higher)
-            weights = jnp.exp2(scores - self._spread(higher))
-            ops.publish(weights, shared, LIMIT, self.interpret)
-            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            total = ops.add_weights(total * self._spread(kept), weights, self.interpret)
-            return acc, higher, total, values
-
-        def as_it_is(acc, base, total, weights, values):
-            return acc, base, ops.add_weights(total, weights, self.interpret), values
-
-        scores = self._start_scores(tile, first)
+        stage, (acc, base, total) = self.stage(tile), carry
+        plgpu.barrier_wait(self.buffers["k_in"].at[stage])
+        scores = self._start_scores(tile)
+        following = tile - 1 + self.launch.stages
         coming = self.pages(following)
-        for stream in self.streams[1:]:
-            plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
-        # Values widen here, among the exponentials. Only where rows are unused can they hold NaN.
-        scores, values = ops.finish_scores(scores, values_in, self.interpret, finite=masked)
-        weights = jnp.exp2(exponents(scores) - self._spread(base))
-        over = ops.publish(weights, shared, LIMIT, self.interpret)
-        acc, base, total, values = lax.cond(over, raised, as_it_is, acc, base, total, weights, values)
-        acc = ops.start_values(acc, values, shared, self.interpret)
-        first = ops.first_keys(self._keys(tile + 1), self.interpret)
+        acc = self._start_values(acc, tile - 1, finite=False)
+        if "k_scale" in self.streams:
+            plgpu.barrier_wait(self.buffers["k_scale_in"].at[stage])
+        scores = self._exponents(ops.finish_scores(scores, self.interpret, later=1), tile, masked)
+        weights = jnp.exp2(scores - self._spread(base))
+        over = ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
+        increased = ops.add_weights(total, weights, self.interpret)
 
         def refill():
             for stream in self.streams:
                 self.fill(stream, following, coming)
 
         ops.by_one_warp(following < self.end, refill, self.interpret)
-        return ops.finish(acc, self.interpret), base, total, first
+        acc = ops.finish(acc, self.interpret)
+
+        def raised(acc, base, total, increased):
+            """Everything counted from a new base. Scores are made again: there are no registers to keep them in."""
+            del increased
+            higher, weights = self._raised(tile, base, masked=masked)
+            kept = jnp.exp2(base - higher)
+            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
+            return acc, higher, ops.add_weights(total * self._spread(kept), weights, self.interpret)
+
+        def as_it_is(acc, base, total, increased):
+            del total
+            return acc, base, increased
+
+        return lax.cond(over, raised, as_it_is, acc, base, total, increased)
+
+    def _exponents(self, scores, tile, masked: bool):
+        scores = self._in_base_2(scores, self.stage(tile), tile)
+        return jnp.where(self._mask(tile), scores, -jnp.inf) if masked else scores
 
     def _in_base_2(self, scores, stage, tile):
         """Scores as exponents of two: scaled, capped, and ALiBi's share added."""

@@ -1,9 +1,8 @@
-"""The kernel for one-byte pages below Pallas: queries scaled, products begun and ended, weights shared.
+"""The kernel for one-byte pages below Pallas: products begun and ended, weights shared.
 
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -14,64 +13,6 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as narrow_words
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-
-def load_queries(source, target, factors, first_row, rows) -> None:
-    """Query rows from `source [T, G, H]` to shared memory in the keys' order, zeros from row `rows` on; then all may read them.
-
-    Each bfloat16 row is multiplied by the power of two that brings its largest number to between 2^14 and 2^15; `factors` gets the
-    inverse. Rows of float16 stay as they are.
-    """
-    i32, f32 = th.i32(), ir.F32Type.get()
-    wide = isinstance(ir.MemRefType(source.type).element_type, ir.BF16Type)
-    (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
-    width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
-    # Lanes that share a row, 16 columns each: a power of two, the last of which may have none.
-    sharing = 1 << (head_dim // 16 - 1).bit_length()
-    lane, warp = th.lane_and_warp()
-    base, place, first = th.address(source), th.address(target, space=3), first_row.registers.item()
-    for start in range(0, count * sharing, 128):
-        unit = th.add(th.add(th.mul(warp, 32), lane), start)
-        row, column = th.div(unit, sharing), th.mul(th.rem(unit, sharing), 2 * th.CHUNK)
-        inside = arith.andi(th.below(row, count), th.below(column, 2 * head_dim))
-        exists = arith.cmpi(arith.CmpIPredicate.slt, th.add(first, row), rows.registers.item())
-        exists = arith.andi(inside, exists)
-        token = th.div(th.add(first, row), group)
-        offset = th.mul(token, token_stride)
-        offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
-        address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        words = [word for i in range(2) for word in th.load_if(exists, th.add(address, i * th.CHUNK))]
-        exponent = _exponent_of_row(words, sharing) if wide else utils.c(127 + 14, i32)
-        times = utils.bitcast(th.shift_left(arith.subi(utils.c(268, i32), exponent), 23), f32)
-        words = [_scaled(word, times) if wide else word for word in (*words[::2], *words[1::2])]
-        for i in range(2):
-            inner = th.within(row, th.add(column, i * th.CHUNK), columns, width)
-            th.when(inside, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", th.add(place, inner), *words[4 * i : 4 * i + 4])
-        leads = arith.andi(inside, th.below(column, 1))
-        inverse = th.shift_left(th.sub(exponent, 14), 23)
-        th.when(leads, "st.shared.b32 [$0], $1;", th.add(th.address(factors, space=3), th.mul(row, 4)), inverse)
-    mgpu.commit_shared()
-
-
-def _exponent_of_row(words, sharing: int):
-    """Biased exponent of the largest bfloat16 of the row that `sharing` lanes hold, kept where powers of two have inverses."""
-    i32 = th.i32()
-    tops = [arith.andi(word, utils.c(0x7FFF7FFF, i32)) for word in words]
-    halves = [th.div(top, 1 << 16) for top in tops] + [arith.andi(top, utils.c(0xFFFF, i32)) for top in tops]
-    top = functools.reduce(arith.maxui, halves)
-    for distance in range(sharing.bit_length() - 1):
-        top = arith.maxui(top, utils.shfl_bfly(top, 1 << distance))
-    exponent = th.div(top, 1 << 7)
-    return arith.maxui(arith.minui(exponent, utils.c(254, i32)), utils.c(20, i32))
-
-
-def _scaled(word, times):
-    """Two bfloat16 times a power of two, as float16."""
-    return utils.inline_ptx(
-        "{ .reg .b32 low, high; shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000; mul.f32 low, low, $2;"
-        " mul.f32 high, high, $2; cvt.rn.f16x2.f32 $0, high, low; }",
-        word, times, result_types=th.i32(),
-    )  # fmt: skip
 
 
 def publish(weights: Any, target: Any, limit: int) -> Any:
@@ -91,27 +32,40 @@ def publish(weights: Any, target: Any, limit: int) -> Any:
     return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
 
 
-def start_scores(first, tile, queries) -> Any:
-    """Product with the columns that are widened already, and with the others, widened meanwhile: `[64, N]`, under way."""
-    (_, head_dim), (_, done) = th.rows_and_columns(queries), first.shape
-    count, width = th.rows_and_columns(queries)[0], th.swizzle(queries)
+def start_scores(tile, queries) -> Any:
+    """The product of keys and queries, under way: `[64, N]`; int8 keys as they lie, others widened in registers."""
+    (count, head_dim), width = th.rows_and_columns(queries), th.swizzle(queries)
     transposed = utils.memref_transpose(queries, (1, 0, 3, 2))
-    first_tiles = done * 2 // width
-    scores = mgpu.WGMMAAccumulator.zero(64, count)
-    scores = mgpu.wgmma(scores, first, utils.memref_slice(transposed, slice(0, first_tiles)), swizzle=width)
+    if isinstance(ir.MemRefType(queries.type).element_type, ir.IntegerType):
+        scores = mgpu.WGMMAAccumulator.zero(64, count, th.i32(), is_signed=True)
+        scores = mgpu.wgmma(scores, tile, transposed, swizzle=width)
+    else:
+        scores = mgpu.WGMMAAccumulator.zero(64, count)
+        # By halves, the second of which widens while the first multiplies.
+        step = -(-head_dim // 128) * 64
+        for start in range(0, head_dim, step):
+            stop = min(start + step, head_dim)
+            columns = utils.memref_slice(transposed, slice(start * 2 // width, stop * 2 // width))
+            scores = mgpu.wgmma(scores, narrow_words.keys(tile, start, stop), columns, swizzle=width)
     nvvm.wgmma_commit_group_sync_aligned()
-    if done < head_dim:
-        others = utils.memref_slice(transposed, slice(first_tiles, head_dim * 2 // width))
-        scores = mgpu.wgmma(scores, narrow_words.keys(tile, done, head_dim), others, swizzle=width)
-        nvvm.wgmma_commit_group_sync_aligned()
     return scores.value
 
 
-def finish_scores(scores, values, finite: bool) -> tuple[Any, Any]:
-    """The product done; and values, which were loaded while it ran."""
-    loaded = narrow_words.loaded_values(values)
-    scores = finish(scores)
-    return scores, narrow_words.widened_values(loaded, values, finite)
+def finish_scores(scores, later: int) -> Any:
+    """The product done, where only the `later` groups that were started last may still run; in float32."""
+    scores = finish(scores, later)
+    return _joined(scores) if isinstance(scores.mlir_dtype, ir.IntegerType) else scores
+
+
+def _joined(halves) -> Any:
+    """`256 * upper + lower` of `[64, 2 N]` int32, as float32."""
+    shape, pair = (64, halves.shape[1] // 2), ir.VectorType.get((2,), ir.F32Type.get())
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+    for place in np.ndindex(registers.shape):
+        upper, lower = halves.registers[place], halves.registers[place[0], place[1] + shape[1] // 8, *place[2:]]
+        bits = vector.broadcast(upper.type, utils.c(8, th.i32()))
+        registers[place] = arith.sitofp(pair, arith.addi(arith.shli(upper, bits), lower))
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
 def start_values(acc, values, weights) -> Any:
@@ -121,8 +75,8 @@ def start_values(acc, values, weights) -> Any:
     return total.value
 
 
-def finish(product) -> Any:
-    nvvm.wgmma_wait_group_sync_aligned(0)
+def finish(product, later: int = 0) -> Any:
+    nvvm.wgmma_wait_group_sync_aligned(later)
     # What follows must not be moved before the wait.
     return mgpu.optimization_barrier(product)
 

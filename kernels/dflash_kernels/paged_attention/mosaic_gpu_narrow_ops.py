@@ -1,14 +1,15 @@
 """Steps of the kernel for one-byte pages that Pallas has no words for, each with what the interpreter runs in its place.
 
-Keys and values go from shared memory to registers as bytes, widen to float16 there, and are the matrix products' first operand:
+What has to widen goes from shared memory to registers as bytes, becomes float16 there, and is a matrix product's first operand:
 nothing widened is ever stored. A thread gets four bytes at a time, of which two at a time become a pair. That fixes the order in
 which a product sees them:
 
-* along a key's head dim, each 16 columns come as `[half, column // 4, column % 2]`, and so must the queries' (`in_key_order`);
+* along a float8 key's head dim, each 16 columns come as `[half, column // 4, column % 2]`, so must the queries' (`in_key_order`);
 * loaded transposed, a value's columns become rows of the product, each 16 as `[parity, column // 2]` (`store` puts them back).
 
-Both are exact. Where rows may be unused, a float8 NaN, which has no infinity beside it, reads as 480 among the values: nothing in
-such rows can then do harm. Among the keys it may stay, because scores of unused rows are replaced.
+Both are exact. int8 keys multiply as they lie, with queries cut into two bytes a number; those products are exact, too. Where rows
+may be unused, a float8 NaN, which has no infinity beside it, reads as 480 among the values: nothing in such rows can then do harm.
+Among the keys it may stay, because scores of unused rows are replaced.
 """
 
 # Pallas declares ACC less public than it documents it, and what it inlines as if it were called as written.
@@ -59,98 +60,106 @@ def _plain(stored: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(wide), 480.0, wide)
 
 
+def query_rows(stored: Any, rows: int) -> tuple[int, Any]:
+    """Rows in shared memory of so many queries of keys that are `stored` so, and their dtype."""
+    return (2 * rows, jnp.int8) if stored == jnp.int8 else (rows, jnp.float16)
+
+
 def load_queries(source, target, factors, first_row, rows, interpret: Any):
-    """Query rows in the keys' order and in float16, each times the power of two that brings it into float16's range.
+    """Query rows to shared memory, each times the power of two that brings its largest number to between 2^14 and 2^15.
 
     Args:
-      source: `[T, G, H]` bfloat16, or float16, whose factor is 1; the first `rows` of its rows `t * G + g` are wanted.
-      target: `[N, H]` float16 in shared memory, given rows `first_row` and on, zeros where there are none.
+      source: `[T, G, H]` bfloat16 or float16; the first `rows` of its rows `t * G + g` are wanted.
+      target: in shared memory, given rows `first_row` and on, zeros where there are none: `[N, H]` float16 in the keys' order,
+        rows of float16 as they are; or `[2 N, H]` int8, numbers rounded to `256 * upper + lower`, all upper bytes first.
       factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
     """
     if interpret is not None:
+        count = factors.shape[0]
         plain = source[...].reshape(-1, source.shape[2])
-        plain = jnp.pad(plain, ((0, -plain.shape[0] % target.shape[0] + target.shape[0]), (0, 0)))
-        plain = lax.dynamic_slice_in_dim(plain, first_row, target.shape[0]).astype(jnp.float32)
-        plain = jnp.where((first_row + jnp.arange(target.shape[0]) < rows)[:, None], plain, 0.0)
+        plain = jnp.pad(plain, ((0, -plain.shape[0] % count + count), (0, 0)))
+        plain = lax.dynamic_slice_in_dim(plain, first_row, count).astype(jnp.float32)
+        plain = jnp.where((first_row + jnp.arange(count) < rows)[:, None], plain, 0.0)
         top = jnp.max(jnp.where(jnp.isfinite(plain), jnp.abs(plain), 0.0), axis=1)
         exponent = jnp.clip(jnp.frexp(top)[1] - 1, -107, 127) - 14
-        if source.dtype == jnp.float16:
+        if source.dtype == target.dtype:
             exponent = jnp.zeros_like(exponent)
-        target[...] = in_key_order(jnp.ldexp(plain, -exponent[:, None])).astype(target.dtype)
-        factors[...] = jnp.ldexp(jnp.ones(exponent.shape, jnp.float32), exponent)
+        scaled, factor = (jnp.ldexp(x, e) for x, e in ((plain, -exponent[:, None]), (jnp.ones_like(top), exponent)))
+        if target.dtype == jnp.int8:
+            factor = jnp.where(jnp.isfinite(plain).all(axis=1), factor, jnp.nan)
+            whole = jnp.minimum(jnp.round(jnp.where(jnp.isfinite(scaled), scaled, 0.0)).astype(jnp.int32), 2**15 - 129)
+            upper = (whole + 128) >> 8
+            target[...] = jnp.concatenate([upper, whole - 256 * upper]).astype(jnp.int8)
+        else:
+            target[...] = in_key_order(scaled).astype(target.dtype)
+        factors[...] = factor
         return
 
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tile_of(target), plgpu.RefType(), _SCALAR, _SCALAR))
     def load(_ctx, source, target, factors, first_row, rows):
-        lanes.load_queries(source, target, factors, first_row, rows)
+        queries.load_queries(source, target, factors, first_row, rows)
 
     load(source, target, factors, first_row, rows)
 
 
-def first_columns(head_dim: int) -> int:
-    """Columns of a tile of keys that are widened before the product that needs them begins: half, in steps of its operands."""
-    return -(-head_dim // 128) * 64
+def start_scores(tile, queries, interpret: Any):
+    """Starts `keys @ queries.T` for a `[64, H]` tile of the ring, which must stay until `finish_scores` ends it.
 
-
-def first_keys(tile, interpret: Any):
-    """The first columns of a `[64, H]` tile of the ring in registers, in the keys' order, for `start_scores`."""
-    shape = (tile.shape[0], first_columns(tile.shape[1]))
-    if interpret is not None:
-        return in_key_order(tile[...].astype(jnp.float32))[:, : shape[1]]
-
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as words
-
-    @plgpu.inline_mgpu(arg_types=(_tile_of(tile),), return_type=_matrix(shape, jnp.float16))
-    def widen(_ctx, tile):
-        return words.keys(tile, 0, shape[1])
-
-    return widen(tile)
-
-
-def start_scores(first, tile, queries, interpret: Any):
-    """Starts `keys @ queries.T` in float32, `[64, N]`, which `finish_scores` or `finish` is to end.
-
-    Args:
-      first: from `first_keys` of this tile.
-      tile: `[64, H]` of the ring, which must stay until the end.
-      queries: `[N, H]` float16 in shared memory, in the keys' order.
+    `queries` lie in shared memory as `load_queries` leaves them: `[64, N]` float32, or `[64, 2 N]` int32 of int8.
     """
+    whole = queries.dtype == jnp.int8
     if interpret is not None:
-        others = in_key_order(tile[...].astype(jnp.float32))[:, first.shape[1] :]
-        keys = jnp.concatenate([first, others], axis=1) if others.size else first
-        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+        keys = tile[...].astype(jnp.float32)
+        product = jnp.dot(
+            keys if whole else in_key_order(keys), queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST
+        )
+        return product.astype(jnp.int32) if whole else product
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(
-        arg_types=(_MATRIX, _tile_of(tile), _tile_of(queries)),
-        return_type=_matrix((KEYS, queries.shape[0]), jnp.float32),
+        arg_types=(_tile_of(tile), _tile_of(queries)),
+        return_type=_matrix((KEYS, queries.shape[0]), jnp.int32 if whole else jnp.float32),
     )
-    def start(_ctx, first, tile, queries):
-        return lanes.start_scores(first, tile, queries)
+    def start(_ctx, tile, queries):
+        return lanes.start_scores(tile, queries)
 
-    return start(first, tile, queries)
+    return start(tile, queries)
 
 
-def finish_scores(scores, values, interpret: Any, *, finite: bool):
-    """Scores when they are there, and a `[64, H]` tile of values, loaded meanwhile: transposed, in the product's order of rows.
+def finish_scores(scores, interpret: Any, *, later: int = 0):
+    """Scores when they are there, `[64, N]` float32; so many products that were started `later` may still run."""
+    whole = scores.dtype == jnp.int32
+    count = scores.shape[1] // 2 if whole else scores.shape[1]
+    if interpret is not None:
+        return (scores[:, :count] * 256 + scores[:, count:]).astype(jnp.float32) if whole else scores
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=_matrix((KEYS, count), jnp.float32))
+    def end(_ctx, scores):
+        return lanes.finish_scores(scores, later)
+
+    return end(scores)
+
+
+def values(tile, interpret: Any, *, finite: bool):
+    """A `[64, H]` tile of values in registers: transposed, in the product's order of rows.
 
     With `finite`, values may be NaN and do not become so.
     """
     if interpret is not None:
-        return scores, _in_value_order(_plain(values[...]).T)
+        return _in_value_order(_plain(tile[...]).T)
 
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as words
 
-    types = (_matrix(scores.shape, jnp.float32), _matrix(values.shape[::-1], jnp.float16))
+    @plgpu.inline_mgpu(arg_types=(_tile_of(tile),), return_type=_matrix(tile.shape[::-1], jnp.float16))
+    def widen(_ctx, tile):
+        return words.values(tile, finite)
 
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(values)), return_type=types)
-    def end(_ctx, scores, values):
-        return lanes.finish_scores(scores, values, finite)
-
-    return end(scores, values)
+    return widen(tile)
 
 
 def start_values(acc, values, weights, interpret: Any):

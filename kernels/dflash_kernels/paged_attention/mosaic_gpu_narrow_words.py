@@ -27,18 +27,13 @@ def keys(tile, start: int, stop: int) -> Any:
     )  # fmt: skip
 
 
-def loaded_values(tile) -> list[Any]:
-    """Words of a `[64, H]` tile of values, transposed, for `widened_values`."""
-    loads = _loads(tile, across=True)
-    return _loaded(tile, loads.opcode, loads.steps)
-
-
-def widened_values(loaded: list[Any], tile, finite: bool) -> Any:
-    """A tile's words as float16 in the matrix layout, `[H, 64]` in the product's order of rows."""
+def values(tile, finite: bool) -> Any:
+    """A `[64, H]` tile of values, transposed: float16 in the matrix layout, `[H, 64]` in the product's order of rows."""
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=True)
     return _assembled(
-        loaded, loads.steps, loads.shape, lambda word: _pairs(word, narrow, True, finite), ir.F16Type.get()
-    )
+        _loaded(tile, loads.opcode, loads.steps), loads.steps, loads.shape,
+        lambda word: _pairs(word, narrow, True, finite), ir.F16Type.get(),
+    )  # fmt: skip
 
 
 def widened_rows(_ctx, tile) -> Any:

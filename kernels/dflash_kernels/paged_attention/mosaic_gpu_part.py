@@ -69,13 +69,17 @@ class Part:
             self.full_begin = jnp.clip(first_whole, self.begin, self.end)
         self.full_end = jnp.clip(lax.div(jnp.maximum(full_high, 0), keys), self.full_begin, self.end)
 
-    def walk(self, step, carry):
-        """`step(tile, carry, masked=...)` over all tiles; the mask is left out where all rows see all keys."""
+    def walk(self, step, carry, *, skip: int = 0):
+        """`step(tile, carry, masked=...)` over all tiles but the first `skip`; the mask is left out where all rows see all keys."""
         masked = functools.partial(step, masked=True)
+        begin, full_begin, full_end = self.begin, self.full_begin, self.full_end
+        if skip:
+            begin = begin + skip
+            full_begin, full_end = jnp.maximum(full_begin, begin), jnp.maximum(full_end, begin)
         if self.launch.window[0] is not None:
-            carry = lax.fori_loop(self.begin, self.full_begin, masked, carry)
-        carry = lax.fori_loop(self.full_begin, self.full_end, functools.partial(step, masked=False), carry)
-        return lax.fori_loop(self.full_end, self.end, masked, carry)
+            carry = lax.fori_loop(begin, full_begin, masked, carry)
+        carry = lax.fori_loop(full_begin, full_end, functools.partial(step, masked=False), carry)
+        return lax.fori_loop(full_end, self.end, masked, carry)
 
     def fill_ring(self, streams, *, least=None, below=None):
         """Starts the first tiles of the ring, of those from `least` on and below `below`. Page ids are read for all of them before

@@ -172,7 +172,7 @@ def plan_narrow(
     stages = tuning.stages
     if stages is None:
         # Queries, weights and 1 KiB for reductions beside the ring.
-        budget = HALF_SHARED_MEMORY - BARRIERS - 1024 - rows * (head_dim * 2 + 4 + 2 * 64 * 2)
+        budget = HALF_SHARED_MEMORY - BARRIERS - 1024 - rows * (head_dim * 2 + 4 + 3 * 64 * 2)
         stages = max(min(budget // (64 * (head_dim * 2 + 4)), 6), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
