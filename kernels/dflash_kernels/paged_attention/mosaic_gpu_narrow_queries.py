@@ -44,9 +44,8 @@ def load_queries(source, target, factors, first_row, rows) -> None:
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
         words = [word for i in range(2) for word in th.load_if(exists, th.add(address, i * th.CHUNK))]
-        exponent = utils.c(127 + _TOP, i32)
-        if wide or split:
-            exponent, finite = _exponent_of_row(words, sharing, wide)
+        as_they_are = utils.c(127 + _TOP, i32), None
+        exponent, finite = _exponent_of_row(words, sharing, wide) if wide or split else as_they_are
         times = utils.bitcast(th.shift_left(arith.subi(utils.c(254 + _TOP, i32), exponent), 23), f32)
         inverse = th.shift_left(th.sub(exponent, _TOP), 23)
         if split:
