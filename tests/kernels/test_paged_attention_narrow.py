@@ -109,9 +109,10 @@ def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
     np.testing.assert_allclose(lse[:, 0, 0], true, rtol=1e-5, atol=1e-5)
 
 
-def test_queries_of_any_size(interpret: Any) -> None:
+@pytest.mark.parametrize("stored", [pytest.param(FP8, id="fp8"), pytest.param(INT8, id="int8")])
+def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     """Far outside of float16's range, each row for itself; what one holds harms no other."""
-    case = make_case([100], t=4, kv_heads=1, group=2, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=FP8)
+    case = make_case([100], t=4, kv_heads=1, group=2, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=stored)
     sizes = 2.0 ** np.array([[40, 0], [20, -60], [43, 39], [-120, 41]])
     case.q *= sizes[None, :, :, None].astype(jnp.bfloat16)
     case.options["scale"] = 2.0**-43
@@ -122,6 +123,7 @@ def test_queries_of_any_size(interpret: Any) -> None:
     found, _ = run(case, Tuning(splits=1), interpret)
     spared = np.array([[1, 1], [1, 0], [0, 1], [1, 1]], bool)
     np.testing.assert_array_equal(found[0][spared], expected[0][spared])
+    assert np.isnan(found[0][~spared].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""The Hopper kernel for pages of one byte an element: products turned round, so that what is stored narrow is widened only once.
+"""The Hopper kernel for pages of one byte an element: products turned round, so that what is stored narrow widens at most once.
 
 A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
 lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
 Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
-each row (`load_queries`), weights by the base that they are taken from.
+each row (`load_queries`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie with
+queries of two bytes, the upper ones as one set of rows and the lower ones as another.
 
 The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
-Keys widen while values multiply, and values while weights are made: two CTAs of a multiprocessor hide each other's products.
+A tile's values multiply while the next tile's weights are made (FlashAttention-3's order within a warpgroup, arXiv:2407.08608
+section 3.2), and two CTAs share a multiprocessor.
 """
 
 import math
@@ -96,7 +98,8 @@ def attention(
         scratch_types=scratch(launch, k_pages.dtype),
         grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
         num_threads=1, thread_name="wg",
-        # Scratch for maxima and sums of query rows, across the warps.
+        # Scratch for maxima and sums of query rows, across the warps. All threads meet where weights are published, and nowhere
+        # else in a step: what they read of a tile before that may be overwritten after it.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*given.values())  # fmt: skip
@@ -172,7 +175,7 @@ class _Block(Part):
         return base, weights
 
     def _step(self, tile, carry, *, masked):
-        """One tile's scores and weights, made while the values of the tile before multiply.
+        """One tile's scores and weights, made while the values of the tile before multiply; that tile's places are filled again.
 
         The running sum of weights stays apart in every thread.
         """
