@@ -184,10 +184,16 @@ class _Block(Part):
         scores = self._start_scores(tile)
         following = tile - 1 + self.launch.stages
         coming = self.pages(following)
+        # Keys of wide heads that wait in registers leave none for values.
+        together = self.launch.head_dim <= 128 or self.dtype == jnp.int8
+        if not together:
+            scores = ops.finish_scores(scores, self.interpret)
         acc = self._start_values(acc, tile - 1, finite=False)
         if "k_scale" in self.streams:
             plgpu.barrier_wait(self.buffers["k_scale_in"].at[stage])
-        scores = self._exponents(ops.finish_scores(scores, self.interpret, later=1), tile, masked)
+        if together:
+            scores = ops.finish_scores(scores, self.interpret, later=1)
+        scores = self._exponents(scores, tile, masked)
         weights = jnp.exp2(scores - self._spread(base))
         over = ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
         increased = ops.add_weights(total, weights, self.interpret)
