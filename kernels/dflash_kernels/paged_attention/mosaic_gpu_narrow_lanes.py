@@ -23,9 +23,11 @@ def publish(weights: Any, target: Any, limit: int) -> Any:
     while len(sums) > 1:
         left = sums[len(sums) // 2 * 2 :]
         sums = [arith.addf(a, b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + left
+    # Voted on again in each warp: the compiler does not know that threads agree on a barrier's result, and what follows a branch
+    # on it, the next step included, would be compiled for threads that do not.
     voted = utils.inline_ptx(
         "{ .reg .pred mine, anyones; fence.proxy.async.shared::cta; setp.gtu.f32 mine, $1, $2;"
-        " bar.red.or.pred anyones, $3, 128, mine; selp.b32 $0, 1, 0, anyones; }",
+        " bar.red.or.pred anyones, $3, 128, mine; vote.sync.any.pred anyones, anyones, 0xffffffff; selp.b32 $0, 1, 0, anyones; }",
         sums[0], utils.c(float(limit), f32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
         has_side_effects=True, convergent=True,
     )  # fmt: skip
