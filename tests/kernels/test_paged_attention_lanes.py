@@ -213,7 +213,7 @@ def test_queries_of_two_bytes_are_rounded_once(dtype: Any, monkeypatch: pytest.M
     words = np.ascontiguousarray(numbers).view(np.uint32).astype(np.int64).T
     one, half = np.array([[1], [0.5]], np.float32).view(np.uint32).astype(np.int64)
     upper, lower = of_queries._bytes(words[0], words[1], half, dtype == jnp.bfloat16)
-    found = [word.astype(np.uint32).view(np.int8).reshape(-1, 4).astype(np.int64) for word in (upper, lower)]
+    found = [np.asarray(word, np.uint32).view(np.int8).reshape(-1, 4).astype(np.int64) for word in (upper, lower)]
     np.testing.assert_array_equal(256 * found[0] + found[1], np.rint(numbers.astype(np.float32) / 2))
     # The largest bfloat16 below 2^15, 32640, would have a lower byte of 128: 32639.
     largest = np.full(1, 0x46FF46FF, np.int64)
