@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, mla_attention
+from dflash_kernels.mla_attention import mosaic_gpu_merge as merging
 from dflash_kernels.mla_attention import mosaic_gpu_schedule as schedule
 from dflash_kernels.mla_attention.mosaic_gpu import tuned
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits, longest_first, plan
@@ -179,6 +180,32 @@ def test_rows_of_two_tiles_are_dealt_alike() -> None:
     for name, size in reversed(sizes.items()):
         begin = jax.vmap(begin, axis_name=name, axis_size=size, in_axes=None)
     assert begin(0)[0, 0].tolist() == [[0, 2], [0, 2]]
+
+
+@pytest.mark.parametrize("splits", [3, 9])
+def test_rows_are_merged_several_at_once(splits: int, monkeypatch: pytest.MonkeyPatch, interpret: Any) -> None:
+    """As large batches are: each row of each half under its own factor, empty parts NaN, one row without any keys."""
+    monkeypatch.setattr(merging, "RESIDENT", 1)
+    assert merging.rows_at_once(2, splits, 12) == (2 if splits == 9 else 4)
+    random = np.random.default_rng(splits)
+    parts = random.normal(size=(2, splits, 16, RANK)).astype(np.float16)
+    stats = random.normal(size=(2, splits, 3, 64)).astype(np.float32)
+    stats[1, :, 0, 5] = stats[0, 1, 0] = -np.inf
+    parts[0, 1], parts[1, :, 5], stats[0, 1, 1:] = np.nan, np.nan, np.nan
+    out, lse = merging.merge(jnp.asarray(parts), jnp.asarray(stats), 12, jnp.float16, interpret)
+    logits = stats[:, :, 0, :12].astype(np.float64)
+    total = np.exp(logits).sum(1)
+    factors = (
+        np.exp(logits)[..., None]
+        * np.moveaxis(stats[:, :, 1:, :12], 2, 3)
+        / np.where(total > 0, total, 1)[:, None, :, None]
+    )
+    wide = np.where(
+        np.isfinite(logits)[..., None], np.repeat(factors, RANK // 2, -1) * parts[:, :, :12].astype(np.float64), 0
+    )
+    np.testing.assert_allclose(np.asarray(out, np.float64), wide.sum(1), atol=2e-3)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(np.asarray(lse), np.log(total), rtol=1e-5, atol=1e-6)
 
 
 def planned(b: int, t: int, heads: int, length: int = 4096) -> Any:

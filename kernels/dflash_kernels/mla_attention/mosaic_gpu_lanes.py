@@ -80,6 +80,23 @@ def prefetch_rows(rows):
     prefetch(rows)
 
 
+def touch_row(row):
+    """Asks for a row of integers, its first 16 KiB, before it is known which of them are needed."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def touch(_ctx, row):
+        from jax.experimental.mosaic.gpu import utils
+
+        from dflash_kernels.paged_attention import mosaic_gpu_threads as th
+
+        (count,), _ = th.shape_and_strides(row)
+        thread = th.rem(utils.thread_idx(), 128)
+        there = th.add(th.address(row), th.widen_index(th.mul(thread, 128)))
+        th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)
+
+    touch(row)
+
+
 def widen(source, target):
     """Writes rows of e4m3 numbers as float16; `target` may lie where `source` does. Not for the interpreter.
 

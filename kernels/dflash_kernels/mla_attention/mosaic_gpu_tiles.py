@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mla_attention.mosaic_gpu_lanes import prefetch_rows, widen
+from dflash_kernels.mla_attention.mosaic_gpu_lanes import prefetch_rows, touch_row, widen
 from dflash_kernels.mla_attention.mosaic_gpu_schedule import HALF, KEYS, PARTS, RANK, ROTATED, ROWS, STORED, Launch
 from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 
@@ -81,6 +81,8 @@ class Tiles:
         b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
         self.b = order_ref[b] if launch.ordered else b
         self.first_row = jnp.minimum(lax.axis_index("rows") * ROWS, max(launch.rows - ROWS, 0))
+        if not launch.direct and "staged" not in buffers:
+            touch_row(table_ref.at[self.b])
         self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
         # A sequence longer than its table is cut to it; positions still count from the true length.
         self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
