@@ -70,7 +70,9 @@ class PagedAttend:
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {"q_norm": layer.q_norm.weight[...], "k_norm": layer.k_norm.weight[...]}
         norms |= {"eps": layer.config.norm_eps}
-        if self._at_once(layer, qkv, rotary):
+        # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
+        schedule = self._shared(layer)
+        if schedule is None and self._at_once(layer, qkv, rotary):
             out, self._k[i], self._v[i] = qkv_attention(
                 self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
                 scale=layer.scale, **norms,
@@ -83,7 +85,7 @@ class PagedAttend:
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
-            k_scale=k_scale, v_scale=v_scale, schedule=self._shared(layer),
+            k_scale=k_scale, v_scale=v_scale, schedule=schedule,
         )  # fmt: skip
 
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary) -> bool:

@@ -53,13 +53,14 @@ def check(call: dict[str, Any], found: Any, causal: bool) -> None:
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("causal", [True, False])
-def test_agrees_with_the_definition(causal: bool) -> None:
+def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
     """New tokens alone, at a page's start, across two pages, of nobody, fewer than there is room for; more tiles than slots."""
     call = make([5, 69, 66, 0, 40, 250], [5, 5, 5, 0, 3, 5], tokens=5, kv_heads=1, group=4, width=4)
     found = launch(
-        Heads(**call), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS, tuning=Tuning(splits=1, stages=3),
-        interpret=plgpu.InterpretGPUParams(),
+        Heads(**call), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS,
+        tuning=Tuning(splits=splits, stages=2, together=splits > 1), interpret=plgpu.InterpretGPUParams(),
     )  # fmt: skip
     check(call, found, causal)
 
@@ -93,9 +94,10 @@ def test_refusals_name_their_reason() -> None:
         "causal": True,
     }
     with h200():
-        assert qkv_attention_refusal(32, 16, jnp.bfloat16, **sizes) is None
+        for b, tokens in ((8, 1), (8, 16), (32, 1), (32, 16)):
+            assert qkv_attention_refusal(b, tokens, jnp.bfloat16, **sizes) is None
         for b, tokens, changed, reason in (
-            (8, 16, {}, "a CTA for each head, not 8 sequences"), (32, 17, {}, "16 tokens and 64 query rows at most, not 17"),
+            (4, 16, {}, "one CTA or two for each head, not 4"), (32, 17, {}, "16 tokens and 64 query rows at most, not 17"),
             (32, 16, {"group": 8}, "not 16 and 128"), (32, 16, {"turned": 64}, "not 64 columns of 128"),
             (32, 16, {"page_size": 16}, "pages of 64 tokens, not 16"),
         ):  # fmt: skip
@@ -122,13 +124,14 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             qkv_attention(**call, implementation="mosaic_gpu")
 
 
-def test_lowers_for_an_h200_in_place() -> None:
+@pytest.mark.parametrize("b", [8, 32])
+def test_lowers_for_an_h200_in_place(b: int) -> None:
     wide, pool = (
-        jax.ShapeDtypeStruct((512, 6144), jnp.bfloat16),
+        jax.ShapeDtypeStruct((b * 16, 6144), jnp.bfloat16),
         jax.ShapeDtypeStruct((600, 8, PAGE, 128), jnp.bfloat16),
     )
-    table, lens = jax.ShapeDtypeStruct((32, 17), jnp.int32), jax.ShapeDtypeStruct((32,), jnp.int32)
-    angles, norm = jax.ShapeDtypeStruct((512, 64), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    table, lens = jax.ShapeDtypeStruct((b, 17), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
+    angles, norm = jax.ShapeDtypeStruct((b * 16, 64), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
 
     def run(k: jax.Array, v: jax.Array, *given: jax.Array) -> Any:
         return qkv_attention(k, v, *given[:-2], q_norm=given[-2], k_norm=given[-1], implementation="mosaic_gpu")
@@ -141,9 +144,12 @@ def test_lowers_for_an_h200_in_place() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("b", [8, 32])
 @pytest.mark.parametrize("causal", [True, False])
-def test_full_size_agrees_with_the_definition(causal: bool) -> None:
-    lens = [1040 - 7 * i for i in range(29)] + [16, 80, 0]
-    call = make(lens, [16] * 31 + [0], tokens=16, kv_heads=8, group=4, width=17)
+def test_full_size_agrees_with_the_definition(causal: bool, b: int) -> None:
+    """More tiles than a warp holds page ids of among them."""
+    longest = {8: 5000, 32: 2500}[b]
+    lens = [longest, *(1040 - 7 * i for i in range(b - 4)), 16, 80, 0]
+    call = make(lens, [16] * (b - 1) + [0], tokens=16, kv_heads=8, group=4, width=-(-longest // PAGE))
     found = jax.jit(lambda call: qkv_attention(**call, causal=causal, implementation="mosaic_gpu"))(call)
     check(call, found, causal)

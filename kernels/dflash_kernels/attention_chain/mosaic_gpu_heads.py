@@ -14,18 +14,17 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.attention_chain.mosaic_gpu_widen import narrowed, widened
+from dflash_kernels.attention_chain.mosaic_gpu_words import as_float16, numbers, packed
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
 _HALF, _ROW = HEAD_DIM // 2, 2 * HEAD_DIM  # columns of a block; bytes of a row
-_THREADS_OF_ROW, _ROWS_AT_ONCE = 8, 16
+_THREADS_OF_ROW, ROWS_AT_ONCE = 8, 16
 _LINE = 128  # bytes of a swizzled row in shared memory
 _STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 
 
-def load_queries(attention: Attention, eps: float, qkv, cos, sin, weight, target, sequence, head) -> None:
-    """Normed, turned queries of a KV head to `target [2, 64, 64]` in swizzled tiles; then matrix instructions may read them.
-
-    Rows past the live ones are copies of the last.
+def ask_for_queries(attention: Attention, qkv, cos, sin, weight, sequence, head, how: str) -> list:
+    """What `put_queries` takes, four words a thread each. `how`: the instruction; volatile ones stay where they stand in the code.
 
     Args:
       qkv: `[B * T, N + 2 K, H]`; cos, sin: `[B * T, H / 2]` float32; weight: `[H]`.
@@ -33,21 +32,29 @@ def load_queries(attention: Attention, eps: float, qkv, cos, sin, weight, target
     """
     line, place = _line_and_place()
     sequence, head = (value.registers.item() for value in (sequence, head))
-    base = th.address(target, space=3)
     found = []
-    for start in range(0, -(-attention.rows // _ROWS_AT_ONCE) * _ROWS_AT_ONCE, _ROWS_AT_ONCE):
-        row = th.add(line, start)
+    for row in _rows(attention, line):
         of_call = arith.minsi(row, utils.c(attention.rows - 1, th.i32()))
         token, among = th.div(of_call, attention.group), th.rem(of_call, attention.group)
         token = th.add(th.mul(sequence, attention.tokens), token)
-        found.append(
-            (row, _Head(qkv, token, th.add(th.mul(head, attention.group), among), place), _Turn(cos, sin, token, place))
-        )
-    weights = _weights(weight, place)
-    for row, loaded, turn in found:
-        for block, words in enumerate(turn.turned(loaded.normed(weights, eps))):
-            words = _halves(words) if attention.narrow_stages else words
-            _store_line(th.add(base, block * KEYS * _LINE), row, place, words)
+        found += _head_places(qkv, token, th.add(th.mul(head, attention.group), among), place)
+        found += _angle_places(cos, sin, token, place)
+    return [_load4(address, how) for address in (*found, *_weight_places(weight, place))]
+
+
+def put_queries(attention: Attention, eps: float, words: list, target) -> None:
+    """Normed, turned queries of a KV head to `target [2, 64, 64]` in swizzled tiles; then matrix instructions may read them.
+
+    Rows past the live ones are copies of the last.
+    """
+    line, place = _line_and_place()
+    base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
+    for index, row in enumerate(_rows(attention, line)):
+        of_row = words[6 * index : 6 * index + 6]
+        turn = _Turn(of_row[2:])
+        for block, held in enumerate(turn.turned(_Head(of_row[:2]).normed(weights, eps))):
+            held = as_float16(held) if attention.narrow_stages else held
+            _store_line(th.add(base, block * KEYS * _LINE), row, place, held)
     mgpu.commit_shared()
 
 
@@ -57,54 +64,75 @@ def stage_new(
     """New keys, normed and turned, and values of a head to `staged [2, tokens, H]`, where that is given, and to their pages.
 
     Args:
-      qkv, cos, sin, weight: as for `load_queries`.
+      qkv, cos, sin, weight: as for `ask_for_queries`.
       table: `[B, W]` int32; pools: keys' and values', `[P, K, p, H]`.
       limits: position of the first token, and the first and the last but one position that this CTA writes, int32 scalars.
       scales: what float8 pools' keys and values are to be multiplied with, `[K]` float32 each.
     """
-    line, place = _line_and_place()
-    sequence, head, first, low, high = (value.registers.item() for value in (sequence, head, *limits))
-    token = arith.minsi(line, utils.c(attention.tokens - 1, th.i32()))
-    of_call = th.add(th.mul(sequence, attention.tokens), token)
-    queries = attention.kv_heads * attention.group
-    key = _Head(qkv, of_call, th.add(head, queries), place)
-    value = _Head(qkv, of_call, th.add(head, queries + attention.kv_heads), place)
-    turn, weights = _Turn(cos, sin, of_call, place), _weights(weight, place)
-    position = th.add(first, line)
-    writes = functools.reduce(
-        arith.andi,
-        [
-            th.below(line, attention.tokens),
-            arith.cmpi(arith.CmpIPredicate.sge, position, low),
-            arith.cmpi(arith.CmpIPredicate.slt, position, high),
-        ],
-    )
-    inside = arith.select(writes, position, utils.c(0, th.i32()))
-    entry = th.add(th.mul(sequence, attention.table_width), th.div(inside, attention.page_size))
+    words = ask_for_new(attention, qkv, cos, sin, weight, sequence, head, "ld")
+    new = _New(attention, [value.registers.item() for value in limits])
+    entry = th.add(th.mul(sequence.registers.item(), attention.table_width), th.div(new.inside, attention.page_size))
     page = utils.inline_ptx(
         "{ .reg .pred there; setp.ne.b32 there, $2, 0; mov.b32 $0, 0; @there ld.global.nc.b32 $0, [$1]; }",
-        th.add(th.address(table), th.mul(th.widen_index(entry), 4)), arith.extui(th.i32(), writes), result_types=th.i32(),
-        has_side_effects=True,
+        th.add(th.address(table), th.mul(th.widen_index(entry), 4)), arith.extui(th.i32(), new.writes),
+        result_types=th.i32(), has_side_effects=True,
     )  # fmt: skip
-    pool_row = th.add(th.mul(th.widen_index(page), attention.kv_heads), th.widen_index(head))
-    pool_row = th.add(th.mul(pool_row, attention.page_size), th.widen_index(th.rem(inside, attention.page_size)))
-    narrow = 2 if scales else 1
-    offset = th.add(th.mul(pool_row, _ROW // narrow), th.widen_index(th.mul(place, th.CHUNK // narrow)))
-    there = th.below(line, attention.staged)
-    for which, halves in enumerate((turn.turned(key.normed(weights, eps)), value.words)):
-        for block, words in enumerate(halves):
-            stored = words
-            if scales:
-                stored = narrowed(_wide(words), _scale(scales[which], head))
-                words = widened(stored)
-            if staged is not None:
-                shared = th.add(th.mul(th.add(line, which * attention.staged), _ROW), th.mul(place, th.CHUNK))
-                shared = th.add(th.add(th.address(staged, space=3), shared), block * _HALF * 2)
-                th.when(there, _STORE, shared, *words)
-            target = th.add(th.add(th.address(pools[which]), offset), block * _HALF * 2 // narrow)
-            places = ", ".join(f"${1 + place}" for place in range(len(stored)))
-            th.when(writes, f"st.global.v{len(stored)}.b32 [$0], {{{places}}};", target, *stored)
-    utils.warpgroup_barrier()
+    new.put(eps, words, pools, head.registers.item(), page, staged, scales)
+
+
+def ask_for_new(attention: Attention, qkv, cos, sin, weight, sequence, head, how: str) -> list:
+    """What `put_new` takes, as `ask_for_queries` does for queries; `weight`: of keys."""
+    return [_load4(address, how) for address in _new_places(attention, qkv, cos, sin, weight, sequence, head)]
+
+
+def put_new(attention: Attention, eps: float, words: list, pools, head, limits, pages) -> None:
+    """New keys, normed and turned, and values of a head to their pages; `pages`: of the first new token's tile and of the next."""
+    new = _New(attention, [value.registers.item() for value in limits])
+    page, following = (page.registers.item() for page in pages)
+    same = arith.cmpi(arith.CmpIPredicate.eq, th.div(new.position, KEYS), th.div(new.first, KEYS))
+    new.put(eps, words, pools, head.registers.item(), arith.select(same, page, following), None)
+
+
+class _New:
+    """A thread's share of one of sixteen new tokens, and whether its CTA writes it to the pages."""
+
+    def __init__(self, attention: Attention, limits):
+        self.attention, (self.line, self.place), (self.first, low, high) = attention, _line_and_place(), limits
+        self.position = th.add(self.first, self.line)
+        self.writes = functools.reduce(
+            arith.andi,
+            [
+                th.below(self.line, attention.tokens),
+                arith.cmpi(arith.CmpIPredicate.sge, self.position, low),
+                arith.cmpi(arith.CmpIPredicate.slt, self.position, high),
+            ],
+        )
+        self.inside = arith.select(self.writes, self.position, utils.c(0, th.i32()))
+
+    def put(self, eps: float, words, pools, head, page, staged, scales=None) -> None:
+        attention, place = self.attention, self.place
+        key, value, turn = _Head(words[:2]), _Head(words[2:4]), _Turn(words[4:8])
+        weights = [numbers(half) for half in words[8:]]
+        pool_row = th.add(th.mul(th.widen_index(page), attention.kv_heads), th.widen_index(head))
+        in_page = th.rem(self.inside, attention.page_size)
+        pool_row = th.add(th.mul(pool_row, attention.page_size), th.widen_index(in_page))
+        narrow = 2 if scales else 1
+        offset = th.add(th.mul(pool_row, _ROW // narrow), th.widen_index(th.mul(place, th.CHUNK // narrow)))
+        there = th.below(self.line, attention.staged)
+        for which, halves in enumerate((turn.turned(key.normed(weights, eps)), value.words)):
+            for block, held in enumerate(halves):
+                stored = held
+                if scales:
+                    stored = narrowed(numbers(held), _scale(scales[which], head))
+                    held = widened(stored)
+                if staged is not None:
+                    shared = th.add(th.mul(th.add(self.line, which * attention.staged), _ROW), th.mul(place, th.CHUNK))
+                    shared = th.add(th.add(th.address(staged, space=3), shared), block * _HALF * 2)
+                    th.when(there, _STORE, shared, *held)
+                target = th.add(th.add(th.address(pools[which]), offset), block * _HALF * 2 // narrow)
+                places = ", ".join(f"${1 + place}" for place in range(len(stored)))
+                th.when(self.writes, f"st.global.v{len(stored)}.b32 [$0], {{{places}}};", target, *stored)
+        utils.warpgroup_barrier()
 
 
 def order_copies() -> None:
@@ -124,7 +152,7 @@ def overlay(attention: Attention, staged, which: int, target, first, live) -> No
     line, place = _line_and_place()
     first, live = (value.registers.item() for value in (first, live))
     base, zero = th.address(target, space=3), utils.c(0, th.i32())
-    for start in range(0, attention.staged, _ROWS_AT_ONCE):
+    for start in range(0, attention.staged, ROWS_AT_ONCE):
         token = th.add(line, start)
         row = th.add(first, token)
         inside = functools.reduce(
@@ -147,7 +175,7 @@ def overlay(attention: Attention, staged, which: int, target, first, live) -> No
             )  # fmt: skip
             _store_line(th.add(base, block * KEYS * _LINE), row, place, words, inside)
     if which:
-        for start in range(0, KEYS, _ROWS_AT_ONCE):
+        for start in range(0, KEYS, ROWS_AT_ONCE):
             row = th.add(line, start)
             unused = arith.cmpi(arith.CmpIPredicate.sge, row, live)
             for block in range(2):
@@ -156,18 +184,14 @@ def overlay(attention: Attention, staged, which: int, target, first, live) -> No
 
 
 class _Head:
-    """A thread's share of one head of one token."""
+    """A thread's share of one head of one token: the words of `_head_places`."""
 
-    def __init__(self, qkv, token, head, place):
-        heads = th.shape_and_strides(qkv)[0][1]
-        row = th.add(th.mul(token, heads), head)
-        offset = th.add(th.mul(row, _ROW), th.mul(place, th.CHUNK))
-        address = th.add(th.address(qkv), th.widen_index(offset))
-        self.words = [_load4(th.add(address, block * _HALF * 2)) for block in range(2)]
+    def __init__(self, words):
+        self.words = words
 
     def normed(self, weights, eps: float):
         """Two halves of eight float32, rounded as separate operations round them."""
-        wide = [_wide(words) for words in self.words]
+        wide = [numbers(words) for words in self.words]
         squares = [arith.mulf(value, value) for half in wide for value in half]
         total = functools.reduce(arith.addf, squares)
         for distance in (1, 2, 4):
@@ -175,23 +199,19 @@ class _Head:
         f32 = ir.F32Type.get()
         mean = arith.addf(arith.mulf(total, utils.c(1 / HEAD_DIM, f32)), utils.c(eps, f32))
         inverse = mlir_math.rsqrt(mean)
-        rounded = [_wide(packed([arith.mulf(value, inverse) for value in half])) for half in wide]
+        rounded = [numbers(packed([arith.mulf(value, inverse) for value in half])) for half in wide]
         return [
-            _wide(packed([arith.mulf(value, weight) for value, weight in zip(half, scale, strict=True)]))
+            numbers(packed([arith.mulf(value, weight) for value, weight in zip(half, scale, strict=True)]))
             for half, scale in zip(rounded, weights, strict=True)
         ]
 
 
 class _Turn:
-    """A thread's share of the angles of one token."""
+    """A thread's share of the angles of one token: the words of `_angle_places`."""
 
-    def __init__(self, cos, sin, token, place):
-        offset = th.mul(th.widen_index(th.add(th.mul(token, _HALF), th.mul(place, 8))), 4)
-        self.angles = []
-        for table in (cos, sin):
-            address = th.add(th.address(table), offset)
-            words = [*_load4(address), *_load4(th.add(address, 16))]
-            self.angles.append([utils.bitcast(word, ir.F32Type.get()) for word in words])
+    def __init__(self, words):
+        angles = [utils.bitcast(word, ir.F32Type.get()) for quad in words for word in quad]
+        self.angles = angles[:8], angles[8:]
 
     def turned(self, halves):
         """Both halves as words of two bfloat16."""
@@ -202,23 +222,44 @@ class _Turn:
         return packed(first), packed(second)
 
 
-def _weights(weight, place):
+def _head_places(qkv, token, head, place):
+    """Addresses of the eight columns of either half that a thread has of a head."""
+    row = th.add(th.mul(token, th.shape_and_strides(qkv)[0][1]), head)
+    offset = th.add(th.mul(row, _ROW), th.mul(place, th.CHUNK))
+    address = th.add(th.address(qkv), th.widen_index(offset))
+    return [th.add(address, block * _HALF * 2) for block in range(2)]
+
+
+def _angle_places(cos, sin, token, place):
+    offset = th.mul(th.widen_index(th.add(th.mul(token, _HALF), th.mul(place, 8))), 4)
+    return [th.add(th.address(table), th.add(offset, 16 * half)) for table in (cos, sin) for half in range(2)]
+
+
+def _new_places(attention: Attention, qkv, cos, sin, weight, sequence, head):
+    """A thread's share of a new key and of its value, of the angles and of the norm's weight."""
+    line, place = _line_and_place()
+    sequence, head = (value.registers.item() for value in (sequence, head))
+    token = arith.minsi(line, utils.c(attention.tokens - 1, th.i32()))
+    token = th.add(th.mul(sequence, attention.tokens), token)
+    key = th.add(head, attention.kv_heads * attention.group)
+    heads = (key, th.add(key, attention.kv_heads))
+    found = [address for head in heads for address in _head_places(qkv, token, head, place)]
+    return [*found, *_angle_places(cos, sin, token, place), *_weight_places(weight, place)]
+
+
+def _weight_places(weight, place):
     address = th.add(th.address(weight), th.widen_index(th.mul(place, th.CHUNK)))
-    return [_wide(_load4(th.add(address, block * _HALF * 2))) for block in range(2)]
+    return [th.add(address, block * _HALF * 2) for block in range(2)]
+
+
+def _rows(attention: Attention, line):
+    """Rows of queries that a thread has a share of."""
+    return [th.add(line, start) for start in range(0, -(-attention.rows // ROWS_AT_ONCE) * ROWS_AT_ONCE, ROWS_AT_ONCE)]
 
 
 def _scale(scales, head):
     address = th.add(th.address(scales), th.mul(th.widen_index(head), 4))
     return utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=ir.F32Type.get())
-
-
-def _halves(words):
-    """Words of two bfloat16 as words of two float16."""
-    values = _wide(words)
-    return [
-        utils.inline_ptx("cvt.rn.f16x2.f32 $0, $1, $2;", high, low, result_types=th.i32())
-        for low, high in zip(values[::2], values[1::2], strict=True)
-    ]
 
 
 def _line_and_place():
@@ -228,9 +269,9 @@ def _line_and_place():
     return th.div(thread, _THREADS_OF_ROW), th.rem(thread, _THREADS_OF_ROW)
 
 
-def _load4(address):
+def _load4(address, how: str = "ld"):
     return utils.inline_ptx(
-        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[th.i32()] * 4, has_side_effects=True
+        f"{how}.global.v4.b32 {{$0, $1, $2, $3}}, [$4];", address, result_types=[th.i32()] * 4, has_side_effects=True
     )
 
 
@@ -242,20 +283,3 @@ def _store_line(base, row, place, words, predicate=None) -> None:
         utils.inline_ptx(_STORE, address, *words, has_side_effects=True)
     else:
         th.when(predicate, _STORE, address, *words)
-
-
-def _wide(words):
-    """float32 numbers of words of two bfloat16."""
-    values = []
-    for word in words:
-        values.append(utils.bitcast(th.shift_left(word, 16), ir.F32Type.get()))
-        values.append(utils.bitcast(arith.andi(word, utils.c(-65536, th.i32())), ir.F32Type.get()))
-    return values
-
-
-def packed(values):
-    """Words of two bfloat16 each, rounded to the nearest."""
-    words = []
-    for low, high in zip(values[::2], values[1::2], strict=True):
-        words.append(utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, result_types=th.i32()))
-    return words

@@ -12,8 +12,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from dflash_kernels.attention_chain.mosaic_gpu_heads import packed
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, QUADS, Attention
+from dflash_kernels.attention_chain.mosaic_gpu_words import packed
 from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 

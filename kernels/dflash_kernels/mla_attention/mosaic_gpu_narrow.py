@@ -102,7 +102,7 @@ class _Block(Part):
         @pl.when(self.begin < self.end)
         def _():
             plgpu.copy_gmem_to_smem(self.refs["q"].at[self.b], self.buffers["q_sm"], self.buffers["q_in"])
-            self.fill_ring(("k",))
+            self.fill_ring(("k",), self.ring_pages())
             quarter = plgpu.layout_cast(jnp.zeros((_QUARTER, NARROW_ROWS), jnp.float32), _MATRIX)
             total = plgpu.layout_cast(jnp.zeros((KEYS, NARROW_ROWS), jnp.float32), _MATRIX)
             base = plgpu.layout_cast(jnp.full((NARROW_ROWS,), _NOTHING_SEEN, jnp.float32), _COLUMN)

@@ -4,6 +4,9 @@ A query row is one (token, head of the group) pair: row `t * group + g` of a KV 
 key and value is read once for all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32.
 """
 
+# Pallas declares what it inlines with the context that it passes itself.
+# pyright: reportCallIssue=false
+
 import functools
 from typing import Any
 
@@ -13,19 +16,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.paged_attention.mosaic_gpu_feed import Fed
 from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     LOG2E,
     add_values,
     alibi_share,
-    load_queries,
+    ask_for_queries,
     merge_cluster,
-    pad_columns,
     precise_tanh,
+    put_queries,
     scores_of,
     scratch,
     spread,
 )
-from dflash_kernels.paged_attention.mosaic_gpu_part import Part
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -72,7 +75,7 @@ def attention(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
         scratch_types=block.scratch(launch, q.dtype, interpret),
-        **_grid(launch, b),
+        **grid(launch, b),
         num_threads=launch.warpgroups, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -80,7 +83,8 @@ def attention(
     )(*given.values())  # fmt: skip
 
 
-def _grid(launch: Launch, b: int) -> dict[str, Any]:
+def grid(launch: Launch, b: int) -> dict[str, Any]:
+    """A CTA for each part and block of rows, by name."""
     heads = launch.row_blocks * launch.kv_heads
     if launch.together:
         cluster = {"cluster": (launch.splits,), "cluster_names": ("split",)}
@@ -88,21 +92,17 @@ def _grid(launch: Launch, b: int) -> dict[str, Any]:
     return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
 
 
-class Block(Part):
+class Block(Fed):
     """One CTA's work."""
 
     scratch = staticmethod(scratch)
 
-    def __init__(self, launch, refs, buffers, interpret):
-        if "q_or_o" in buffers:
-            buffers["q_sm"], buffers["o_sm"] = buffers.pop("q_or_o")
-        super().__init__(launch, refs, buffers)
-        self.interpret = interpret
-
     def run(self):
+        pages = self.first_reads()
+
         @pl.when(self.begin < self.end)
         def _():
-            self._start()
+            self._start(pages)
             rows = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
             total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
             acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.width), jnp.float32), _WGMMA)
@@ -121,11 +121,26 @@ class Block(Part):
         target = self.refs["o"].at[self.b].at[:, self.head]
         merge_cluster(buffers["o_sm"].at[0], buffers["lse_sm"], target, rows, self.launch.splits)
 
-    def _start(self):
+    def _start(self, pages):
         """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
-        pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v")))
-        source, target = self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"].at[self.wg]
-        load_queries(source, target, self.first_row, self.launch.tokens * self.launch.group, self.interpret)
+        pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v"), pages))
+        queries = self.queries or self._ask_for_queries()
+        put_queries(queries, self._queries(), self.buffers["q_sm"].at[self.wg], self.first_row, self.interpret)
+
+    def first_reads(self):
+        """Pages of the ring's first tiles; where a CTA reads ahead, queries are on their way to registers."""
+        self.hold_entries()
+        self.queries: list[Any] = self._ask_for_queries() if self.ahead else []
+        return self.ring_pages()
+
+    def _ask_for_queries(self):
+        launch = self.launch
+        return ask_for_queries(
+            self._queries(), self.first_row, launch.tokens * launch.group, launch.width, self.interpret
+        )
+
+    def _queries(self):
+        return self.refs["q"].at[self.b].at[:, self.head]
 
     def _given_rows(self):
         """Rows that each warpgroup has in a part of the output."""
@@ -133,33 +148,13 @@ class Block(Part):
             return [ROWS] * self.launch.warpgroups
         return [min(self.refs["o"].shape[3] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
 
-    def _refill(self, which, tile, pages):
-        """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""
-        stage, freed = self.stage(tile), self.buffers[f"{which}_out"]
-        plgpu.barrier_arrive(freed.at[stage])
-
-        @pl.when(self.wg == 0)
-        def _():
-            plgpu.barrier_wait(freed.at[stage])
-            coming = tile + self.launch.stages
-            pl.when(coming < self.end)(functools.partial(self.fill, which, coming, pages))
-
-    def _tile(self, which, tile):
-        """A tile of keys or values as matrix instructions take it, once it is there."""
-        stage = self.stage(tile)
-        plgpu.barrier_wait(self.buffers[f"{which}_in"].at[stage])
-        held = self.buffers[f"{which}_sm"].at[stage]
-        if self.launch.width == self.launch.head_dim:
-            return held
-        pad_columns(held, self.buffers[f"{which}_wide"], self.interpret)
-        return self.buffers[f"{which}_wide"]
-
     def _step(self, tile, carry, *, masked):
         """One tile of keys: scores, online softmax, values."""
         launch, (acc, top, total) = self.launch, carry
-        coming = self.pages(tile + launch.stages)
-        scores = self._scores(self._tile("k", tile))
-        self._refill("k", tile, coming)
+        coming = self.pages(self.next_in_stage(tile))
+        scores = self._scores(self.tile("k", tile))
+        if not self.ahead:
+            self.refill("k", tile, coming)
         if launch.soft_cap is None:
             unit = launch.scale * LOG2E
         else:
@@ -176,12 +171,15 @@ class Block(Part):
         total = total * kept + weights.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
         weights = weights.astype(self.buffers["v_sm"].dtype)
-        values = self._tile("v", tile)
+        values = self.tile("v", tile)
         if masked:
             self._clear_unused(values, tile)
         staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
         acc = add_values(acc, weights, values, staged)
-        self._refill("v", tile, coming)
+        if self.ahead:
+            self.refill_both(tile, coming)
+        else:
+            self.refill("v", tile, coming)
         return acc, new_top, total
 
     def _scores(self, keys):
@@ -242,9 +240,11 @@ class Block(Part):
 
     def _write(self, out, lse):
         launch, o_sm = self.launch, self.buffers["o_sm"]
-        self._lse_row().at[pl.ds(self.first_row, ROWS)][...] = lse
+        if "lse" in self.refs:
+            self._lse_row().at[pl.ds(self.first_row, ROWS)][...] = lse
         if launch.settles:
-            self.buffers["lse_sm"][...] = lse
+            if launch.together:
+                self.buffers["lse_sm"][...] = lse
             if out is not None:
                 o_sm.at[self.wg][...] = out
             return
@@ -266,6 +266,18 @@ class Block(Part):
 
     def _lse_row(self):
         return self.refs["lse"].at[self.b, self.head, self.split]
+
+    def store(self, column, out):
+        """Columns of the output from `column` on, from registers."""
+        from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+        target, rows = self.refs["o"].at[self.b].at[:, self.head], self.launch.tokens * self.launch.group
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, plgpu.Layout.WG_SPLAT(())))
+        def store(_ctx, target, out, column):
+            lanes.store_rows(target, out, column, rows)
+
+        store(target, out.astype(self.refs["o"].dtype), column)
 
     def _write_tokens(self, rows):
         """The output itself, one token's group of heads after the other. Tiles hold whole tokens, or there is only one tile."""

@@ -13,31 +13,72 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS
 
 _STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 
 
-def load_queries(source, target, first_row, rows: int) -> None:
-    """Query rows from `source [T, G, H]` to shared memory, zeros where `rows` are over; then all threads may read them."""
+def ask_for_queries(source, first_row, rows: int, columns: int) -> list:
+    """Query rows from `source [T, G, H]` for `put_queries`, zeros where `rows` are over and in `columns` past its own."""
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
-    width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
-    units = 2 * columns // th.CHUNK
-    lane, warp = th.lane_and_warp()
-    base, place, first = th.address(source), th.address(target, space=3), first_row.registers.item()
-    for start in range(0, count * units, 128):
-        unit = th.add(th.add(th.mul(warp, 32), lane), start)
-        row, column = th.div(unit, units), th.mul(th.rem(unit, units), th.CHUNK)
-        inside = th.below(row, count)
-        exists = arith.andi(inside, th.below(th.add(first, row), rows))
+    base, first, found = th.address(source), first_row.registers.item(), []
+    for row, column in _chunks(columns):
+        exists = arith.andi(th.below(row, ROWS), th.below(th.add(first, row), rows))
         if columns > head_dim:
             exists = arith.andi(exists, th.below(column, 2 * head_dim))
         token = th.div(th.add(first, row), group)
         offset = th.mul(token, token_stride)
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        words = th.load_if(exists, address)
-        th.when(inside, _STORE, th.add(place, th.within(row, column, columns, width)), *words)
+        found.append(th.load_if(exists, address, "ld.volatile.global"))
+    return found
+
+
+def put_queries(asked: list, target) -> None:
+    """What was asked for, to swizzled shared memory; then all threads may read it."""
+    width, (_, columns), place = th.swizzle(target), th.rows_and_columns(target), th.address(target, space=3)
+    for words, (row, column) in zip(asked, _chunks(columns), strict=True):
+        th.when(th.below(row, ROWS), _STORE, th.add(place, th.within(row, column, columns, width)), *words)
     mgpu.commit_shared()
+
+
+def _chunks(columns: int) -> list:
+    """Row and byte of a row of each sixteen bytes that a thread moves of a block of query rows."""
+    units, (lane, warp) = 2 * columns // th.CHUNK, th.lane_and_warp()
+    numbers = [th.add(th.add(th.mul(warp, 32), lane), start) for start in range(0, ROWS * units, 128)]
+    return [(th.div(number, units), th.mul(th.rem(number, units), th.CHUNK)) for number in numbers]
+
+
+def hold_entries(table, begin, stride: int, per_page: int):
+    """See `mosaic_gpu_ops.hold_entries`."""
+    lane, _ = th.lane_and_warp()
+    address = _entry_address(table, th.add(begin.registers.item(), th.mul(lane, stride)), per_page)
+    # Volatile: as a plain load it would be moved behind the first branch.
+    word = utils.inline_ptx("ld.volatile.global.b32 $0, [$1];", address, result_types=th.i32(), has_side_effects=True)
+    held = np.array([vector.from_elements(ir.VectorType.get((1,), th.i32()), [word])], dtype=object)
+    return mgpu.FragmentedArray(_registers=held, _layout=mgpu.WGStridedFragLayout((128,), 1), _is_signed=True)
+
+
+def held_entry(entries, table, begin, index, stride: int, per_page: int):
+    """See `mosaic_gpu_ops.held_entry`."""
+    word, index = vector.extract(entries.registers.item(), [], [0]), index.registers.item()
+    address = _entry_address(table, th.add(begin.registers.item(), th.mul(index, stride)), per_page)
+    found = utils.inline_ptx(
+        "{ .reg .pred far; .reg .b32 lane; setp.ge.s32 far, $3, 32; and.b32 lane, $3, 31;"
+        " shfl.sync.idx.b32 $0, $1, lane, 31, -1; @far ld.global.b32 $0, [$2]; }",
+        word, address, index, result_types=th.i32(), has_side_effects=True, convergent=True,
+    )  # fmt: skip
+    return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+
+def _entry_address(table, tile, per_page: int):
+    last = th.shape_and_strides(table)[0][0] - 1
+    entry = arith.minsi(th.div(tile, per_page), utils.c(last, th.i32()))
+    return th.add(th.address(table), th.mul(th.widen_index(entry), 4))
+
+
+def await_all() -> None:
+    utils.warpgroup_barrier()
 
 
 def pad_columns(source, target) -> None:
@@ -66,7 +107,7 @@ def pad_columns(source, target) -> None:
     mgpu.commit_shared()
 
 
-def store_rows(target, tile, column: int, rows: int) -> None:
+def store_rows(target, tile, column, rows: int) -> None:
     """Row `t * G + g` of a tile to `target [T, G, H]` in global memory, from a column on; the first `rows` exist.
 
     `tile`: `[64, C]` of two-byte elements in the layout of a matrix instruction's result.
@@ -74,6 +115,7 @@ def store_rows(target, tile, column: int, rows: int) -> None:
     (_, group, _), (token_stride, group_stride, _) = th.shape_and_strides(target)
     lane, warp = th.lane_and_warp()
     base, own = th.address(target), th.mul(th.rem(lane, 4), 4)  # bytes: two columns of every eight
+    column = column.registers.item()
     places = []
     for half in range(2):
         row = th.add(th.add(th.mul(warp, 16), th.div(lane, 4)), 8 * half)
@@ -86,6 +128,51 @@ def store_rows(target, tile, column: int, rows: int) -> None:
         exists, address = places[place % 2]
         word = utils.bitcast(tile.registers[index], th.i32())
         th.when(exists, "st.global.b32 [$0], $1;", th.add(address, 16 * (place // 2)), word)
+
+
+def swap(tile, top, total, memory):
+    """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
+
+    A thread's numbers go to the thread in its place over there, so that any layout will do: in `memory` lie sixteen bytes of each
+    thread, then the next sixteen.
+    """
+    lane, warp = th.lane_and_warp()
+    own = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(warp, 32), lane), 16))
+    there = utils.inline_ptx(
+        "{ .reg .b32 rank; mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $1, rank; }",
+        own, result_types=th.i32(), has_side_effects=True,
+    )  # fmt: skip
+    flat = [number for array in (tile, top, total) for number in _numbers(array)]
+    for start in range(0, len(flat), 4):
+        place = th.add(there, 128 * 4 * start)
+        four = flat[start : start + 4]
+        utils.inline_ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", place, *four, has_side_effects=True)
+    _cluster_barrier()
+    f32, found = ir.F32Type.get(), []
+    for start in range(0, len(flat), 4):
+        found += utils.inline_ptx(
+            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", th.add(own, 128 * 4 * start), result_types=[f32] * 4,
+            has_side_effects=True,
+        )  # fmt: skip
+    arrays = []
+    for array in (tile, top, total):
+        count = len(_numbers(array))
+        arrays.append(_like(array, found[:count]))
+        found = found[count:]
+    return arrays
+
+
+def _numbers(array) -> list:
+    """A thread's numbers, which its registers hold in vectors."""
+    held = array.registers.flat
+    return [vector.extract(some, [], [i]) for some in held for i in range(ir.VectorType(some.type).shape[0])]
+
+
+def _like(array, numbers):
+    held, width = np.empty_like(array.registers), ir.VectorType(array.registers.flat[0].type).shape[0]
+    for index, place in enumerate(np.ndindex(held.shape)):
+        held[place] = vector.from_elements(array.registers.flat[0].type, numbers[index * width : (index + 1) * width])
+    return mgpu.FragmentedArray(_registers=held, _layout=array.layout, _is_signed=None)
 
 
 def merge_cluster(part, lse, target, rows: int, parts: int) -> None:

@@ -120,7 +120,7 @@ class _Block(Part):
 
         @pl.when(self.begin < self.end)
         def _():
-            self.fill_ring(self.streams)
+            self.fill_ring(self.streams, self.ring_pages())
             # Rows of dead tokens may hold anything.
             live = jnp.minimum(self.q_len, launch.tokens) * launch.group
             ops.load_queries(

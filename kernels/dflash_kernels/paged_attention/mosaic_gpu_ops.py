@@ -14,6 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 LOG2E = math.log2(math.e)
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+# Four words of each thread, whatever they are.
+WORDS = plgpu.ShapeDtypeStruct((512,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((512,), vec_size=4))
+_ENTRIES = plgpu.ShapeDtypeStruct((128,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((128,), vec_size=1))
 
 
 def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
@@ -32,27 +36,29 @@ def spread(bound, shape):
     return bound if bound.ndim == 0 else lax.broadcast_in_dim(bound, shape, [0])
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any, queries: Any = None) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA; `queries`: memory of another form for them, which the output takes afterwards."""
-    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.width)}
-    rows = (launch.warpgroups, ROWS, launch.head_dim)
-    # Rows that have to be padded come as they are and are moved to a tile of their own.
-    padded = launch.width > launch.head_dim
-    ring = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
+def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
     # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
     plain = launch.direct or launch.settles
     out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
-    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
-    freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
-    given = plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out)
-    buffers = {"k_sm": ring, "v_sm": ring, "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed}
-    if queries is not None and interpret is None:
-        buffers["q_or_o"] = plgpu.RefUnion(queries, given)
-    else:
-        plain = plgpu.SMEM((launch.warpgroups, ROWS, launch.width), dtype, **tiles)
-        buffers |= {"q_sm": plain if queries is None else queries, "o_sm": given}
-    if launch.settles:
+    rows = (launch.warpgroups, ROWS, launch.head_dim)
+    buffers = ring(launch, dtype, interpret) | {"q_sm": plain_queries(launch, dtype)}
+    buffers["o_sm"] = plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out)
+    if launch.together:
         buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
+    return buffers
+
+
+def ring(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory that keys and values come through, and its barriers."""
+    tiles: dict[str, Any] = {"transforms": swizzled(dtype, launch.width)}
+    # Rows that have to be padded come as they are and are moved to a tile of their own.
+    padded = launch.width > launch.head_dim
+    tile = plgpu.SMEM((launch.stages, launch.keys, launch.head_dim), dtype, **({} if padded else tiles))
+    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
+    buffers = {"k_sm": tile, "v_sm": tile, "k_in": filled, "v_in": filled}
+    freed = plgpu.Barrier(num_arrivals=launch.warpgroups, num_barriers=launch.stages)
+    buffers |= {"k_out": freed, "v_out": freed}
     if padded:
         buffers |= {name: plgpu.SMEM((launch.keys, launch.width), dtype, **tiles) for name in ("k_wide", "v_wide")}
     if interpret is not None:
@@ -60,18 +66,74 @@ def scratch(launch: Launch, dtype: Any, interpret: Any, queries: Any = None) -> 
     return buffers
 
 
+def plain_queries(launch: Launch, dtype: Any) -> Any:
+    """Shared memory for queries as they are given."""
+    return plgpu.SMEM((launch.warpgroups, ROWS, launch.width), dtype, transforms=swizzled(dtype, launch.width))
+
+
+def hold_entries(table, begin, stride: int, per_page: int):
+    """Table entries of a part's first 32 tiles, `begin`, `begin + stride` and on, `per_page` to a page: one in each lane of a warp.
+
+    They are asked for here, whatever is known later: an entry past the last one is any number.
+    """
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=_ENTRIES)
+    def hold(_ctx, table, begin):
+        return lanes.hold_entries(table, begin, stride, per_page)
+
+    return hold(table, begin)
+
+
+def held_entry(entries, table, begin, index, stride: int, per_page: int):
+    """The entry of the part's tile number `index`; read again from tile 32 on. Arguments as of `hold_entries`."""
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    word = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(_ENTRIES.layout, plgpu.RefType(), _SCALAR, _SCALAR), return_type=word)
+    def entry(_ctx, *operands):
+        return lanes.held_entry(*operands, stride, per_page)
+
+    return entry(entries, table, begin, index)
+
+
+def await_all():
+    """All threads of the warpgroup wait for each other."""
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    plgpu.inline_mgpu()(lambda _ctx: lanes.await_all())()
+
+
 def precise_tanh(x):
     """From exp2: the hardware's own tanh keeps eleven bits, too few under a cap of fifty."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
 
 
-def load_queries(source, target, first_row, rows: int, interpret: Any):
-    """Query rows, one head's for one token after the other, from global to shared memory; zeros where there are none.
+def ask_for_queries(source, first_row, rows: int, columns: int, interpret: Any) -> list[Any]:
+    """Query rows, one head's for one token after the other, on their way to registers; zeros where there are none.
 
     Args:
-      source: `[T, G, H]`, of whose rows `t * G + g` the first `rows` exist.
-      target: `[N, H or more]` in shared memory, given rows `first_row` and on, zeros in further columns.
+      source: `[T, G, H]`, of whose rows `t * G + g` the first `rows` exist; given are 64 rows from `first_row` on.
+      columns: of the memory they go to, H or more.
     """
+    if interpret is not None:
+        return []
+
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
+
+    count = ROWS * 2 * columns // th.CHUNK // 128
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=[WORDS] * count)
+    def ask(_ctx, source, first_row):
+        return [th.as_array(words) for words in lanes.ask_for_queries(source, first_row, rows, columns)]
+
+    return ask(source, first_row)
+
+
+def put_queries(asked: list[Any], source, target, first_row, interpret: Any):
+    """What `ask_for_queries` of `source` has asked for, to `target [64, H or more]` in shared memory."""
     if interpret is not None:
         plain = source[...].reshape(-1, source.shape[2])
         more = target.shape[1] - plain.shape[1]
@@ -81,14 +143,15 @@ def load_queries(source, target, first_row, rows: int, interpret: Any):
         return
 
     from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
     swizzle = plgpu.RefType(swizzled(target.dtype, target.shape[1]))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), swizzle, plgpu.Layout.WG_SPLAT(())))
-    def load(_ctx, source, target, first_row):
-        lanes.load_queries(source, target, first_row, rows)
+    @plgpu.inline_mgpu(arg_types=(swizzle, *[WORDS.layout] * len(asked)))
+    def put(_ctx, target, *held):
+        lanes.put_queries([th.as_words(array) for array in held], target)
 
-    load(source, target, first_row)
+    put(target, *asked)
 
 
 def pad_columns(source, target, interpret: Any):

@@ -20,7 +20,14 @@ class Part:
       refs: the kernel's arrays in global memory, by name: `table`, `seq_lens` and `q_lens` are read here, and `k` and `v` or
         whatever else `streams` names.
       buffers: shared memory and barriers, by name: `<stream>_sm`, `<stream>_in` and, where warpgroups share stages, `<stream>_out`.
+
+    Attributes:
+      stride: from one of its tiles to the next. 1: a part is tiles in a row; the number of parts: they take turns.
     """
+
+    @property
+    def stride(self) -> int:
+        return 1
 
     def __init__(self, launch, refs, buffers):
         self.launch, self.refs, self.buffers = launch, refs, buffers
@@ -61,8 +68,14 @@ class Part:
         low_tile, high_tile = lax.div(low, keys), lax.div(high + (keys - 1), keys)
         tiles = jnp.maximum(high_tile - low_tile, 0)
         share = jnp.maximum(lax.div(tiles + (self.parts - 1), self.parts), launch.min_tiles)
-        self.begin = low_tile + self.split * share
-        self.end = jnp.maximum(jnp.minimum(self.begin + share, low_tile + tiles), self.begin)
+        if self.stride > 1:
+            self.begin, self.end = low_tile + self.split, jnp.maximum(low_tile + tiles, low_tile + self.split)
+        elif launch.splits == 1 and not launch.items:
+            # Known before the sequence's length is.
+            self.begin, self.end = low_tile, low_tile + tiles
+        else:
+            self.begin = low_tile + self.split * share
+            self.end = jnp.maximum(jnp.minimum(self.begin + share, low_tile + tiles), self.begin)
         self.full_begin = self.begin
         if launch.window[0] is not None:
             first_whole = lax.div(jnp.maximum(full_low, 0) + (keys - 1), keys)
@@ -72,21 +85,29 @@ class Part:
     def walk(self, step, carry, *, skip: int = 0):
         """`step(tile, carry, masked=...)` over all tiles but the first `skip`; the mask is left out where all rows see all keys."""
         masked = functools.partial(step, masked=True)
-        begin, full_begin, full_end = self.begin, self.full_begin, self.full_end
-        if skip:
-            begin = begin + skip
-            full_begin, full_end = jnp.maximum(full_begin, begin), jnp.maximum(full_end, begin)
+        begin = self.begin + skip * self.stride
+        full_begin, full_end = jnp.maximum(self.full_begin, begin), jnp.maximum(self.full_end, begin)
         if self.launch.window[0] is not None:
             carry = lax.fori_loop(begin, full_begin, masked, carry)
-        carry = lax.fori_loop(full_begin, full_end, functools.partial(step, masked=False), carry)
-        return lax.fori_loop(full_end, self.end, masked, carry)
+        whole = functools.partial(step, masked=False)
+        if self.stride == 1:
+            carry = lax.fori_loop(full_begin, full_end, whole, carry)
+            return lax.fori_loop(full_end, self.end, masked, carry)
+        counts = [
+            lax.div(jnp.maximum(end - begin, 0) + (self.stride - 1), jnp.int32(self.stride))
+            for end in (full_end, self.end)
+        ]
+        carry = lax.fori_loop(0, counts[0], lambda i, held: whole(begin + i * self.stride, held), carry)
+        return lax.fori_loop(counts[0], counts[1], lambda i, held: masked(begin + i * self.stride, held), carry)
 
-    def fill_ring(self, streams, *, least=None, below=None):
-        """Starts the first tiles of the ring, of those from `least` on and below `below`. Page ids are read for all of them before
-        the first copy needs one."""
-        tiles = [self.begin + stage for stage in range(self.launch.stages)]
-        pages = [self.pages(tile) for tile in tiles]
-        for tile, held in zip(tiles, pages, strict=True):
+    def ring_pages(self):
+        """Ids of the pages of the ring's first tiles, all read before the first copy needs one."""
+        return [self.pages(self.begin + stage * self.stride) for stage in range(self.launch.stages)]
+
+    def fill_ring(self, streams, pages, *, least=None, below=None):
+        """Starts the first tiles of the ring, of those from `least` on and below `below`. `pages`: of `ring_pages`."""
+        for stage, held in enumerate(pages):
+            tile = self.begin + stage * self.stride
             wanted = tile < (self.end if below is None else jnp.minimum(self.end, below))
 
             @pl.when(wanted if least is None else wanted & (tile >= least))
@@ -95,13 +116,15 @@ class Part:
                     self.fill(stream, tile, held)
 
     def pages(self, tile):
-        """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
+        """Ids of the pages that hold a tile: any number for tiles past the last one."""
         launch = self.launch
-        last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
         if launch.page_size >= launch.keys:
-            entries = [lax.div(tile, jnp.int32(launch.page_size // launch.keys))]
-        else:
-            entries = [tile * launch.copies + copy for copy in range(launch.copies)]
+            # Read without knowing the sequence's length.
+            entry = lax.div(tile, jnp.int32(launch.page_size // launch.keys))
+            return [self.refs["table"][self.b, jnp.minimum(entry, launch.table_width - 1)]]
+        # A tile's pages past the sequence's last one are replaced by it.
+        last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
+        entries = [tile * launch.copies + copy for copy in range(launch.copies)]
         return [self.refs["table"][self.b, jnp.minimum(entry, last)] for entry in entries]
 
     def fill(self, stream, tile, pages):
@@ -118,4 +141,8 @@ class Part:
             plgpu.copy_gmem_to_smem(pool.at[page, self.head], memory.at[stage, rows], barrier)
 
     def stage(self, tile):
-        return lax.rem(tile - self.begin, jnp.int32(self.launch.stages))
+        return lax.rem(lax.div(tile - self.begin, jnp.int32(self.stride)), jnp.int32(self.launch.stages))
+
+    def next_in_stage(self, tile):
+        """The tile that takes another one's place in the ring."""
+        return tile + self.launch.stages * self.stride

@@ -11,6 +11,7 @@ SHARED_MEMORY = 227 * 1024
 HALF_SHARED_MEMORY = 113 * 1024
 BARRIERS = 512  # bytes, more than any launch has
 MOST_SPLITS = 32
+SWAPPED = 128  # threads of a CTA that swap with the other one's
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 

@@ -4,9 +4,11 @@ A fragment of the matrix layout gives the thread of warp w, row r of 8 and colum
 `+ 8`, columns `2 c` and `2 c + 1`.
 """
 
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 CHUNK = 16  # bytes: what an 8 by 8 matrix of 16-bit elements spans of a row, and what swizzling moves
 
@@ -15,12 +17,15 @@ def when(predicate, ptx: str, *operands) -> None:
     utils.inline_ptx(ptx, *operands, predicate=predicate, has_side_effects=True)
 
 
-def load_if(predicate, address):
-    """Sixteen bytes of global memory as four words, zeros without the predicate."""
+def load_if(predicate, address, how: str = "ld.global.nc"):
+    """Sixteen bytes of global memory as four words, zeros without the predicate.
+
+    `how` "ld.volatile.global": asked for where it stands in the code; other loads move to where they are needed.
+    """
     return utils.inline_ptx(
         "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        " @there ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        address, arith.extui(i32(), predicate), result_types=[i32()] * 4,
+        f" @there {how}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}",
+        address, arith.extui(i32(), predicate), result_types=[i32()] * 4, has_side_effects="volatile" in how,
     )  # fmt: skip
 
 
@@ -99,6 +104,18 @@ def shift_left(a, bits: int):
 
 def widen_index(a):
     return arith.extui(ir.IntegerType.get_signless(64), a)
+
+
+def as_array(words):
+    """Four words of a thread as Pallas knows them."""
+    quad = vector.from_elements(ir.VectorType.get((4,), i32()), words)
+    layout = mgpu.WGStridedFragLayout((512,), 4)
+    return mgpu.FragmentedArray(_registers=np.array([quad], dtype=object), _layout=layout, _is_signed=True)
+
+
+def as_words(array):
+    """What `as_array` was made of."""
+    return [vector.extract(array.registers.item(), [], [i]) for i in range(4)]
 
 
 def i32():

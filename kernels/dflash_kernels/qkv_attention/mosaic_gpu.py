@@ -9,11 +9,8 @@ from jaxtyping import Array
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 from dflash_kernels.device import refuse_other_than_hopper
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch, Tuning, plan
+from dflash_kernels.paged_attention.mosaic_gpu_schedule import MULTIPROCESSORS, Launch, Tuning, plan
 from dflash_kernels.qkv_attention.heads import Heads
-
-# One tile more than `paged_attention` has room for: the output takes the queries' place in shared memory.
-_TUNING = Tuning(stages=3)
 
 
 def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:
@@ -30,9 +27,11 @@ def refuse(
     refuse_other_than_hopper(causal=causal)
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {jnp.dtype(dtype)}")
-    whole = _planned(sequences, tokens, group, kv_heads, head_dim, turned, page_size, table_width, causal, 1.0, _TUNING)
+    whole = _planned(sequences, tokens, group, kv_heads, head_dim, turned, page_size, table_width, causal, 1.0, None)
     if whole is None:
-        raise NotImplementedError(f"takes calls that fill the GPU with a CTA for each head, not {sequences} sequences")
+        raise NotImplementedError(
+            f"takes calls that fill the GPU with one CTA or two for each head, not {sequences} sequences"
+        )
 
 
 def launch(
@@ -52,18 +51,18 @@ def launch(
     rows, width = heads.qkv.shape
     made = _planned(
         b, rows // b, width // head_dim // kv_heads - 2, kv_heads, head_dim, 2 * heads.cos.shape[1], page_size, table_width,
-        causal, scale, tuning or _TUNING,
+        causal, scale, tuning,
     )  # fmt: skip
     if made is None:
-        raise NotImplementedError(f"takes calls that fill the GPU with a CTA for each head, not {b} sequences")
+        raise NotImplementedError(f"takes calls that fill the GPU with one CTA or two for each head, not {b} sequences")
     return _run(made, eps, heads.inputs(), {"k": heads.k_pages, "v": heads.v_pages}, interpret)
 
 
 def _planned(
     sequences: int, tokens: int, group: int, kv_heads: int, head_dim: int, turned: int, page_size: int, table_width: int,
-    causal: bool, scale: float, tuning: Tuning,
+    causal: bool, scale: float, tuning: Tuning | None,
 ) -> tuple[Launch, Attention] | None:  # fmt: skip
-    """None where a CTA would not have all keys of a head."""
+    """None where more than two CTAs would share a head's keys."""
     if head_dim != HEAD_DIM or turned != head_dim:
         raise NotImplementedError(f"turns whole heads of {HEAD_DIM}, not {turned} columns of {head_dim}")
     if page_size != KEYS:
@@ -79,13 +78,20 @@ def _planned(
         "page_size": page_size,
         "table_width": table_width,
     }
-    made = plan(
-        tuning, b=sequences, head_dim=head_dim, has_sinks=False, causal=causal, window=(None, None), soft_cap=None,
-        scale=scale, alibi_sqrt=False, **shapes,
-    )  # fmt: skip
-    if not made.direct:
-        return None
-    return made, Attention(sequences=sequences, splits=1, stages=made.stages, causal=causal, scale=scale, **shapes)
+    # Measured: more on its way to a multiprocessor makes others wait for their first tiles.
+    stages = 3 if sequences * kv_heads <= MULTIPROCESSORS else 2
+    tunings = (Tuning(stages=stages, together=False), Tuning(stages=2, together=True)) if tuning is None else (tuning,)
+    for choice in tunings:
+        made = plan(
+            choice, b=sequences, head_dim=head_dim, has_sinks=False, causal=causal, window=(None, None), soft_cap=None,
+            scale=scale, alibi_sqrt=False, **shapes,
+        )  # fmt: skip
+        if made.direct or made.pair:
+            splits = made.splits
+            return made, Attention(
+                sequences=sequences, splits=splits, stages=made.stages, causal=causal, scale=scale, **shapes
+            )
+    return None
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
