@@ -56,8 +56,8 @@ def place(number: int) -> Iterator[None]:
 class Line:
     """A lock that the first in line gets next, not whoever happens to wake up.
 
-    The program of the first token takes a hundredth of the time that the cycles' program takes: behind it, by chance, the first
-    token would come as late as the cycles.
+    The program of the first token takes much less time than the cycles' program: behind it, by chance, the first token would come
+    as late as the cycles.
     """
 
     def __init__(self):
