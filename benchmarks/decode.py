@@ -25,10 +25,11 @@ import numpy as np
 from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
+from dflash_jax.bench.workload import SHAPES
 from dflash_jax.cache import page_bytes
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
-from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, quantise_weights
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
@@ -37,7 +38,6 @@ THREADS = 12  # that compile
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 # From this context on one width of the page table: programs for the beginnings of prompts take longer to compile than to run.
 LONG = 8192
-PAIRS = {"qwen3-4b": ("Qwen3-4B", "Qwen3-4B-DFlash-b16"), "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16")}
 # Peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
 PEER = {
     ("qwen3-4b", "step"): {1: 3.63, 8: 3.99, 32: 5.14}, ("qwen3-4b", "cycle"): {1: 6.09, 8: 6.08, 32: 11.4},
@@ -49,8 +49,9 @@ def build(
     name: str, context: int, batch: int, weight_dtype: str | None = None, cache_dtype: str | None = None
 ) -> Engine:
     """An engine over random weights made on the device."""
-    target, draft = TARGETS[PAIRS[name][0]], DRAFTERS[PAIRS[name][1]]
-    tables = {"target": ("qwen3", target), "draft": ("dflash", draft)}
+    family, published, drafter = SHAPES[name]
+    target, draft = {**TARGETS, **MOE_TARGETS}[published], DRAFTERS[drafter]
+    tables = {"target": (family, target), "draft": ("dflash", draft)}
     weights = {}
     for role, (family, config) in tables.items():
         table = family_named(family).parameters(config)
@@ -123,7 +124,7 @@ def first_token_ms(engine: Engine, *, draft: bool, context: int) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(PAIRS))
+    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(SHAPES))
     parser.add_argument("--context", nargs="+", type=int, default=[1024])
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--kinds", nargs="+", default=["step", "cycle"], choices=["step", "cycle"])

@@ -22,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 import transformers
-from decode import PAIRS
 from record import Record, arguments
 
+from dflash_jax.bench.workload import SHAPES
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+DENSE = [name for name, (family, _, _) in SHAPES.items() if family == "qwen3"]
 
 
 def build(config: Qwen3Config) -> torch.nn.Module:
@@ -105,7 +107,7 @@ def cycle_ms(model: torch.nn.Module, draft: torch.nn.Module, context: int, *, re
 def add_cycle(record: Record, name: str, model: torch.nn.Module, context: int) -> None:
     """A row of transformers' DFlash; what does not run there is said, and the rows so far are kept."""
     try:
-        times = cycle_ms(model, drafter(DRAFTERS[PAIRS[name][1]]), context)
+        times = cycle_ms(model, drafter(DRAFTERS[SHAPES[name][2]]), context)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
         print(f"transformers {transformers.__version__} does not run DFlash for {name}: {error!r}", flush=True)
         return
@@ -117,14 +119,14 @@ def add_cycle(record: Record, name: str, model: torch.nn.Module, context: int) -
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(PAIRS))
+    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=DENSE)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", nargs="+", type=int, default=[1])
     parser.add_argument("--static", action="store_true", help="also with the static, compiled cache")
     options = parser.parse_args()
     record = Record("peers", options, packages=("torch", "transformers"))
     for name in options.models:
-        model = build(TARGETS[PAIRS[name][0]])
+        model = build(TARGETS[SHAPES[name][1]])
         for batch in options.batch:
             for cache in (None, "static") if options.static else (None,):
                 times = step_ms(model, options.context, batch, cache)
