@@ -131,7 +131,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=8)
     parser.add_argument(
         "--attention", nargs="+", default=["best"], choices=["best", *IMPLEMENTATIONS],
-        help="implementations of paged attention, one after the other",
+        help="implementations of paged attention, one after the other; `best` is what an engine takes, launches that hold more "
+        "than attention included",
     )  # fmt: skip
     parser.add_argument(
         "--chain",
@@ -153,13 +154,14 @@ def main() -> None:
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.cache_dtype is None else f" {options.cache_dtype} pages"
-    every = dict(IMPLEMENTATIONS)
+    every, whole = dict(IMPLEMENTATIONS), chain.CHAIN_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
     contexts = "" if 1024 in options.context else f" ctx{min(options.context) // 1024}k"
     record = Record("decode" + (contexts + named + suffix).replace(" ", "_"), options)
     for attention in options.attention:
         IMPLEMENTATIONS.clear()
         IMPLEMENTATIONS.update(every if attention == "best" else {attention: every[attention]})
+        chain.CHAIN_ATTENTION = whole and attention == "best"
         jax.clear_caches()
         for name in options.models:
             engine = build(name, options.context[0], max(options.batch), options.weight_dtype, options.cache_dtype)
@@ -199,7 +201,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
         for kind, draft, model in kinds:
             started = time.perf_counter()
             times = measure(engine, draft=draft, calls=options.calls, **size)
-            peers = PEER[name, kind] if context == 1024 else {}
+            peers = PEER.get((name, kind), {}) if context == 1024 else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
                 round(statistics.median(times), 3), "ms", floor=round(floor_ms(engine, draft=draft, **size), 3),

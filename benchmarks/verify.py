@@ -37,6 +37,9 @@ from dflash_jax.weights import weight_shapes
 
 CYCLES = 16  # between two looks at the results
 THREADS = 12
+# A call with the length before, which was on its way already; one that waits for the host, and with it a graph's first launch; one
+# more that was not on its way early.
+WARM = 3
 
 
 def compile_ahead(engine: Engine, batches: list[int], lengths: list[int], tokens: int, *, plain: bool) -> None:
@@ -51,9 +54,9 @@ def compile_ahead(engine: Engine, batches: list[int], lengths: list[int], tokens
 
 
 def measure(engine: Engine, batch: int, lengths: list[int], context: int, calls: int) -> dict[int, list[float]]:
-    """Milliseconds of a cycle by verified length, for each of `calls` device calls after one of warm-up; 0 is without drafter."""
+    """Milliseconds of a cycle by verified length, for each of `calls` device calls after `WARM` others; 0 is without drafter."""
     rng, times = np.random.default_rng(0), {length: list[float]() for length in lengths}
-    turns = [length for length in lengths for _ in range(calls + 1)]
+    turns = [length for length in lengths for _ in range(calls + WARM)]
     # While prompts are prefilled the first requests decode already.
     spare = 4 * batch * -(-context // engine.buckets.chunk[-1])
     params = SamplingParams(max_tokens=len(turns) * CYCLES * 2 + spare, ignore_eos=True)
@@ -67,7 +70,7 @@ def measure(engine: Engine, batch: int, lengths: list[int], context: int, calls:
                 break
             engine.verify_length = turns[0]
     run.close()
-    return {length: found[1:] for length, found in times.items()}
+    return {length: found[WARM:] for length, found in times.items()}
 
 
 def write_table(paths: list[Path]) -> Path:
@@ -108,7 +111,7 @@ def main() -> None:
         print(write_table(options.table))
         return
     record = Record("verify", options)
-    tokens = options.context + CYCLES * (options.calls + 2) * len(options.verified) + 4 * max(options.batch)
+    tokens = options.context + CYCLES * (options.calls + WARM + 1) * len(options.verified) + 4 * max(options.batch)
     began = time.perf_counter()
     model = random_pair(options.shapes, max_model_len=2 * tokens, max_batch=max(options.batch))
     print(f"weights {time.perf_counter() - began:.1f} s", flush=True)

@@ -24,6 +24,7 @@ from dflash_jax.attention.chunks import attend_to_pages
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.models import chain
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
@@ -91,7 +92,7 @@ class PagedAttend:
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary) -> bool:
         """Whether norm, rotation, write and attention are one operation."""
         pool, config = self._k[layer.index], layer.config
-        if pool.dtype != qkv.dtype or layer.window is not None or layer.sinks is not None:
+        if not chain.CHAIN_ATTENTION or pool.dtype != qkv.dtype or layer.window is not None or layer.sinks is not None:
             return False
         _, kv_heads, page_size, head_dim = pool.shape
         reason = qkv_attention_refusal(

@@ -23,7 +23,7 @@ from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import fits, run_rows
 
 CHAIN_LAYERS = True  # False for separate operations: for comparisons
-# Attention over pages in the same operation, where there is one; False for comparisons.
+# Attention over pages in one operation with what stands before or after it, where there is one; False for comparisons.
 CHAIN_ATTENTION = True
 # Products with what follows them as one launch, for a few hundred rows (`dflash_jax.models.rows`).
 DENSE_ROWS = True
