@@ -79,9 +79,16 @@ def stored(weights: object) -> int:
 
 
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
-    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft."""
+    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft; of experts
+    those that so many tokens take on average where every choice is as likely.
+    """
     target, drafter = engine.target, engine.draft
     read = stored(engine.weights["target"])
+    if not target.tie_embeddings:  # a few rows of the table are looked up
+        read -= stored(engine.weights["target"]["embed.weight"])
+    if experts := getattr(target, "num_experts", 0):
+        left = (1 - target.experts_per_token / experts) ** (batch * (drafter.block_size if draft else 1))
+        read -= left * stored([array for name, array in engine.weights["target"].items() if ".experts." in name])
     read += batch * context * page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
