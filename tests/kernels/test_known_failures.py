@@ -16,6 +16,8 @@ RAGGED, RAGGED_HOPPER = "kernels/test_ragged_attention.py", "kernels/test_ragged
 MERGE, WRITE, QKV = "kernels/test_merge_states.py", "kernels/test_cache_write.py", "kernels/test_cache_write_qkv.py"
 LARGE, ENGINE, SCHEDULES = "kernels/test_large_pools.py", "decoding/test_engine.py", "decoding/test_schedules.py"
 LOSSLESS, CHUNKS = "decoding/test_lossless.py", "attention/test_chunks.py"
+CASCADE, STATIC, RANKS = (f"attention/test_{name}.py" for name in ("cascade", "static_sinks", "context_parallel_heads"))
+DRAFTER, PARITY = "decoding/test_config_draft.py", "models/test_parity_qwen3.py"
 
 KNOWN = {
     "plus and minus infinity both stand for nothing seen": [(MERGE, "test_an_empty_part_changes_nothing")],
@@ -40,6 +42,17 @@ KNOWN = {
     ],
     "a learned sink counted in every part, or in none": [
         (HOPPER, "test_any_number_of_parts"), (OP, "test_every_mask"), (OP, "test_rows_without_a_visible_key"),
+        (CASCADE, "test_agrees_with_float64"), (RANKS, "test_ranks_together_equal_the_undivided"),
+        (RANKS, "test_a_sink_on_every_rank_would_be_noticed"),
+    ],
+    "a shared beginning read apart: windows, sinks, idle rows, pages that are not whole or not everyone's": [
+        (CASCADE, "test_agrees_with_float64"), (CASCADE, "test_pages_in_common_are_counted"), (CASCADE, "test_when_it_pays"),
+    ],
+    "static sinks added twice, or to rows of length 0": [
+        (STATIC, "test_tables_are_made_anew_each_time"), (STATIC, "test_queries_see_the_sinks_ahead_of_their_sequence"),
+    ],
+    "context parallelism over keys and values of heads: empty ranks, several queries": [
+        (RANKS, "test_ranks_together_equal_the_undivided"),
     ],
     "offsets past 2^31": [
         (LARGE, "test_attention"), (LARGE, "test_attention_of_prompts"), (LARGE, "test_writes"),
@@ -56,6 +69,10 @@ KNOWN = {
     "rejected tokens stay visible, a drafter's window, acceptance that falls in a batch": [
         (ENGINE, "test_drafter_context_is_that_of_the_committed_tokens_only"), (LOSSLESS, "test_drafter_variants"),
         (LOSSLESS, "test_alone_equals_in_a_batch"), (SCHEDULES, "test_shared_pages_leave_acceptance_as_it_is"),
+    ],
+    "a tapped layer off by one": [
+        (PARITY, "test_a_tap_one_layer_off_is_noticed"), (PARITY, "test_last_tap_is_taken_before_the_final_norm"),
+        (DRAFTER, "test_default_taps"),
     ],
     "parts chosen without a look at the batch": [
         (HOPPER, "test_schedule"), (SCHEDULE, "test_long_ones_are_divided_until_the_gpu_is_full"),

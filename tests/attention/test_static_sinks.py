@@ -1,0 +1,126 @@
+"""Sink tokens ahead of every sequence: attention over both equals attention over one sequence that begins with them."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from dflash_kernels import paged_attention, ragged_paged_attention
+
+from dflash_jax.attention.static_sinks import with_static_sinks, write_static_sinks
+
+PAGE, T, GROUP = 4, 3, 2
+SEQ_LENS, Q_LENS = [9, 0, 3, 14], [3, 3, 2, 1]
+
+
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_lens: Any, window: int | None = None) -> np.ndarray:
+    """Float64 over lists of whole sequences' keys and values, sinks included; the queries are their last tokens."""
+    out = np.zeros((*q.shape[:3], v[0].shape[-1]))
+    for row, count in enumerate(q_lens):
+        for i in range(count if len(k[row]) else 0):
+            position = len(k[row]) - count + i
+            first = 0 if window is None else max(position - window, 0)
+            for head in range(q.shape[2]):
+                keys, values = (x[row][first : position + 1, head // GROUP].astype(np.float64) for x in (k, v))
+                scores = keys @ q[row, i, head].astype(np.float64) * q.shape[-1] ** -0.5
+                weights = np.exp(scores - scores.max())
+                out[row, i, head] = weights @ values / weights.sum()
+    return out
+
+
+class Setup:
+    """Pools with NaN wherever nothing was written, two pages of sinks among them, and the same sequences as plain arrays."""
+
+    def __init__(self, value_dim: int = 16, sink_dtype: Any = np.float32):
+        rng = np.random.default_rng(value_dim)
+        self.q = rng.standard_normal((4, T, 2 * GROUP, 16)).astype(np.float32)
+        sinks = [rng.standard_normal((2 * PAGE, 2, dim)).astype(sink_dtype) for dim in (16, value_dim)]
+        tokens = [rng.standard_normal((4, 14, 2, dim)).astype(np.float32) for dim in (16, value_dim)]
+        self.table, order = np.full((4, 5), 2_147_480_000, np.int32), iter(rng.permutation(14))
+        self.sink_pages = np.array([next(order), next(order)], np.int32)
+        pools = [np.full((14, 2, PAGE, dim), np.nan, np.float32) for dim in (16, value_dim)]
+        for row, length in enumerate(SEQ_LENS):
+            for s in range(length):
+                if s % PAGE == 0:
+                    self.table[row, s // PAGE] = next(order)
+                for pool, array in zip(pools, tokens, strict=True):
+                    pool[self.table[row, s // PAGE], :, s % PAGE] = array[row, s]
+        self.sinks, self.pools = sinks, pools
+        self.whole = [
+            [np.concatenate([sink, array[row, :length]]) if length else array[row, :0] for row, length in enumerate(SEQ_LENS)]
+            for sink, array in zip(sinks, tokens, strict=True)
+        ]  # fmt: skip
+
+    def written(self) -> tuple[jax.Array, jax.Array]:
+        return jax.jit(write_static_sinks)(*self.pools, *self.sinks, self.sink_pages)
+
+    def sunk(self) -> tuple[jax.Array, jax.Array]:
+        return with_static_sinks(
+            jnp.asarray(self.table), jnp.asarray(SEQ_LENS, jnp.int32), jnp.asarray(self.sink_pages), PAGE
+        )
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_queries_see_the_sinks_ahead_of_their_sequence(window: int | None) -> None:
+    """An idle row stays idle and does not become a row of sinks; a window counts sinks as the farthest keys."""
+    setup = Setup()
+    mask = None if window is None else (window, 0)
+    q_lens = jnp.asarray(Q_LENS, jnp.int32)
+    out = paged_attention(jnp.asarray(setup.q), *setup.written(), *setup.sunk(), q_lens=q_lens, window=mask)
+    np.testing.assert_allclose(out, dense(setup.q, *setup.whole, Q_LENS, window), rtol=0, atol=4e-6)
+    assert not np.asarray(out[1]).any()
+
+
+def test_values_of_another_width() -> None:
+    setup = Setup(value_dim=24)
+    packed = np.concatenate([setup.q[row, :count] for row, count in enumerate(Q_LENS)])
+    cu_lens = jnp.asarray(np.cumsum([0, *Q_LENS]), jnp.int32)
+    table, lens = setup.sunk()
+    out = np.asarray(ragged_paged_attention(jnp.asarray(packed), *setup.written(), cu_lens, table, lens))
+    true = dense(setup.q, *setup.whole, Q_LENS)
+    np.testing.assert_allclose(
+        out, np.concatenate([true[row, :count] for row, count in enumerate(Q_LENS)]), rtol=0, atol=4e-6
+    )
+
+
+def test_only_the_sinks_pages_are_written() -> None:
+    setup = Setup(sink_dtype=ml_dtypes.bfloat16)
+    for pool, before, sink in zip(setup.written(), setup.pools, setup.sinks, strict=True):
+        expected = before.copy()
+        for s, row in enumerate(sink):
+            expected[setup.sink_pages[s // PAGE], :, s % PAGE] = row
+        np.testing.assert_array_equal(pool, expected)
+
+
+def test_tables_are_made_anew_each_time() -> None:
+    """Made twice from a sequence's own table and lengths, they have the sinks once: nothing is changed in place."""
+    setup = Setup()
+    table, lens = setup.table.copy(), np.array(SEQ_LENS, np.int32)
+    first, second = (with_static_sinks(*map(jnp.asarray, (table, lens, setup.sink_pages)), PAGE) for _ in range(2))
+    np.testing.assert_array_equal(table, setup.table)
+    assert lens.tolist() == SEQ_LENS
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert first[1].tolist() == [17, 0, 11, 22]
+    assert first[0].shape == (4, 7)
+    np.testing.assert_array_equal(first[0][:, :2], np.broadcast_to(setup.sink_pages, (4, 2)))
+    np.testing.assert_array_equal(first[0][:, 2:], setup.table)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "dtype", "message"),
+    [
+        ((7, 2, 16), (8, 2, 16), np.float32, "7 sink keys and 8 values must fill 2 pages of 4 tokens"),
+        ((8, 2, 16), (4, 2, 16), np.float32, "8 sink keys and 4 values must fill"),
+        ((8, 3, 16), (8, 2, 16), np.float32, r"sinks of \(8, 3, 16\) \[S, K, H\] do not fit float32 pages"),
+        ((8, 2, 16), (8, 2, 8), np.float32, r"sinks of \(8, 2, 8\)"),
+        ((8, 2, 16), (8, 2, 16), ml_dtypes.float8_e4m3fn, "do not fit float8_e4m3fn pages"),
+    ],
+)
+def test_sinks_that_do_not_fit(k: tuple[int, ...], v: tuple[int, ...], dtype: Any, message: str) -> None:
+    pool = jnp.zeros((6, 2, PAGE, 16), dtype)
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(write_static_sinks)(pool, pool, jnp.zeros(k), jnp.zeros(v), jnp.array([1, 4]))
