@@ -24,6 +24,7 @@ FORMATS, PACKED, RANKS = (
     "attention/test_context_parallel.py",
 )
 OP, MERGE, ROWS = "kernels/test_mla_attention.py", "kernels/test_merge_states.py", "kernels/test_latent_cache.py"
+CALIBRATION = "attention/test_calibration.py"
 CONFIG, PARITY = "models/test_deepseek_config.py", "models/test_parity_deepseek.py"
 
 KNOWN = {
@@ -74,8 +75,8 @@ KNOWN = {
         (ROWS, "test_reading_packed_rows"), (FORMATS, "test_an_all_zero_token"),
     ],
     "scales from zeros, padding or a dummy pass": [
-        (FORMATS, "test_padding_is_looked_past"), (FORMATS, "test_zeros_have_a_scale_and_infinities_have_none"),
-        (FORMATS, "test_a_model_of_zeros_gets_scales_of_one"),
+        (CALIBRATION, "test_tokens_that_pad_a_text_are_not_counted"), (FORMATS, "test_padding_is_looked_past"),
+        (FORMATS, "test_zeros_have_a_scale_and_infinities_have_none"), (FORMATS, "test_a_model_of_zeros_gets_scales_of_one"),
     ],
     "the epsilon of the latents' norms": [(CONFIG, "test_norms_of_latents_keep_their_epsilon")],
 }  # fmt: skip

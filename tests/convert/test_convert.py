@@ -106,6 +106,27 @@ def test_drafter_with_everything_of_its_own(hf, bits):
     assert open_converted(output).notices == ["model.t2d is not needed and left out"]
 
 
+def test_other_names_of_a_drafters_tensors(hf, bits):
+    """`midlayer.` for a single layer, and other names for sinks, the mask's embedding and the map of a draft vocabulary."""
+    config = hf.dflash_config | {"num_hidden_layers": 1, "draft_vocab_size": 40}
+    config |= {"dflash_config": config["dflash_config"] | {"attention_sink_bias": True}}
+    own = {name: np.ones(1, np.float32) for name in ("lm_head.weight", "mask_embedding", "d2t")}
+    tensors = hf.tensors(config, extra=own) | {
+        "lm_head.weight": np.ones((40, 32), np.float16), "mask_embedding": np.arange(32, dtype=np.float32),
+        "d2t": np.arange(40) + 3, "layers.0.self_attn.attention_sink_bias": np.arange(4, dtype=np.float16),
+    }  # fmt: skip
+    others = {
+        "mask_embedding": "mask_embedding.weight", "d2t": "draft_id_to_target_id",
+        "layers.0.self_attn.attention_sink_bias": "layers.0.self_attn.sinks",
+    }  # fmt: skip
+    renamed = {others.get(name, name).replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    assert renamed.keys() & tensors.keys() == {"fc.weight", "hidden_norm.weight", "norm.weight", "lm_head.weight"}
+    plain, other = (open_checkpoint(hf.write(name, config, t)) for name, t in (("a", tensors), ("b", renamed)))
+    assert other.config == plain.config
+    same(bits, other.load(), plain.load())
+    assert bits(other.load()["d2t"]) == bits((np.arange(40) + 3).astype(np.int32))
+
+
 def test_empty_and_scalar_parameters(hf, monkeypatch, bits):
     """No family has them today; the writer and the loaders must not care."""
     original = models.FAMILIES

@@ -136,6 +136,12 @@ def test_embedding_output_may_be_tapped() -> None:
     assert draft(nested={"target_layer_ids": [-1, 0, 35]}).target_layer_ids == (-1, 0, 35)
 
 
+def test_taps_may_be_called_layer_ids() -> None:
+    assert draft(nested={"target_layer_ids": REMOVE, "layer_ids": [0, 3, 7]}).target_layer_ids == (0, 3, 7)
+    assert draft(nested={"target_layer_ids": REMOVE}, layer_ids=[0, 3, 7]).target_layer_ids == (0, 3, 7)
+    assert draft(nested={"target_layer_ids": [2, 5], "layer_ids": [0, 3]}).target_layer_ids == (2, 5)
+
+
 def test_tensors_decide_what_a_drafter_brings_itself() -> None:
     config = draft(("fc.weight", "embed_tokens.weight", "lm_head.weight", "mask_embedding"))
     assert config.own_embedding
