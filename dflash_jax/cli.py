@@ -61,6 +61,10 @@ def load_options(args: argparse.Namespace) -> dict:
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
     options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
     options |= {"verify_length": args.verify_length, "max_model_len": args.max_model_len}
+    if args.calibration is not None:
+        from dflash_jax.bench.workload import read_prompts as read_texts
+
+        options["calibration"] = read_texts(args.calibration)
     return options | ({"max_batch": args.max_batch} if "max_batch" in args else {})
 
 
@@ -164,7 +168,8 @@ def run_demo(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     """`dflash-jax bench`: what users wait for, with and without drafting."""
     made = {"--model": args.model, "--draft": args.draft, "--weight-dtype": args.weight_dtype}
-    given = [name for name, value in (made | {"--cache-dtype": args.cache_dtype}).items() if value is not None]
+    made |= {"--cache-dtype": args.cache_dtype, "--calibration": args.calibration}
+    given = [name for name, value in made.items() if value is not None]
     if args.shapes is not None and given:
         raise UsageError(f"--shapes makes its own weights and pages, in --dtype: leave {', '.join(given)} out")
     if args.imposed_acceptance is not None and args.shapes is None:
@@ -180,6 +185,7 @@ def run_info(args: argparse.Namespace) -> int:
     """`dflash-jax info`: what `load` would do, without reading weights."""
     from dflash_jax.info import collect, lines
 
+    args.calibration = None  # sizes do not depend on it
     facts = collect(**load_options(args))
     print(json.dumps(facts, indent=2) if args.json else "\n".join(lines(facts)))
     return OK

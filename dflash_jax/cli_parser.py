@@ -24,8 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
     )
     group.add_argument(
-        "--cache-dtype", choices=("fp8", "fp8_packed"),
-        help="the target's pages in eight bits; fp8_packed is for targets with latent attention",
+        "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),
+        help="the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibration", metavar="FILE",
+        help="texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
     )  # fmt: skip
     group.add_argument(
         "--verify-length", type=verify_length, metavar="N",

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.calibration import calibrate, check_texts
+from dflash_jax.cache.formats import CALIBRATED
 from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -130,10 +131,12 @@ def load(
         no room for them.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
-      cache_dtype: None keeps the target's pages in `dtype`, "fp8" in eight bits, "fp8_packed" (targets with latent attention)
-        in eight bits with scales in each row. Texts may differ from those of unquantised pages; drafting changes them no more than
-        before, but for numbers that lie on the border between two roundings.
-      calibration: texts or token ids like those to be served, on which the scales of "fp8" pages are found; without, they are 1.
+      cache_dtype: None keeps the target's pages in `dtype`, "fp8" in eight bits, "int8" (keys and values of heads) with a scale of
+        each key and of each channel of the values, "fp8_packed" (latent attention) in eight bits with scales in each row. Texts may
+        differ from those of unquantised pages; drafting changes them no more than before, but for numbers that lie on the border
+        between two roundings.
+      calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found;
+        without, those of "fp8" are 1, and "int8" is refused.
       weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
         a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
       verify_length: how many tokens the target verifies in a cycle, of those that the drafter offers; the emitted text is the
@@ -156,8 +159,14 @@ def load(
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
-    if len(calibration) and cache_dtype != "fp8":
-        raise ParameterError(f'calibration finds scales for cache_dtype="fp8", not for {cache_dtype!r}: leave it out')
+    if len(calibration) and cache_dtype not in CALIBRATED:
+        raise ParameterError(
+            f'calibration finds scales for cache_dtype "fp8" and "int8", not for {cache_dtype!r}: leave it out'
+        )
+    if cache_dtype == "int8" and not len(calibration):
+        raise ParameterError(
+            'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
+        )
     engine, memory = plan_engine(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
         max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
@@ -175,7 +184,10 @@ def load(
     model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
 
     def observe(params: Mapping[str, Array]) -> None:
-        engine.cache_scales = calibrate(target.config, params, texts) if texts else None
+        if texts:
+            engine.cache_scales = calibrate(
+                target.config, params, texts, cache_dtype="int8" if cache_dtype == "int8" else "fp8"
+            )
 
     expected = engine.weights
     compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())

@@ -57,7 +57,7 @@ class PagedAttend:
         exchange: Any = None,
     ):
         self.form, self._pages, self.exchange = form, pages, exchange
-        self._k, self._v = list(pages.k), list(pages.v)
+        self._k, self._v, self._k_scale = list(pages.k), list(pages.v), list(pages.k_scale)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
@@ -66,7 +66,7 @@ class PagedAttend:
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
         i = layer.index
-        k_scale = self._pages.k_scale[i] if self._pages.k_scale else None
+        k_scale = self._k_scale[i] if self._k_scale else None
         v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {"q_norm": layer.q_norm.weight[...], "k_norm": layer.k_norm.weight[...]}
@@ -79,9 +79,11 @@ class PagedAttend:
                 scale=layer.scale, **norms,
             )  # fmt: skip
             return out
-        q, self._k[i], self._v[i], _ = qkv_write(
+        q, self._k[i], self._v[i], written = qkv_write(
             self._k[i], self._v[i], rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms
         )  # fmt: skip
+        if written is not None and self._k[i].dtype == jnp.int8:
+            k_scale = self._k_scale[i] = written  # of the new keys, too
         return attend_to_pages(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), self._k[i], self._v[i], self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
@@ -175,7 +177,7 @@ class PagedAttend:
 
     @property
     def pages(self) -> Pages:
-        return dataclasses.replace(self._pages, k=tuple(self._k), v=tuple(self._v))
+        return dataclasses.replace(self._pages, k=tuple(self._k), v=tuple(self._v), k_scale=tuple(self._k_scale))
 
 
 def write_context(

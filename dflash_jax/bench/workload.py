@@ -69,17 +69,19 @@ def read_prompts(path: str | Path) -> list[str]:
         rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError:
         lines = [line for line in text.splitlines() if line.strip()]
-        rows = [json.loads(line) for line in lines] if _are_objects(lines) else lines
+        rows = [json.loads(line) for line in lines] if _are_json(lines) else lines
     if not rows:
         raise PromptError(f"{path} holds no prompt")
     return [_prompt(path, row) for row in rows]
 
 
-def _are_objects(lines: Sequence[str]) -> bool:
+def _are_json(lines: Sequence[str]) -> bool:
+    """Whether every line is an object, or every line a string in quotes."""
     try:
-        return all(isinstance(json.loads(line), dict) for line in lines)
+        kinds = {type(json.loads(line)) for line in lines}
     except json.JSONDecodeError:
         return False
+    return kinds in ({dict}, {str})
 
 
 def _prompt(path: str | Path, row: Any) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dflash_jax.cache.formats import CacheScales, default_scales, pool_dtype
+from dflash_jax.cache.formats import CALIBRATED, CacheScales, default_scales, pool_dtype
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 
@@ -21,7 +21,8 @@ class Pages:
     Attributes:
       k: keys; for a model with latent attention its rows, `[P, 1, p, R + r]` (or their bytes where rows are packed).
       v: values; () for a model with latent attention.
-      k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; () for other pools.
+      k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; of int8 pools the
+        keys' `[P, K, p]`, written with them, and the values' `[K, H]`; () for other pools.
     """
 
     k: tuple[Shaped[Array, "P K p H"], ...]
@@ -47,7 +48,7 @@ def make_pages(
 
     Args:
       cache_dtype: see `cache.formats`.
-      scales: of "fp8" pools; None for `default_scales`.
+      scales: of "fp8" and "int8" pools; None for `default_scales`.
     """
     specs, kind = layer_specs(config, cache_dtype), pool_dtype(cache_dtype, dtype)
     k, v = (
@@ -56,16 +57,20 @@ def make_pages(
         )
         for keys in (True, False)
     )
-    if cache_dtype != "fp8":
+    if cache_dtype not in CALIBRATED:
         return Pages(k, v)
-    scales = scales or default_scales(config)
-    return Pages(k, v, *(tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v)))
+    scales = scales or default_scales(config, cache_dtype)
+    k_scale, v_scale = (tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v))
+    if cache_dtype == "int8":
+        k_scale = tuple(jax.device_put(jnp.zeros(pool.shape[:3], jnp.float32)) for pool in k)
+    return Pages(k, v, k_scale, v_scale)
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
-    """Bytes one page takes over all layers of `config`, keys and values."""
-    entries = sum(spec.entries for spec in layer_specs(config, cache_dtype))
-    return entries * page_size * pool_dtype(cache_dtype, dtype).itemsize
+    """Bytes one page takes over all layers of `config`, keys and values, and the scales of int8 keys."""
+    specs = layer_specs(config, cache_dtype)
+    entries, scales = sum(spec.entries for spec in specs), sum(spec.heads for spec in specs if cache_dtype == "int8")
+    return page_size * (entries * pool_dtype(cache_dtype, dtype).itemsize + scales * 4)
 
 
 def slots_of(

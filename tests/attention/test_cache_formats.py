@@ -184,6 +184,8 @@ def test_what_cannot_be_kept_so() -> None:
         check_cache_dtype(dataclasses.replace(MLA, kv_lora_rank=100), "fp8_packed")
     with pytest.raises(ParameterError, match="got 'int4'"):
         check_cache_dtype(GQA, "int4")
+    with pytest.raises(ParameterError, match='"int8" is for keys and values of heads'):
+        check_cache_dtype(MLA, "int8")
 
 
 def test_heads_are_read_as_they_are_kept() -> None:

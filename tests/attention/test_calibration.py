@@ -1,4 +1,4 @@
-"""What the scales of float8 pools count: every number that is kept of every token of the texts, and nothing else."""
+"""What the scales of pools in eight bits count: every number that is kept of every token of the texts, and nothing else."""
 
 import dataclasses
 
@@ -40,6 +40,13 @@ def largest(scales) -> np.ndarray:
     return np.asarray((scales.v or scales.k)[0])
 
 
+def first_values(params: dict[str, jax.Array]) -> np.ndarray:
+    """Values `[tokens, K, H]` of the first layer of `GQA` for all tokens of the texts, in float64."""
+    x = np.asarray(params["embed.weight"], np.float64)[np.concatenate(TEXTS)]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + GQA.norm_eps) * np.asarray(params["layers.0.input_norm.weight"])
+    return (x @ np.asarray(params[PROJECTION[GQA]], np.float64)[-2 * 8 :].T).reshape(len(x), 2, 8)
+
+
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["heads", "latent"])
 def test_tokens_that_pad_a_text_are_not_counted(config) -> None:
     params = params_with_a_loud_token(config)
@@ -54,12 +61,22 @@ def test_values_against_the_projection_itself() -> None:
     """Each head's largest value of a text's tokens, in float64, lies between 100 and 200 scales."""
     params = params_with_a_loud_token(GQA)
     scales = largest(calibrate(GQA, params, TEXTS))
-    x = np.asarray(params["embed.weight"], np.float64)[np.concatenate(TEXTS)]
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + GQA.norm_eps) * np.asarray(params["layers.0.input_norm.weight"])
-    rows = np.asarray(params[PROJECTION[GQA]], np.float64)[-2 * 8 :]
-    values = np.abs(x @ rows.T).reshape(len(x), 2, 8).max(axis=(0, 2))
+    values = np.abs(first_values(params)).max(axis=(0, 2))
     assert (values <= 200 * scales * (1 + 1e-5)).all()
     assert (values >= 100 * scales * (1 - 1e-5)).all()
+
+
+def test_channels_of_int8_values() -> None:
+    """The largest value of each channel lies at 100 of its scale's steps; a channel of zeros gets 1, not 0."""
+    params = params_with_a_loud_token(GQA)
+    params[PROJECTION[GQA]] = params[PROJECTION[GQA]].at[-1].set(0)
+    scales = calibrate(GQA, params, TEXTS, cache_dtype="int8")
+    assert scales.k == ()
+    (found,) = scales.v
+    assert (found.shape, found.dtype) == ((2, 8), np.float32)
+    values = np.abs(first_values(params)).max(axis=0)
+    values[1, 7] = 100
+    np.testing.assert_allclose(found, values / 100, rtol=1e-5)
 
 
 @pytest.mark.parametrize("part", ["latent", "rotated"])

@@ -100,7 +100,9 @@ def test_what_is_refused(model, workload, options, message) -> None:
     [
         ('["a", {"prompt": "b"}]', ["a", "b"]),
         ('{"question": "a"}\n\n{"turns": ["b", "c"]}\n', ["a", "b"]),
+        ('"a \\"b\\""\n"c"\n', ['a "b"', "c"]),
         ("one line\n{not json\n", ["one line", "{not json"]),
+        ('"said" and done\n"quoted"\n', ['"said" and done', '"quoted"']),
         ('{"text": "a"}', ["a"]),
     ],
 )
@@ -135,6 +137,7 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
         (["--shapes", "qwen3-4b", "--model", "x"], "leave --model out"),
         (["--shapes", "qwen3-4b", "--draft", "x", "--weight-dtype", "int8"], "leave --draft, --weight-dtype out"),
         (["--shapes", "qwen3-4b", "--cache-dtype", "fp8"], "leave --cache-dtype out"),
+        (["--shapes", "qwen3-4b", "--calibration", "texts"], "leave --calibration out"),
     ],
 )
 def test_command_refuses(options, said, capsys) -> None:

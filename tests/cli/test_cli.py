@@ -148,6 +148,20 @@ def test_info_counts_without_loading(target, capsys):
     assert "drafter" not in capsys.readouterr().out
 
 
+def test_pages_in_int8_with_texts_to_calibrate_on(target, tmp_path, capsys):
+    """The file's texts go to `load`; `info` needs none, and without them nothing is generated."""
+    command = ["generate", "ab", "--model", str(target), "--max-tokens", "9", "--cache-dtype", "int8"]
+    (tmp_path / "texts").write_text("some text\nand more\n")
+    assert main([*command, "--calibration", str(tmp_path / "texts")]) == 0
+    model = dj.load(target, cache_dtype="int8", calibration=["some text", "and more"])
+    assert capsys.readouterr().out == dj.generate(model, "ab", dj.SamplingParams(max_tokens=9)).text + "\n"
+    assert main(["info", str(target), "--cache-dtype", "int8"]) == 0
+    assert f"pages     {size(model.engine.pool_bytes)} in int8 (target)" in capsys.readouterr().out
+    assert main(command) == 4
+    assert "needs calibration" in capsys.readouterr().err
+    assert main([*command, "--calibration", str(tmp_path / "none")]) == 4
+
+
 def test_pages_in_eight_bits(target, capsys):
     """As asked for, the text is what `load` with that option gives; `info` counts the smaller pages."""
     assert main(["generate", "ab", "--model", str(target), "--max-tokens", "9", "--cache-dtype", "fp8"]) == 0

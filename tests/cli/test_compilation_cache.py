@@ -69,6 +69,15 @@ def test_parent_that_others_may_write_to_is_refused_unless_sticky(private):
     refuse_shared(folder)
 
 
+def test_folder_of_another_user_is_refused(private, monkeypatch):
+    folder = cache_folder()
+    folder.mkdir(parents=True, mode=0o700)
+    refuse_shared(folder)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=r"belongs to user .*, not to you"):
+        refuse_shared(folder)
+
+
 def test_link_is_judged_by_where_it_leads(private, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -1,11 +1,19 @@
-"""The shipped pair with its target's pages in float8, on scales found on Python text."""
+"""The shipped pair with its target's pages in eight bits, on scales found on Python text."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.attention.dense import masked_attention
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.cache import CacheScales, make_pages, page_bytes
+from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
+from dflash_jax.models import bind, family_named, init_params
 
 TEXTS = [
     "import numpy as np\n\n\ndef normalise(x):\n    return x / x.sum()\n",
@@ -30,6 +38,68 @@ def test_the_shipped_pair_with_pages_in_float8() -> None:
     assert max(length for out in drafted for length in out.acceptance_lengths) > 3
 
 
+def test_the_shipped_pair_with_pages_in_int8() -> None:
+    """A scale of every key beside the pages, one of every channel for values; pages found again bring their keys' scales along."""
+    model = dj.load(cache_dtype="int8", calibration=TEXTS, **OPTIONS)
+    target, draft = model.engine.take_pools()
+    heads, dim = model.target.num_kv_heads, model.target.head_dim
+    assert {pool.dtype for pool in (*target.k, *target.v)} == {jnp.dtype(jnp.int8)}
+    assert {pool.dtype for pool in (*draft.k, *draft.v)} == {jnp.dtype(jnp.float32)}
+    assert {scale.shape for scale in target.k_scale} == {(model.engine.num_pages, heads, 16)}
+    assert {scale.shape for scale in target.v_scale} == {(heads, dim)}
+    kept = sum(leaf.nbytes for leaf in (*target.k, *target.v, *target.k_scale))
+    assert kept == model.engine.num_pages * page_bytes(model.target, 16, model.engine.dtype, cache_dtype="int8")
+    prompts, params = ["def test_", *TEXTS], dj.SamplingParams(max_tokens=32)
+    drafted, plain = (dj.generate(model, prompts, params, draft=draft) for draft in (True, False))
+    assert [out.token_ids for out in drafted] == [out.token_ids for out in plain]
+    assert len(plain[1].prompt_token_ids) > 16  # a page at least is found when it comes again
+    assert [dj.generate(model, prompt, params).token_ids for prompt in prompts] == [out.token_ids for out in plain]
+    assert max(length for out in drafted for length in out.acceptance_lengths) > 3
+    whole = dj.generate(dj.load(**OPTIONS), prompts, params)
+    same = [a == b for x, y in zip(plain, whole, strict=True) for a, b in zip(x.token_ids, y.token_ids, strict=False)]
+    assert np.mean(same) > 0.5  # quantised text may differ, but it is no noise
+
+
+def test_int8_pages_are_read_as_they_are_kept() -> None:
+    """Against float32 attention to what int8 stands for, tokens coming in two parts: the first ones' scales are still there."""
+    heads, cut, total = (2, 8), 13, 20
+    config = Qwen3Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        windows=(None,) * 2,
+    )  # fmt: skip
+    params = init_params(family_named("qwen3").parameters(config), jax.random.key(0))
+    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((1, total, 64)), jnp.float32)
+    v_scale = (
+        np.random.default_rng(1).uniform(0.01, 0.05, heads).astype(np.float32)
+    )  # so small that some values are cut
+    pages = make_pages(config, 4, 8, jnp.dtype(jnp.float32), cache_dtype="int8", scales=CacheScales((), (v_scale,) * 2))
+
+    @functools.partial(jax.jit, static_argnames=("start", "stop"))
+    def part(params, pages, start, stop):
+        model, positions = bind(config, params), jnp.arange(start, stop, dtype=jnp.int32)[None]
+        attend = PagedAttend(pages, jnp.array([[2, 0, 3]], jnp.int32), positions, jnp.array([stop - start], jnp.int32))
+        out = attend(model.layers[1].attn, qkv[:, start:stop], model.rotary(positions))
+        return out, attend.pages, model.layers[1].attn.heads(qkv[:, start:stop], model.rotary(positions))
+
+    outs, made = [], []
+    for start, stop in ((0, cut), (cut, total)):
+        out, pages, own = part(params, pages, start, stop)
+        outs, made = [*outs, out], [*made, own]
+    q, k, v = (np.concatenate(parts, axis=1) for parts in zip(*made, strict=True))
+    k_scale = np.abs(k).max(axis=-1, keepdims=True) / 127
+    read = np.round(k / k_scale) * k_scale, np.clip(np.round(v / v_scale), -127, 127) * v_scale
+    true = masked_attention(*map(jnp.asarray, (q, *read)), jnp.tril(jnp.ones((1, total, total), bool)), 8**-0.5)
+    np.testing.assert_allclose(np.concatenate(outs, axis=1), true, rtol=0, atol=2e-5)
+    assert (np.abs(v / v_scale) > 127).any()
+    kept = np.asarray(pages.k_scale[1])[[2, 0, 3]].transpose(0, 2, 1).reshape(-1, 2)
+    np.testing.assert_allclose(kept[:total], k_scale[0, :, :, 0], rtol=1e-6)
+    assert not np.asarray(pages.k_scale[0]).any()
+
+
 def test_what_the_shipped_pair_cannot_have() -> None:
     with pytest.raises(ParameterError, match="needs latent rows"):
         dj.load(cache_dtype="fp8_packed", **OPTIONS)
+    with pytest.raises(ParameterError, match='"int8" needs calibration: texts like those to be served'):
+        dj.load(cache_dtype="int8", **OPTIONS)
+    with pytest.raises(ParameterError, match='calibration finds scales for cache_dtype "fp8" and "int8", not for None'):
+        dj.load(calibration=TEXTS, **OPTIONS)

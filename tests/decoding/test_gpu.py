@@ -43,7 +43,7 @@ def published_shapes(cache_dtype: str | None) -> Engine:
 
 
 @pytest.mark.parametrize("draft", [True, False], ids=["drafting", "plain"])
-@pytest.mark.parametrize("cache_dtype", [None, "fp8"])
+@pytest.mark.parametrize("cache_dtype", [None, "fp8", "int8"])
 @pytest.mark.parametrize("slots", [1, 4])
 def test_pages_are_never_copied(slots, cache_dtype, draft):
     """The compiled loop holds no copy of a page pool: pools change in place for all cycles."""
@@ -51,7 +51,7 @@ def test_pages_are_never_copied(slots, cache_dtype, draft):
     text = Jobs(engine, engine.setup(mode="greedy", draft=draft), STOP_WIDTH).loop(slots, 16)().as_text()
     assert "mosaic_gpu" in text or jax.devices()[0].compute_capability != "9.0"
     assert "[333,8,64,128]" in text, "the pools' shape changed: adapt the test"
-    copies = [line.strip() for line in text.splitlines() if re.search(r"\[333,8,64,128\]\S* copy", line)]
+    copies = [line.strip() for line in text.splitlines() if re.search(r"\[333,8,64(,128)?\]\S* copy", line)]
     assert copies == []
 
 

@@ -47,6 +47,25 @@ def test_agrees_with_float64(name: str, candidate: str) -> None:
     check_pools(case, given, k_pages, v_pages, k_scale, true)
 
 
+def test_a_key_of_zeros_has_a_scale_to_divide_by(candidate: str) -> None:
+    """In int8 its codes are zeros, its scale is small but none, and other keys are not touched by it."""
+    case = Case(pages=INT8, norm=False)
+    given = inputs(case)
+    expected = run(given, candidate=candidate)
+    keys = slice(case.n * case.head_dim, (case.n + case.k) * case.head_dim)
+    zeros = given | {"qkv": np.array(given["qkv"])}
+    zeros["qkv"][0, keys] = 0
+    _, k_pages, v_pages, k_scale = run(zeros, candidate=candidate)
+    page, row = divmod(SLOTS[0], case.page_size)
+    assert not np.asarray(k_pages)[page, :, row].any()
+    np.testing.assert_allclose(np.asarray(k_scale)[page, :, row], 1e-12 / 127, rtol=1e-6)
+    others = np.ones(case.pool[:3], bool)
+    others[page, :, row] = False
+    np.testing.assert_array_equal(np.asarray(k_pages)[others], np.asarray(expected[1])[others])
+    np.testing.assert_array_equal(bits(v_pages), bits(expected[2]))
+    np.testing.assert_array_equal(bits(np.asarray(k_scale)[others]), bits(np.asarray(expected[3])[others]))
+
+
 @pytest.mark.parametrize("pages", [None, INT8], ids=["bfloat16", "int8"])
 def test_several_layers_are_each_one_call(pages: Any, candidate: str) -> None:
     case = Case(k=4, head_dim=64, half=32, layers=2, slots=SLOTS[:3], pages=pages)
