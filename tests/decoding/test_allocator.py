@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from dflash_jax.cache import PageAllocator
+from dflash_jax.cache import PageAllocator, extend_keys
 from dflash_jax.errors import CapacityError
 
 
@@ -168,3 +168,27 @@ def test_the_check_finds_a_wrong_account() -> None:
         spoil(pages)
         with pytest.raises(AssertionError, match="page"):
             pages.check_integrity()
+
+
+def test_names_of_full_pages_follow_their_beginnings() -> None:
+    """Only full pages have names; they come out the same however many tokens were known when, and tell any difference before."""
+
+    def names(tokens: list[int], *, stops: tuple[int, ...] = (), root: bytes = b"a") -> list[bytes]:
+        keys: list[bytes] = []
+        for stop in (*stops, len(tokens)):
+            extend_keys(keys, tokens[:stop], 4, root)
+        return keys
+
+    tokens = list(range(14))
+    whole = names(tokens)
+    assert len(whole) == len(set(whole)) == 3
+    assert names(tokens[:12]) == whole
+    assert names(tokens[:11]) == whole[:2]
+    assert names(tokens[:3]) == []
+    assert names(tokens, stops=(2, 6, 7, 9)) == whole
+    for place in range(12):
+        other = names([*tokens[:place], 99, *tokens[place + 1 :]])
+        assert [a == b for a, b in zip(other, whole, strict=True)] == [page < place // 4 for page in range(3)]
+    assert not set(names(tokens, root=b"b")) & set(whole)
+    repeated = names([7] * 12)
+    assert len(set(repeated)) == 3  # the same tokens at another place are another page

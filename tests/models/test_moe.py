@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.models.moe import Experts, MoE, _blocks, route
+from dflash_jax.models.moe import Experts, MoE, Router, _blocks, route
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
 SMALL = dataclasses.replace(
@@ -158,3 +158,15 @@ def test_weights_add_up_to_the_scale() -> None:
     config = dataclasses.replace(SMALL, routing_scale=2.5)
     _, weights = route(config, jax.random.normal(jax.random.key(0), (20, SMALL.num_experts)))
     np.testing.assert_allclose(weights.sum(axis=-1), 2.5, rtol=1e-5)
+
+
+def test_scores_are_float32_in_a_model_of_half_precision() -> None:
+    """Against float64: rounded to bfloat16 anywhere on the way, weights would be off by thousandths."""
+    router = Router(SMALL)
+    router.weight = nnx.Param((jax.random.normal(jax.random.key(0), (8, 24)) / 3).astype(jnp.bfloat16))
+    x = jax.random.normal(jax.random.key(1), (50, 24)).astype(jnp.bfloat16)
+    experts, weights = router(x)
+    scores = 1 / (1 + np.exp(-np.asarray(x, np.float64) @ np.asarray(router.weight[...], np.float64).T))
+    chosen = np.take_along_axis(scores, np.asarray(experts), axis=-1)
+    assert weights.dtype == jnp.float32
+    np.testing.assert_allclose(weights, SMALL.routing_scale * chosen / chosen.sum(-1, keepdims=True), rtol=2e-6)
