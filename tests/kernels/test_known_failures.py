@@ -18,6 +18,7 @@ LARGE, ENGINE, SCHEDULES = "kernels/test_large_pools.py", "decoding/test_engine.
 LOSSLESS, CHUNKS = "decoding/test_lossless.py", "attention/test_chunks.py"
 CASCADE, STATIC, RANKS = (f"attention/test_{name}.py" for name in ("cascade", "static_sinks", "context_parallel_heads"))
 DRAFTER, PARITY = "decoding/test_config_draft.py", "models/test_parity_qwen3.py"
+BLOCK = "decoding/test_draft_block.py"
 
 KNOWN = {
     "plus and minus infinity both stand for nothing seen": [(MERGE, "test_an_empty_part_changes_nothing")],
@@ -67,7 +68,8 @@ KNOWN = {
         (OP, "test_one_query_is_the_same_in_a_longer_block"), (OP, "test_a_request_alone_equals_itself_in_a_batch"),
     ],
     "rejected tokens stay visible, a drafter's window, acceptance that falls in a batch": [
-        (ENGINE, "test_drafter_context_is_that_of_the_committed_tokens_only"), (LOSSLESS, "test_drafter_variants"),
+        (ENGINE, "test_drafter_context_is_that_of_the_committed_tokens_only"), (BLOCK, "test_blocks_equal_a_dense_pass"),
+        (LOSSLESS, "test_drafter_variants"),
         (LOSSLESS, "test_alone_equals_in_a_batch"), (SCHEDULES, "test_shared_pages_leave_acceptance_as_it_is"),
     ],
     "a tapped layer off by one": [

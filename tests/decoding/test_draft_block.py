@@ -1,0 +1,66 @@
+"""A cycle's draft is the drafter's own: what its block computes over pages equals one dense pass over the committed text.
+
+Nothing else would notice: with a block at the wrong positions, or with a context that is not all there, texts stay the target's own
+and only fewer proposals stand.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.decoding.cycle import commit_context, draft_block
+from dflash_jax.models import bind
+from dflash_jax.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"windows": (4, 30), "causal": (True, False)}, {"sinks": True, "value_scale": 0.6}, {"sample_from_anchor": True}],
+    ids=["plain", "windows", "sinks", "anchor"],
+)  # fmt: skip
+def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes) -> None:
+    """Three sequences that stand at different places, after cycles that rejected proposals; a fourth slot is idle."""
+    pair = make_pair(draft=make_config[1](**changes), goes_ahead=False)
+    engine, prompts = pair.engine, make_prompts((21, 3, 50))
+    tokens = [list(prompt) for prompt in prompts]
+    run = engine.run(
+        [Request(i, tuple(p), SamplingParams(max_tokens=60)) for i, p in enumerate(prompts)], cycles=2, slots=4
+    )
+    slots: dict[int, int] = {}
+    for update in run:
+        tokens[update.index] += update.tokens
+        slots = {job.request.index: job.slot for job in run.slots.decoding}
+        lens = np.asarray(run.state.seq_lens)
+        # All updates of the call have come, and at least three cycles are behind everybody.
+        if len(slots) == 3 and all(
+            len(tokens[i]) == lens[slot] + 1 >= len(prompts[i]) + 4 for i, slot in slots.items()
+        ):
+            break
+    assert len(slots) == 3, "no sequence may have ended: the test shows nothing"
+    assert (np.asarray(run.state.fresh)[list(slots.values())] < pair.draft.block_size).any(), "nothing was rejected"
+
+    @jax.jit
+    def over_pages(weights, state, table):
+        target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
+        pages = commit_context(drafter, state, table)
+        return draft_block(drafter, target, pages, table, state)[0]
+
+    @jax.jit
+    def dense(weights, ids, pending):
+        target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
+        positions, length = jnp.arange(ids.shape[1])[None], ids.shape[1]
+        _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
+        context = drafter.context_kv(drafter.context(features), positions)
+        block = drafter.block_embeddings(pending, target.embed.weight[...])
+        return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=context))
+
+    hidden = np.asarray(over_pages(engine.weights, run.state, jnp.asarray(run.slots.tables)))
+    for index, slot in slots.items():
+        ids, pending = jnp.array([tokens[index][:-1]]), jnp.array(tokens[index][-1:])
+        true = dense(engine.weights, ids, pending)[0]
+        np.testing.assert_allclose(hidden[slot], true, rtol=0, atol=2e-4 * float(jnp.abs(true).max()))
+    run.close()
+    pair.assert_free()
