@@ -95,7 +95,11 @@ class RopeConfig:
 
     @classmethod
     def from_keys(cls, keys: KeyReader, max_position: int) -> "RopeConfig":
-        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+        """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
+
+        Raises:
+          ConfigError: a kind that is not implemented, or a value that cannot be.
+        """
         merged: dict[str, Any] = {}
         for key in ("rope_scaling", "rope_parameters"):
             merged |= KeyReader(f"{keys.subject}, {key}", keys.get(key, {})).values
@@ -161,7 +165,11 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DecoderConfig":
-        """Inverse of `to_dict`, also after a trip through JSON."""
+        """Inverse of `to_dict`, also after a trip through JSON.
+
+        Raises:
+          ConfigError: fields are missing or unknown: another version wrote them.
+        """
         fields = {field.name for field in dataclasses.fields(cls)}
         if set(values) != fields:
             missing, extra = sorted(fields - set(values)), sorted(set(values) - fields)

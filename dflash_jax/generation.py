@@ -128,7 +128,12 @@ def _is_id(value: Any) -> bool:
 
 
 def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Token ids of one prompt."""
+    """Token ids of one prompt.
+
+    Raises:
+      PromptError: it is neither text, token ids nor messages.
+      TokenizerError: it needs a tokenizer or a chat template that the model does not have.
+    """
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, bytes | bytearray):

@@ -132,7 +132,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """End-of-text ids: `generation_config.json`, then `config.json`, then the tokenizer's `eos_token`."""
+    """End-of-text ids: `generation_config.json`, then `config.json`, then the tokenizer's `eos_token`.
+
+    Raises:
+      ConfigError: a file is not readable JSON, or says something that is no id.
+    """
     for name in ("generation_config.json", "config.json"):
         ids = read_json(folder / name).get("eos_token_id")
         if ids is not None:

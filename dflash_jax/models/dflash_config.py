@@ -64,14 +64,17 @@ class DFlashConfig(DecoderConfig):
         """Reads a drafter's `config.json`.
 
         Args:
-          values: the file. A field is looked up in `dflash_config`, then at the top level.
+          values: the file. A field is looked up in `dflash_config`, in `eagle_config`, then at the top level.
           tensor_names: canonical names of the checkpoint's tensors; they decide what the drafter brings itself.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         top = KeyReader("config.json (DFlash)", values)
-        nested = KeyReader("config.json (DFlash), dflash_config", top.get("dflash_config", {}))
+        inner: dict[str, Any] = {}
+        for key in ("eagle_config", "dflash_config"):  # the later one counts
+            inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
+        nested = KeyReader("config.json (DFlash), dflash_config", inner)
 
         def source(key: str) -> KeyReader:
             top.read.add(key)

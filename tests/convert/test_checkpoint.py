@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from fnmatch import fnmatch
 
 import jax.numpy as jnp
 import pytest
@@ -144,9 +145,20 @@ def test_hub_models(hf, monkeypatch):
     (arguments, options) = hub.calls[0]
     assert arguments == ("owner/name",)
     assert options["revision"] == "main"
-    assert not any(
-        pattern.endswith((".py", ".bin", "*")) for pattern in options["allow_patterns"] if pattern != "tokenizer*"
-    )
+    wanted = {
+        "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json", "tokenizer.model", "chat_template.jinja", "mask_embedding.pt",
+    }  # fmt: skip
+    others = {
+        "dflash.py", "pytorch_model.bin", "model.pt", "tokenizer_code.py", "tokenizer.bin", "tokenizer.pt", "tokenizer.pkl",
+        "README.md", "onnx/config.json", "original/model.safetensors",
+    }  # fmt: skip
+    allowed, ignored = options["allow_patterns"], options["ignore_patterns"]
+    fetched = {
+        name for name in wanted | others
+        if any(fnmatch(name, pattern) for pattern in allowed) and not any(fnmatch(name, pattern) for pattern in ignored)
+    }  # fmt: skip
+    assert fetched == wanted
     assert resolve_source("owner/name")[1] == "ab" * 20
     assert resolve_source(snapshot)[1] == "ab" * 20
     assert hf.convert("owner/name", "--revision", "main", "--output", hf.root / "out") == 0

@@ -142,6 +142,16 @@ def test_taps_may_be_called_layer_ids() -> None:
     assert draft(nested={"target_layer_ids": [2, 5], "layer_ids": [0, 3]}).target_layer_ids == (2, 5)
 
 
+def test_an_eagle_config_is_read_where_dflash_config_says_nothing() -> None:
+    eagle = {"target_layer_ids": [2, 4], "mask_token_id": 11}
+    config = draft(nested={"target_layer_ids": REMOVE, "mask_token_id": 12}, eagle_config=eagle)
+    assert (config.target_layer_ids, config.mask_token_id) == ((2, 4), 12)
+    with pytest.raises(ConfigError, match="aux_layers=3"):
+        draft(eagle_config={"aux_layers": 3})
+    with pytest.raises(ConfigError, match="eagle_config must be a JSON object, got list"):
+        draft(eagle_config=[1])
+
+
 def test_tensors_decide_what_a_drafter_brings_itself() -> None:
     config = draft(("fc.weight", "embed_tokens.weight", "lm_head.weight", "mask_embedding"))
     assert config.own_embedding

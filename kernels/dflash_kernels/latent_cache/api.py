@@ -70,7 +70,11 @@ def latent_encode(
     scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "*rows stored"]:
-    """Latent rows as a pool of `pool_dtype` keeps them. `scale` is read for float8_e4m3fn only; None is 1."""
+    """Latent rows as a pool of `pool_dtype` keeps them. `scale` is read for float8_e4m3fn only; None is 1.
+
+    Raises:
+      ValueError: packed rows (uint8) and a `kv_lora_rank` that is not a multiple of 128 or wider than the rows.
+    """
     if pool_dtype == jnp.uint8:
         _check_rank(kv_lora_rank, latents.shape[-1])
     with jax.named_scope("latent_encode"):

@@ -33,6 +33,10 @@ def quantise_tensor(
     Args:
       scale: float32, above 0. A value reads back as itself times `scale`.
       implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: `scale` is not one number.
+      NoImplementationError: nothing named takes these arguments.
     """
     scale = jnp.asarray(scale, jnp.float32)
     if scale.shape != ():
