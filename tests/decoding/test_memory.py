@@ -1,5 +1,7 @@
 """What is planned before anything is loaded, and what is said when memory runs out all the same."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -216,6 +218,11 @@ def test_workspace_of_experts_and_of_expanded_context():
     assert experts_bytes(target, 512, kind) == 512 * 64 * (3 * 1408 + 2048) * 2
     assert context_bytes(target, 100_000, kind) == 32_768 * (16 * (192 + 128) + 2 * 576) * 2
     assert context_bytes(target, 100, kind) == 100 * (16 * (192 + 128) + 2 * 576) * 2
+    sizes = {"tokens": 1024, "batch": 1, "chunk": 512}
+    without = replace(target, num_experts=0)
+    assert workspace_bytes(target, None, kind, **sizes) - workspace_bytes(
+        without, None, kind, **sizes
+    ) == experts_bytes(target, 512, kind)
     assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
 
 

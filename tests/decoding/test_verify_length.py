@@ -127,6 +127,14 @@ def test_the_same_history_gives_the_same_choice(cost):
     assert 8 not in made
 
 
+def test_a_length_that_is_hardly_better_does_not_take_over(cost, monkeypatch):
+    """Otherwise noise in what stood would have it change with every look."""
+    lengths = VerifyLength(OFFERED, cost, "auto")
+    for eight, sixteen, chosen in ((1.02, 1.0, 16), (1.04, 1.0, 8), (1.0, 1.02, 8), (1.0, 1.04, 16)):
+        monkeypatch.setattr(lengths, "rates", lambda *_, rates={8: eight, 16: sixteen}: rates)
+        assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length == chosen
+
+
 def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
     lengths = VerifyLength(OFFERED, cost, "auto")
     lengths.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
