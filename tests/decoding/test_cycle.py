@@ -1,0 +1,42 @@
+"""One cycle by itself: who gains, and who is left alone."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.decoding.cycle import cycle
+from dflash_jax.engine import STOP_WIDTH
+from dflash_jax.requests import empty_state
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("draft", [True, False])
+def test_done_slots_change_nothing_and_live_ones_gain(pair, mode, draft) -> None:
+    """Whatever numbers they were left with, tokens they might still emit among them; no page of theirs is written."""
+    engine, live = pair.engine, 1
+    setup = engine.setup(mode=mode, draft=draft)
+    pools = jax.tree.map(lambda pool: jnp.full_like(pool, 0.5), engine.take_pools())
+    state = empty_state(setup, 3, STOP_WIDTH, engine.dtype, pools)
+    state = replace(
+        state, pending=jnp.array([7, 8, 9], jnp.int32), seq_lens=jnp.array([5, 6, 20], jnp.int32),
+        fresh=jnp.array([2, 0, 3], jnp.int32), features=jnp.ones_like(state.features), done=jnp.array([True, False, True]),
+        produced=jnp.array([4, 1, 8], jnp.int32), remaining=jnp.array([9, 9, 0], jnp.int32),
+    )  # fmt: skip
+    table = jnp.array([[0, 1, 2], [3, 4, 5], [6, 7, 8]], jnp.int32)
+    after, emitted = jax.jit(cycle, static_argnums=0)(setup, engine.weights, table, state)
+    for name in ("pending", "seq_lens", "produced", "remaining", "done"):
+        before, now = (np.asarray(getattr(one, name)) for one in (state, after))
+        np.testing.assert_array_equal(np.delete(now, live), np.delete(before, live), err_msg=name)
+    counts = np.asarray(emitted.counts)
+    assert np.delete(counts, live).tolist() == np.delete(np.asarray(emitted.accepted), live).tolist() == [0, 0]
+    assert 1 <= counts[live] <= setup.width
+    assert int(after.seq_lens[live]) == 6 + counts[live]
+    assert int(after.remaining[live]) == 9 - counts[live]
+    written = [pool for pages in (after.target_pages, after.draft_pages) for pool in (*pages.k, *pages.v)]
+    for pool in written:
+        changed = np.flatnonzero((np.asarray(pool) != 0.5).any(axis=(1, 2, 3)))
+        assert set(changed.tolist()) <= {3, 4, 5}
+    assert (np.asarray(after.target_pages.k[0])[3] != 0.5).any()
