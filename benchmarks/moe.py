@@ -1,8 +1,10 @@
-"""The routed experts of DeepSeek-V2-Lite (64 of 1408, 6 a token, hidden 2048), bf16: ways through them, by number of tokens.
+"""The routed experts of DeepSeek-V2-Lite (64 of 1408, 6 a token, hidden 2048) or Qwen3-30B-A3B (128 of 768, 8 a token), bf16:
+ways through them, by number of tokens.
 
     python benchmarks/moe.py
+    python benchmarks/moe.py --shape Qwen3-30B-A3B
 
-A figure is the time of one call inside one compiled loop, routing to other experts every time; 1.1 GB of weights leave nothing in
+A figure is the time of one call inside one compiled loop, routing to other experts every time; over 1 GB of weights leaves nothing in
 the L2. The floor is reading the weights of the experts that are taken once, at the bandwidth of a device-to-device copy. Every
 way's output is compared with float32 first.
 """

@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.routed import fits as routed_fits
+from dflash_jax.models.routed import run_routed
 from dflash_jax.models.rows import fits, run_rows
 
 CHAIN_LAYERS = True  # False for separate operations: for comparisons
@@ -35,7 +37,9 @@ def embedded(
     """Rows of a table as input of `run_layers`, and after the first layer's norm where they are few and `attend` decodes."""
     first: Any = layers[0]
     shape = jax.eval_shape(lambda: table[ids])
-    few = getattr(attend, "decodes", False) and (_chains(layers, shape, None) or _in_rows(layers, shape))
+    few = getattr(attend, "decodes", False) and (
+        _chains(layers, shape, None) or _in_rows(layers, shape) or routed_fits(layers, shape)
+    )
     if isinstance(table, Quantised) or not few:
         return table[ids], None
     x, normed = embed_norm(table, ids.reshape(-1), first.input_norm.weight[...], eps=first.input_norm.eps)
@@ -73,6 +77,8 @@ def run_layers(
         return _chained(layers, norm, x, entered, rotary, attend, implementation)
     if decodes and _in_rows(layers, x):
         return run_rows(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
+    if decodes and routed_fits(layers, x):
+        return run_routed(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
     streams = []
     for layer in layers:
         x = layer(x, rotary, attend)

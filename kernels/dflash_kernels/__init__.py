@@ -36,6 +36,12 @@ from dflash_kernels.qkv_attention.api import QkvAttended, qkv_attention, qkv_att
 from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
 from dflash_kernels.quantised_linear.api import quantised_linear
 from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
+from dflash_kernels.routed_experts.api import (
+    mixture,
+    routed_experts,
+    routed_experts_exchange,
+    routed_experts_refusal,
+)
 from dflash_kernels.row_norm.api import embed_norm, stream_norm
 
 __all__ = [
@@ -44,8 +50,8 @@ __all__ = [
     "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts", "dense_refusal", "embed_norm",
     "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
     "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
-    "layer_chain_refusal", "merge_states", "mla_attention", "mla_write", "paged_attention", "paged_schedule",
+    "layer_chain_refusal", "merge_states", "mixture", "mla_attention", "mla_write", "paged_attention", "paged_schedule",
     "qkv_attention", "qkv_attention_refusal", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor",
-    "quantised_linear", "ragged_attention", "ragged_paged_attention", "schedule_helps", "stream_norm",
-    "swizzle_scales",
+    "quantised_linear", "ragged_attention", "ragged_paged_attention", "routed_experts",
+    "routed_experts_exchange", "routed_experts_refusal", "schedule_helps", "stream_norm", "swizzle_scales",
 ]  # fmt: skip

@@ -1,0 +1,70 @@
+"""Layers with experts while decoding: what attention and experts give is added to the residual stream by the operation that norms it.
+
+Called one after the other, they would be twice as many launches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from dflash_kernels import add_norm, dense_parts, dense_refusal, routed_experts_exchange
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
+from dflash_jax.models.moe import MoE
+from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.rows import multiplied
+
+
+def fits(layers: Sequence[nnx.Module], x: Any) -> bool:
+    """Whether `run_routed` can stand for calling the layers one by one, and is faster."""
+    feeds = [layer.mlp for layer in layers if type(layer).__call__ is DecoderLayer.__call__ and hasattr(layer, "mlp")]
+    if len(feeds) < len(layers) or not all(type(feed) in (MLP, MoE) for feed in feeds):
+        return False
+    mixtures = [feed for feed in feeds if type(feed) is MoE]
+    return bool(mixtures) and all(_streams(mixture, x.shape[0] * x.shape[1], x.dtype) for mixture in mixtures)
+
+
+def run_routed(
+    layers: Sequence[Any],
+    norm: RMSNorm,
+    x: Float[Array, "B T D"],
+    normed: Float[Array, "B T D"],
+    rotary: Rotary,
+    attend: Any,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
+    rows = x.shape[0] * x.shape[1]
+    exchange = routed_experts_exchange()
+    stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
+    for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        projected = multiplied(layer.attn.qkv_proj, normed)
+        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
+        stream, normed = _onto(_projected(layer.attn.o_proj, heads), stream, layer.post_norm)
+        stream, normed = _onto(_fed(layer.mlp, normed, exchange), stream, norm if later is None else later.input_norm)
+        streams.append(stream.reshape(x.shape))
+    return streams, normed.reshape(x.shape)
+
+
+def _streams(mixture: MoE, tokens: int, dtype: Any) -> bool:
+    return mixture.shared is None and mixture.experts.streams(tokens, mixture.router.config.experts_per_token, dtype)
+
+
+def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
+    """A product in parts where rows are many, else in one."""
+    weight = layer.weight[...]
+    if isinstance(weight, Quantised) or layer.bias is not None or dense_refusal(*x.shape[:1], x.dtype, x.shape[1]) is not None:
+        return layer(x)[None]
+    return dense_parts(x, weight)
+
+
+def _fed(feed: MLP | MoE, x: Float[Array, "M D"], exchange: Any) -> Float[Array, "S M D"]:
+    return feed.experts.parts(x, feed.router, exchange) if type(feed) is MoE else feed(x)[None]
+
+
+def _onto(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], norm: RMSNorm
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """The stream with parts added, and its norm."""
+    return add_norm(parts, stream, norm.weight[...], eps=norm.eps)

@@ -1,0 +1,1 @@
+"""Mixtures of experts for few rows: each expert that is taken is read once."""

@@ -1,0 +1,83 @@
+"""Experts for few rows on Hopper: what the kernel takes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.routed_experts.mosaic_gpu_plan import MOST_CHOOSING, MOST_GROUPS, MOST_TAKEN, Choice, Plan, plan
+from dflash_kernels.routed_experts.reference import chosen
+from dflash_kernels.target import target
+
+
+def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> None:
+    """Raises NotImplementedError, with the reason, where `routed_experts_mosaic_gpu` would."""
+    refuse_other_than_hopper()
+    _refuse_dtypes(dtype)
+    plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
+
+
+def routed_experts_mosaic_gpu(*args: Array, exchange: Any) -> Array:
+    """See `routed_experts`. Raises NotImplementedError for what it does not take.
+
+    The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
+    that waits for the whole GPU may run beside it.
+    """
+    refuse_other_than_hopper()
+    return launch(*args, exchange=exchange, ctas=target().multiprocessors)
+
+
+def mixture_mosaic_gpu(logits: Array, x: Array, *args: Array, taken: int, choice: Choice, exchange: Any) -> Array:
+    """See `mixture`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper()
+    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
+    if x.shape[0] > MOST_CHOOSING or taken > MOST_TAKEN:
+        return launch(x, *chosen(logits, taken, choice), *args, **how)
+    return launch(x, logits, None, *args, taken=taken, choice=choice, **how)
+
+
+def launch(
+    x: Float[Array, "T D"],
+    experts: Array,
+    weights: Array | None,
+    gate_up: Float[Array, "E twoF D"],
+    down: Float[Array, "E D F"],
+    *,
+    exchange: Any = None,
+    taken: int | None = None,
+    choice: Choice | None = None,
+    ctas: int,
+    meets: bool = True,
+    interpret: Any = None,
+) -> Float[Array, "k T D"]:
+    """The implementation without the device check: for tests on the CPU (`interpret`).
+
+    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken.
+    """
+    _refuse_dtypes(x.dtype, gate_up.dtype, down.dtype)
+    taken = experts.shape[1] if taken is None else taken
+    schedule = plan(x.shape[0], taken, *down.shape, ctas, meets, choice)
+    flat = [matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down)]
+    exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
+    experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
+    weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
+    return _run(schedule, x, experts, weights, *flat, exchange, interpret)
+
+
+def _refuse_dtypes(*dtypes: Any) -> None:
+    if len({jnp.dtype(dtype) for dtype in dtypes}) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {', '.join(map(str, dtypes))}")
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnums=(0, 7))
+def _run(
+    schedule: Plan, x: Array, experts: Array, weights: Array | None, gate_up: Array, down: Array, exchange: Any, interpret: Any
+) -> Array:
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.routed_experts import mosaic_gpu_kernel as kernel
+
+    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, interpret)

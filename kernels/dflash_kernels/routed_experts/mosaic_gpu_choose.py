@@ -1,0 +1,117 @@
+"""Choosing experts inside the kernel: a warp takes a token, its lanes a part of the logits each."""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic import gpu as mgpu
+
+from dflash_kernels.layer_chain.mosaic_gpu_memory import WARPGROUP, address, number, thread, times, when
+from dflash_kernels.routed_experts.mosaic_gpu_plan import Choice, Plan
+
+_LANES = 32
+_LOG2E = 1.4426950408889634
+_SIGN = 1 << 31
+
+
+def choose(plan: Plan, logits, entries, weights) -> None:
+    """Experts and weights of all entries.
+
+    Args:
+      logits: `[T * E]` float32 in global memory.
+      entries, weights: addresses in shared memory, of a word for each entry.
+    """
+    lane, warp = arith.remui(thread(), number(_LANES)), arith.divui(thread(), number(_LANES))
+    warps = WARPGROUP // _LANES
+
+    @mgpu.utils.fori(number(-(-plan.tokens // warps)), [])
+    def _(turn, carry):
+        token = arith.addi(times(turn, warps), warp)
+        with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
+            _choose_one(plan, plan.choice, logits, entries, weights, token, lane)
+        return carry
+
+
+def _choose_one(plan: Plan, choice: Choice, logits, entries, weights, token, lane) -> None:
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    places = [arith.addi(lane, number(first)) for first in range(0, plan.experts, _LANES)]
+    bits = [_logit(plan, logits, token, place) for place in places]
+    keys = [_key(value) for value in bits]
+    chosen, largest, top = number(0), number(0), number(0)
+    for turn in range(plan.taken):
+        best = keys[0]
+        for key in keys[1:]:
+            best = arith.maxui(best, key)
+        best = _over_lanes("max", best)
+        where = number(plan.experts)
+        for key, place in zip(keys, places, strict=True):
+            where = arith.minui(where, arith.select(_equal(key, best), place, number(plan.experts)))
+        where = _over_lanes("min", where)
+        keys = [arith.select(_equal(place, where), number(0), key) for key, place in zip(keys, places, strict=True)]
+        mine = _equal(lane, number(turn))
+        chosen, largest = arith.select(mine, where, chosen), arith.select(mine, best, largest)
+        top = top if turn else best
+    highest = arith.bitcast(f32, _unkey(top))
+    inside = arith.cmpi(arith.CmpIPredicate.ult, lane, number(plan.taken))
+    share = arith.select(inside, _exp(arith.subf(arith.bitcast(f32, _unkey(largest)), highest)), mgpu.c(0.0, f32))
+    total = share
+    if not choice.normed:
+        total = mgpu.c(0.0, f32)
+        for value in bits:
+            total = arith.addf(total, _exp(arith.subf(arith.bitcast(f32, value), highest)))
+    share = arith.mulf(arith.divf(share, _summed(total)), mgpu.c(choice.scale, f32))
+    with when(inside):
+        entry = arith.addi(times(token, plan.taken), lane)
+        for base, value in ((entries, chosen), (weights, arith.bitcast(i32, share))):
+            mgpu.utils.inline_ptx(
+                "st.shared.b32 [$0], $1;", arith.addi(base, times(entry, 4)), value, has_side_effects=True
+            )
+
+
+def _logit(plan: Plan, logits, token, place):
+    """Bits of one logit; -inf past the last expert."""
+    i32 = ir.IntegerType.get_signless(32)
+    there = arith.cmpi(arith.CmpIPredicate.ult, place, number(plan.experts))
+    where = arith.addi(times(token, plan.experts), arith.select(there, place, number(0)))
+    value = mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address(logits, where), result_types=i32, has_side_effects=True)
+    return arith.select(there, value, number(0xFF800000 - (1 << 32)))
+
+
+def _key(bits):
+    """Bits of a float32 as an integer without sign in the same order, larger than 0."""
+    negative = arith.cmpi(arith.CmpIPredicate.slt, bits, number(0))
+    return arith.xori(bits, arith.select(negative, number(-1), number(-_SIGN)))
+
+
+def _unkey(key):
+    negative = arith.cmpi(arith.CmpIPredicate.sge, key, number(0))
+    return arith.xori(key, arith.select(negative, number(-1), number(-_SIGN)))
+
+
+def _equal(a, b):
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def _over_lanes(kind: str, value):
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, result_types=i32, has_side_effects=True, convergent=True
+    )
+
+
+def _summed(value):
+    """The sum over a warp's lanes, in every lane, always in the same order."""
+    f32 = ir.F32Type.get()
+    for distance in (16, 8, 4, 2, 1):
+        other = mgpu.utils.inline_ptx(
+            f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;", value, result_types=f32, has_side_effects=True,
+            convergent=True,
+        )  # fmt: skip
+        value = arith.addf(value, other)
+    return value
+
+
+def _exp(value):
+    f32 = ir.F32Type.get()
+    scaled = arith.mulf(value, mgpu.c(_LOG2E, f32))
+    return mgpu.utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", scaled, result_types=f32)

@@ -1,0 +1,98 @@
+"""How the Hopper kernel cuts experts into items of work."""
+
+import dataclasses
+
+BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
+ROWS = 64  # weight rows of one matrix instruction; an item has as many gate as up rows, or two such tiles of down rows
+UNIT = 2  # blocks of activations in one slot
+SHARED = 222 * 1024  # bytes, less what barriers take
+X_SHARED = 32 * 1024
+MOST_EXPERTS = 256  # two for each thread that sorts
+MOST_ENTRIES = 4096
+MOST_CHOOSING = 16  # tokens for which every CTA chooses
+MOST_TAKEN = 32  # a lane holds a choice
+MOST_GROUPS = 512  # words of an exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How a token's weights come from its logits: the softmax of those it takes (normed) or of all, times a scale."""
+
+    normed: bool
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one launch.
+
+    An entry is one of a token's choices, `token * taken + choice`. Entries of one expert lie side by side in the order of
+    experts; up to `columns` of them make a group. Items are groups times tiles of weight rows.
+
+    Attributes:
+      tokens, taken: T and k.
+      experts: E.
+      hidden, inner: D and F.
+      columns: of a group's products.
+      slots, x_slots: of the rings of weights and of activations.
+      ctas: CTAs, which share the items.
+      choice: how experts are chosen by the kernel itself; None where they are given.
+    """
+
+    tokens: int
+    taken: int
+    experts: int
+    hidden: int
+    inner: int
+    columns: int
+    slots: int
+    x_slots: int
+    ctas: int
+    meets: bool = True
+    choice: Choice | None = None
+
+    @property
+    def entries(self) -> int:
+        return self.tokens * self.taken
+
+    @property
+    def groups(self) -> int:
+        """At most."""
+        return min(self.experts, self.entries) + self.entries // self.columns
+
+    @property
+    def padded(self) -> int:
+        """Entries in whole vectors of four."""
+        return -(-self.entries // 4) * 4
+
+    @property
+    def threads(self) -> int:
+        """Experts in whole warpgroups: each thread sorts for its own."""
+        return -(-self.experts // 128) * 128
+
+    @property
+    def gated_tiles(self) -> int:
+        return self.inner // ROWS
+
+    @property
+    def down_tiles(self) -> int:
+        return self.hidden // (2 * ROWS)
+
+
+def plan(tokens: int, taken: int, experts: int, hidden: int, inner: int, ctas: int, meets: bool = True, choice: Choice | None = None) -> Plan:
+    """Raises NotImplementedError with the reason for shapes that do not tile."""
+    entries = tokens * taken
+    if not 0 < experts <= MOST_EXPERTS:
+        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
+    if not 0 < entries <= MOST_ENTRIES:
+        raise NotImplementedError(f"takes 1 to {MOST_ENTRIES} choices of tokens, not {entries}")
+    if hidden % (UNIT * BLOCK) or inner % (UNIT * BLOCK):
+        raise NotImplementedError(f"takes widths in {UNIT * BLOCK}s, not {hidden} and {inner}")
+    # Few columns cost nothing beside the weights; an expert that more tokens take is read again, out of the cache.
+    columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
+    x_slot = UNIT * BLOCK * 2 * columns
+    x_slots = max(X_SHARED // x_slot, 3) if columns > 8 else 8
+    groups = min(experts, entries) + entries // columns
+    tables = 4 * (4 * (entries + 4) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
+    slots = min((SHARED - tables - x_slots * x_slot) // (2 * ROWS * BLOCK * 2), 12)
+    return Plan(tokens, taken, experts, hidden, inner, columns, slots, x_slots, ctas, meets, choice)

@@ -1,0 +1,177 @@
+"""Experts for few rows: the definition, and the Hopper kernel interpreted, lowered for an H200, and for real (`-m gpu`)."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import (
+    NoImplementationError,
+    mixture,
+    routed_experts,
+    routed_experts_exchange,
+    routed_experts_refusal,
+)
+from dflash_kernels.routed_experts.mosaic_gpu import launch
+from dflash_kernels.routed_experts.mosaic_gpu_plan import Choice, plan
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def make(choices: Any, count: int, hidden: int, inner: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    """A call in which tokens take the experts in the rows of `choices`."""
+    experts = jnp.asarray(choices, jnp.int32)
+    keys = jax.random.split(jax.random.key(hidden + len(experts)), 4)
+    normal = jax.random.normal
+    return {
+        "x": normal(keys[0], (len(experts), hidden)).astype(dtype), "experts": experts,
+        "weights": jax.random.uniform(keys[1], experts.shape),
+        "gate_up": (normal(keys[2], (count, 2 * inner, hidden)) * hidden**-0.5).astype(dtype),
+        "down": (normal(keys[3], (count, hidden, inner)) * inner**-0.5).astype(dtype),
+    }  # fmt: skip
+
+
+def drawn(tokens: int, taken: int, count: int) -> np.ndarray:
+    rng = np.random.default_rng(tokens)
+    return np.stack([rng.permutation(count)[:taken] for _ in range(tokens)])
+
+
+def true_values(call: dict[str, Any]) -> np.ndarray:
+    """In float64, with no rounding between the products."""
+    x, experts, weights, gate_up, down = (np.asarray(call[name]) for name in call)
+    out = np.zeros((experts.shape[1], *x.shape))
+    for (token, choice), expert in np.ndenumerate(experts):
+        gate, up = np.split(gate_up[expert].astype(np.float64) @ x[token].astype(np.float64), 2)
+        product = down[expert].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up)
+        out[choice, token] = np.float64(weights[token, choice]) * product
+    return out
+
+
+def check(call: dict[str, Any], found: jax.Array) -> None:
+    """At most twice as far from float64 as the definition in the same dtype, and 2 ulp."""
+    true = true_values(call)
+    assert found.shape == true.shape
+    assert found.dtype == jnp.float32
+    given = np.asarray(routed_experts(**call, implementation="xla"), np.float64)
+    ulp = 2 * float(jnp.finfo(call["x"].dtype).eps) * np.abs(true)
+    assert (np.abs(np.asarray(found, np.float64) - true) <= 2 * np.abs(given - true).max() + ulp).all()
+
+
+@pytest.mark.parametrize(
+    ("choices", "count", "hidden", "inner", "dtype"),
+    [
+        ([[3]], 5, 128, 128, jnp.bfloat16),
+        ([[1, 0], [1, 2], [0, 1]], 4, 256, 128, jnp.float16),
+        ([[2, 0]] * 19, 3, 128, 128, jnp.bfloat16),
+        ([[4, 4], [0, 4]], 5, 128, 384, jnp.bfloat16),
+        (drawn(7, 3, 6), 6, 128, 128, jnp.bfloat16),
+    ],
+    ids=["one token", "odd", "all take the same", "an expert twice", "ragged"],
+)
+def test_kernel(choices: Any, count: int, hidden: int, inner: int, dtype: Any) -> None:
+    """More items than CTAs, rings that turn, experts that nobody takes, groups that are not full and experts with several."""
+    call = make(choices, count, hidden, inner, dtype)
+    check(call, launch(**call, ctas=5, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_kernel_chooses(normed: bool) -> None:
+    """By the logits, with equal ones among them: weights and order as the definition has them."""
+    call = make(drawn(5, 3, 6), 6, 128, 128)
+    logits = jnp.round(jax.random.normal(jax.random.key(1), (5, 6)) * 2)
+    matrices = [call[name] for name in ("x", "gate_up", "down")]
+    x, *rest = matrices
+    given = mixture(logits, *matrices, taken=3, normed=normed, scale=1.5, implementation="xla")
+    how: Any = {"taken": 3, "choice": Choice(normed, 1.5), "ctas": 4, "interpret": INTERPRET}
+    np.testing.assert_allclose(launch(x, logits, None, *rest, **how), given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))
+    scores = np.exp(np.asarray(logits, np.float64))
+    scores /= scores.sum(axis=-1, keepdims=True)
+    experts = np.argsort(-scores, axis=-1, kind="stable")[:, :3]
+    weights = np.take_along_axis(scores, experts, axis=-1)
+    weights = 1.5 * weights / (weights.sum(axis=-1, keepdims=True) if normed else 1)
+    named = call | {"experts": jnp.asarray(experts, jnp.int32), "weights": jnp.asarray(weights, jnp.float32)}
+    check(named, given)
+
+
+def test_sums_are_the_same_in_any_batch() -> None:
+    call = make(drawn(6, 2, 5), 5, 128, 128)
+    whole = launch(**call, ctas=3, interpret=INTERPRET)
+    alone = launch(**call | {name: call[name][4:5] for name in ("x", "experts", "weights")}, ctas=3, interpret=INTERPRET)
+    np.testing.assert_allclose(whole[:, 4:5], alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_definition(dtype: Any) -> None:
+    call = make(drawn(5, 3, 7), 7, 24, 10, dtype)
+    found = routed_experts(**call)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    np.testing.assert_allclose(found, true_values(call), rtol=0, atol=tolerance * float(jnp.abs(found).max()))
+
+
+@pytest.mark.parametrize(("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 256, 7168, 2048)])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 128, 512])
+def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, inner: int) -> None:
+    made = jax.eval_shape(lambda: make(jnp.zeros((tokens, taken)), count, hidden, inner))
+    with h200():
+        assert routed_experts_refusal(tokens, taken, jnp.bfloat16, experts=count, hidden=hidden, inner=inner) is None
+        program = jax.jit(lambda call: routed_experts(**call, implementation="mosaic_gpu")).trace(made)
+        assert program.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
+    assert plan(tokens, taken, count, hidden, inner, 132).slots >= 6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((1, 8, 300, 128, 128), "1 to 256 experts, not 300"), ((600, 8, 64, 128, 128), "1 to 4096 choices of tokens, not 4800"),
+        ((1, 8, 64, 192, 128), "widths in 128s, not 192 and 128"),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_reason(sizes: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        plan(*sizes, 132)
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="takes bfloat16 or float16 throughout, not float32"):
+        launch(**make([[0]], 1, 128, 128, jnp.float32), ctas=1)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    call = make([[0, 1]], 2, 16, 8)
+    plain = inspect.unwrap(routed_experts)  # annotations are checked before, in tests only
+    with pytest.raises(ValueError, match=r"down \(2, 16, 7\) must be"):
+        plain(**call | {"down": call["down"][..., :7]})
+    with pytest.raises(ValueError, match=r"weights \(1, 1\) must be \[1, k\]"):
+        plain(**call | {"weights": call["weights"][:, :1]})
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    reason = routed_experts_refusal(1, 8, jnp.bfloat16, experts=128, hidden=2048, inner=768)
+    assert "needs a Hopper GPU" in str(reason)
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        routed_experts(**make([[0]], 1, 128, 128), implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408)])
+@pytest.mark.parametrize("kind", ["one token", "all take the same", "ragged", "many"])
+def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden: int, inner: int) -> None:
+    """Twice with one exchange, which every launch leaves as it was."""
+    tokens = {"one token": 1, "all take the same": 40, "ragged": 33, "many": 200}[kind]
+    choices = drawn(tokens, taken, count)
+    call = make(np.tile(choices[:1], (tokens, 1)) if kind == "all take the same" else choices, count, hidden, inner)
+
+    @jax.jit
+    def twice(call: dict[str, Any]) -> list[jax.Array]:
+        exchange = routed_experts_exchange()
+        return [routed_experts(**call, exchange=exchange, implementation="mosaic_gpu") for _ in range(2)]
+
+    first, second = twice(call)
+    check(call, first)
+    assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
