@@ -133,14 +133,20 @@ class Experts(nnx.Module):
         sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
         return routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
-    def parts(self, x: Float[Array, "T D"], router: Router, exchange: Any = None) -> Float[Array, "k T D"]:
+    def parts(
+        self, x: Float[Array, "T D"], router: Router, exchange: Any = None, ahead: tuple[Array, ...] = ()
+    ) -> Float[Array, "k T D"]:
         """What a token's experts give, weighted, in float32, to be added; nothing differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
         config = router.config
         if config.routing == "greedy" and config.num_groups == 1:
-            how = {"taken": config.experts_per_token, "normed": config.norm_routing_weights, "scale": config.routing_scale}
-            return mixture(router.logits(x), x, gate_up, down, exchange=exchange, **how)
-        return routed_experts(x, *router(x), gate_up, down, exchange=exchange)
+            how = {
+                "taken": config.experts_per_token,
+                "normed": config.norm_routing_weights,
+                "scale": config.routing_scale,
+            }
+            return mixture(router.logits(x), x, gate_up, down, exchange=exchange, ahead=ahead, **how)
+        return routed_experts(x, *router(x), gate_up, down, exchange=exchange, ahead=ahead)
 
     def chosen(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]

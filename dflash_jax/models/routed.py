@@ -1,4 +1,4 @@
-"""Layers with experts while decoding: what attention and experts give is added to the residual stream by the operation that norms it.
+"""Layers with experts while decoding: what attention and experts give is added to the stream by the operation that norms it.
 
 Called one after the other, they would be twice as many launches.
 """
@@ -6,7 +6,6 @@ Called one after the other, they would be twice as many launches.
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from dflash_kernels import add_norm, dense_parts, dense_refusal, routed_experts_exchange
 from flax import nnx
 from jaxtyping import Array, Float
@@ -42,7 +41,9 @@ def run_routed(
         projected = multiplied(layer.attn.qkv_proj, normed)
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
         stream, normed = _onto(_projected(layer.attn.o_proj, heads), stream, layer.post_norm)
-        stream, normed = _onto(_fed(layer.mlp, normed, exchange), stream, norm if later is None else later.input_norm)
+        stream, normed = _onto(
+            _fed(layer.mlp, normed, exchange, _ahead(later)), stream, norm if later is None else later.input_norm
+        )
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape)
 
@@ -54,13 +55,28 @@ def _streams(mixture: MoE, tokens: int, dtype: Any) -> bool:
 def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
     """A product in parts where rows are many, else in one."""
     weight = layer.weight[...]
-    if isinstance(weight, Quantised) or layer.bias is not None or dense_refusal(*x.shape[:1], x.dtype, x.shape[1]) is not None:
+    if (
+        isinstance(weight, Quantised)
+        or layer.bias is not None
+        or dense_refusal(*x.shape[:1], x.dtype, x.shape[1]) is not None
+    ):
         return layer(x)[None]
     return dense_parts(x, weight)
 
 
-def _fed(feed: MLP | MoE, x: Float[Array, "M D"], exchange: Any) -> Float[Array, "S M D"]:
-    return feed.experts.parts(x, feed.router, exchange) if type(feed) is MoE else feed(x)[None]
+def _fed(feed: MLP | MoE, x: Float[Array, "M D"], exchange: Any, ahead: tuple[Array, ...]) -> Float[Array, "S M D"]:
+    return feed.experts.parts(x, feed.router, exchange, ahead) if type(feed) is MoE else feed(x)[None]
+
+
+def _ahead(later: Any) -> tuple[Array, ...]:
+    """What the next layer reads around its attention."""
+    if later is None or not AHEAD:
+        return ()
+    weights = [layer.weight[...] for layer in (later.attn.qkv_proj, later.attn.o_proj)]
+    return tuple(weight for weight in weights if not isinstance(weight, Quantised))
+
+
+AHEAD = True
 
 
 def _onto(

@@ -88,7 +88,9 @@ def test_the_kernel_chooses(normed: bool) -> None:
     x, *rest = matrices
     given = mixture(logits, *matrices, taken=3, normed=normed, scale=1.5, implementation="xla")
     how: Any = {"taken": 3, "choice": Choice(normed, 1.5), "ctas": 4, "interpret": INTERPRET}
-    np.testing.assert_allclose(launch(x, logits, None, *rest, **how), given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))
+    np.testing.assert_allclose(
+        launch(x, logits, None, *rest, **how), given, rtol=0, atol=1e-2 * float(jnp.abs(given).max())
+    )
     scores = np.exp(np.asarray(logits, np.float64))
     scores /= scores.sum(axis=-1, keepdims=True)
     experts = np.argsort(-scores, axis=-1, kind="stable")[:, :3]
@@ -101,7 +103,9 @@ def test_the_kernel_chooses(normed: bool) -> None:
 def test_sums_are_the_same_in_any_batch() -> None:
     call = make(drawn(6, 2, 5), 5, 128, 128)
     whole = launch(**call, ctas=3, interpret=INTERPRET)
-    alone = launch(**call | {name: call[name][4:5] for name in ("x", "experts", "weights")}, ctas=3, interpret=INTERPRET)
+    alone = launch(
+        **call | {name: call[name][4:5] for name in ("x", "experts", "weights")}, ctas=3, interpret=INTERPRET
+    )
     np.testing.assert_allclose(whole[:, 4:5], alone, rtol=1e-6, atol=1e-6)
 
 
@@ -113,7 +117,9 @@ def test_the_definition(dtype: Any) -> None:
     np.testing.assert_allclose(found, true_values(call), rtol=0, atol=tolerance * float(jnp.abs(found).max()))
 
 
-@pytest.mark.parametrize(("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 256, 7168, 2048)])
+@pytest.mark.parametrize(
+    ("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 256, 7168, 2048)]
+)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 128, 512])
 def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, inner: int) -> None:
     made = jax.eval_shape(lambda: make(jnp.zeros((tokens, taken)), count, hidden, inner))

@@ -16,9 +16,7 @@ MIXTURES = {"mosaic_gpu": mixture_mosaic_gpu, "xla": mixture_reference}
 IMPLEMENTATIONS = {"mosaic_gpu": routed_experts_mosaic_gpu, "xla": routed_experts_reference}
 
 
-def routed_experts_refusal(
-    tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int
-) -> str | None:
+def routed_experts_refusal(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> str | None:
     """Why `routed_experts` has nothing faster than XLA for these sizes; None where it has."""
     try:
         refuse(tokens, taken, dtype, experts=experts, hidden=hidden, inner=inner)
@@ -40,6 +38,7 @@ def routed_experts(
     down: Float[Array, "E D F"],
     *,
     exchange: Any = None,
+    ahead: tuple[Array, ...] = (),
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
     """Feed-forwards of the experts that each token takes, `weights[t, j] * down[e] (silu(gate) * up)` with `e = experts[t, j]`.
@@ -50,7 +49,8 @@ def routed_experts(
       weights: float32.
       gate_up: F gate rows before as many up rows of each expert, as in SwiGLU (arXiv 2002.05202, section 2).
       down: of each expert.
-      exchange: what `routed_experts_exchange` gave, made once for calls that follow one another; without it each call makes its own.
+      exchange: what `routed_experts_exchange` gave, made once for calls that follow one another; without it each makes its own.
+      ahead: matrices that are read next, some 40 MB at most: a kernel may bring them to the cache.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -66,7 +66,7 @@ def routed_experts(
         raise ValueError(f"experts {experts.shape} and weights {weights.shape} must be [{x.shape[0]}, k]")
     with jax.named_scope("routed_experts"):
         return first_fitting(
-            "routed_experts", IMPLEMENTATIONS, implementation, x, experts, weights, gate_up, down, exchange=exchange
+            "routed_experts", IMPLEMENTATIONS, implementation, x, experts, weights, gate_up, down, exchange=exchange, ahead=ahead
         )  # fmt: skip
 
 
@@ -80,6 +80,7 @@ def mixture(
     normed: bool,
     scale: float = 1.0,
     exchange: Any = None,
+    ahead: tuple[Array, ...] = (),
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
     """`routed_experts` with the `taken` experts of the largest logits of each token, the first of equal ones.
@@ -88,15 +89,17 @@ def mixture(
       logits: float32.
       normed: weights are the softmax of the logits that are taken; otherwise of all of them.
       scale: of the weights.
-      x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
+      x, gate_up, down, exchange, ahead, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
     if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0]:
-        raise ValueError(f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}")
+        raise ValueError(
+            f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
+        )
     with jax.named_scope("routed_experts"):
         return first_fitting(
             "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, choice=Choice(normed, scale),
-            exchange=exchange,
+            exchange=exchange, ahead=ahead,
         )  # fmt: skip
 
 

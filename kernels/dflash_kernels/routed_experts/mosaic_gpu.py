@@ -8,7 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_kernels.device import refuse_other_than_hopper
-from dflash_kernels.routed_experts.mosaic_gpu_plan import MOST_CHOOSING, MOST_GROUPS, MOST_TAKEN, Choice, Plan, plan
+from dflash_kernels.routed_experts.mosaic_gpu_plan import (
+    AHEAD_ROWS,
+    BLOCK,
+    MOST_CHOOSING,
+    MOST_GROUPS,
+    MOST_TAKEN,
+    Choice,
+    Plan,
+    plan,
+)
 from dflash_kernels.routed_experts.reference import chosen
 from dflash_kernels.target import target
 
@@ -20,20 +29,22 @@ def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, in
     plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
 
 
-def routed_experts_mosaic_gpu(*args: Array, exchange: Any) -> Array:
+def routed_experts_mosaic_gpu(*args: Array, exchange: Any, ahead: tuple[Array, ...]) -> Array:
     """See `routed_experts`. Raises NotImplementedError for what it does not take.
 
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
     refuse_other_than_hopper()
-    return launch(*args, exchange=exchange, ctas=target().multiprocessors)
+    return launch(*args, exchange=exchange, ahead=ahead, ctas=target().multiprocessors)
 
 
-def mixture_mosaic_gpu(logits: Array, x: Array, *args: Array, taken: int, choice: Choice, exchange: Any) -> Array:
+def mixture_mosaic_gpu(
+    logits: Array, x: Array, *args: Array, taken: int, choice: Choice, exchange: Any, ahead: tuple[Array, ...]
+) -> Array:
     """See `mixture`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
-    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
+    how: Any = {"exchange": exchange, "ahead": ahead, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING or taken > MOST_TAKEN:
         return launch(x, *chosen(logits, taken, choice), *args, **how)
     return launch(x, logits, None, *args, taken=taken, choice=choice, **how)
@@ -47,6 +58,7 @@ def launch(
     down: Float[Array, "E D F"],
     *,
     exchange: Any = None,
+    ahead: tuple[Array, ...] = (),
     taken: int | None = None,
     choice: Choice | None = None,
     ctas: int,
@@ -64,7 +76,9 @@ def launch(
     exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
     weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
-    return _run(schedule, x, experts, weights, *flat, exchange, interpret)
+    if any(matrix.shape[0] % AHEAD_ROWS or matrix.shape[1] % BLOCK for matrix in ahead):
+        raise NotImplementedError(f"brings matrices of {AHEAD_ROWS}s of rows and {BLOCK}s of columns ahead")
+    return _run(schedule, x, experts, weights, *flat, exchange, ahead, interpret)
 
 
 def _refuse_dtypes(*dtypes: Any) -> None:
@@ -73,11 +87,19 @@ def _refuse_dtypes(*dtypes: Any) -> None:
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnums=(0, 7))
+@functools.partial(jax.jit, static_argnums=(0, 8))
 def _run(
-    schedule: Plan, x: Array, experts: Array, weights: Array | None, gate_up: Array, down: Array, exchange: Any, interpret: Any
+    schedule: Plan,
+    x: Array,
+    experts: Array,
+    weights: Array | None,
+    gate_up: Array,
+    down: Array,
+    exchange: Any,
+    ahead: tuple[Array, ...],
+    interpret: Any,
 ) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.routed_experts import mosaic_gpu_kernel as kernel
 
-    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, interpret)
+    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, ahead, interpret)

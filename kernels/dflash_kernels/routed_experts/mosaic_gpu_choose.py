@@ -73,7 +73,9 @@ def _logit(plan: Plan, logits, token, place):
     i32 = ir.IntegerType.get_signless(32)
     there = arith.cmpi(arith.CmpIPredicate.ult, place, number(plan.experts))
     where = arith.addi(times(token, plan.experts), arith.select(there, place, number(0)))
-    value = mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address(logits, where), result_types=i32, has_side_effects=True)
+    value = mgpu.utils.inline_ptx(
+        "ld.global.b32 $0, [$1];", address(logits, where), result_types=i32, has_side_effects=True
+    )
     return arith.select(there, value, number(0xFF800000 - (1 << 32)))
 
 

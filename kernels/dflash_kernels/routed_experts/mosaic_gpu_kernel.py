@@ -7,7 +7,6 @@ one gathers blocks of activations; the third multiplies. Every CTA sorts the ent
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
-import functools
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED, copied, div, rem, sigmoid
 from dflash_kernels.routed_experts import mosaic_gpu_ops as ops
-from dflash_kernels.routed_experts.mosaic_gpu_plan import BLOCK, ROWS, UNIT, Plan
+from dflash_kernels.routed_experts.mosaic_gpu_plan import AHEAD_ROWS, BLOCK, ROWS, UNIT, Plan
 from dflash_kernels.routed_experts.mosaic_gpu_sort import sort_entries
 
 _MULTIPLY, _WEIGHTS, _ACTIVATIONS = range(3)
@@ -33,20 +32,22 @@ def experts(
     gate_up: jax.Array,
     down: jax.Array,
     exchange: Any,
+    ahead: tuple[jax.Array, ...],
     interpret: Any = None,
 ) -> jax.Array:
     """`[k, T, D]` float32; matrices are `[E * 2F, D]` and `[E * D, F]`, `entries` and `weights` `[T * k]`.
 
-    Where the plan chooses, `entries` are the logits `[T * E]` and `weights` None.
-
-    `exchange` is a Ref of `plan.groups` zeros or more that no other launch uses at the same time, and holds zeros afterwards.
+    `ahead` are matrices that come to the cache while memory would be idle. `exchange` is a Ref of `plan.groups` zeros or more that
+    no other launch uses at the same time, and holds zeros afterwards. Where the plan chooses, `entries` are the logits `[T * E]`
+    and `weights` None.
     """
     inner = jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype)
     out = jax.ShapeDtypeStruct((plan.taken, plan.tokens, plan.hidden), jnp.float32)
     given, names = ((entries,), ("entries",)) if weights is None else ((entries, weights), ("entries", "weights"))
     if interpret is None and plan.meets:
-        both = _launch(plan, x.dtype, (GATED, DOWN), ("x", *names, "gate_up", "down", "ready"), (inner, out))
-        return both(x, *given, gate_up, down, exchange)[1]
+        names = ("x", *names, "gate_up", "down", "ready", *(f"ahead{place}" for place in range(len(ahead))))
+        both = _launch(plan, x.dtype, (GATED, DOWN), names, (inner, out))
+        return both(x, *given, gate_up, down, exchange, *ahead)[1]
     # The interpreter cannot make CTAs wait for each other: one launch for each product.
     between = _launch(plan, x.dtype, (GATED,), ("x", *names, "gate_up"), (inner,), interpret)
     (between,) = between(x, *given, gate_up)
@@ -55,7 +56,12 @@ def experts(
 
 
 def _launch(
-    plan: Plan, dtype: Any, stages: tuple[str, ...], names: tuple[str, ...], outs: tuple[Any, ...], interpret: Any = None
+    plan: Plan,
+    dtype: Any,
+    stages: tuple[str, ...],
+    names: tuple[str, ...],
+    outs: tuple[Any, ...],
+    interpret: Any = None,
 ):
     results = [{GATED: "inner", DOWN: "out"}[stage] for stage in stages]
 
@@ -86,7 +92,9 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 class _Cta:
     """The work of one CTA."""
 
-    def __init__(self, plan: Plan, stages: tuple[str, ...], refs: dict[str, Any], buffers: dict[str, Any], interpret: Any):
+    def __init__(
+        self, plan: Plan, stages: tuple[str, ...], refs: dict[str, Any], buffers: dict[str, Any], interpret: Any
+    ):
         self.plan, self.stages, self.refs, self.buffers, self.interpret = plan, stages, refs, buffers, interpret
         self.cta = lax.axis_index("cta")
 
@@ -146,7 +154,22 @@ class _Cta:
             lax.fori_loop(0, self._units(stage) * UNIT, block, None)
 
         blocks = self._items(bring) * UNIT
+        for name, matrix in self.refs.items():
+            if name.startswith("ahead"):
+                self._prefetch(matrix)
         self._drain(blocks, plan.slots, left)
+
+    def _prefetch(self, matrix) -> None:
+        """Brings this CTA's share of a matrix to the cache: memory is idle while the next kernels begin."""
+        across = matrix.shape[1] // BLOCK
+        boxes = matrix.shape[0] // AHEAD_ROWS * across
+
+        def bring(turn, _):
+            box = self.cta + turn * self.plan.ctas
+            rows, columns = div(box, across) * AHEAD_ROWS, rem(box, across) * BLOCK
+            plgpu.async_prefetch(matrix.at[pl.ds(rows, AHEAD_ROWS), pl.ds(columns, BLOCK)])
+
+        lax.fori_loop(0, div(boxes - self.cta + self.plan.ctas - 1, self.plan.ctas), bring, None)
 
     def _bring_activations(self) -> None:
         plan, (target, arrived, left) = self.plan, (self.buffers[name] for name in ("x_sm", "x_in", "x_out"))

@@ -121,9 +121,7 @@ def put_out(target, tile, order, share, first, live, feature, interpret: Any) ->
 
         return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
     def put(_, target, tile, order, share, first, live, feature):
         first, live, feature = (value.registers.item() for value in (first, live, feature))
         base, entries, shares = address(target, number(0)), _shared(order), _shared(share)

@@ -4,6 +4,7 @@ import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
 ROWS = 64  # weight rows of one matrix instruction; an item has as many gate as up rows, or two such tiles of down rows
+AHEAD_ROWS = 128  # of one box of what is brought to the cache for others
 UNIT = 2  # blocks of activations in one slot
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
@@ -79,7 +80,16 @@ class Plan:
         return self.hidden // (2 * ROWS)
 
 
-def plan(tokens: int, taken: int, experts: int, hidden: int, inner: int, ctas: int, meets: bool = True, choice: Choice | None = None) -> Plan:
+def plan(
+    tokens: int,
+    taken: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    ctas: int,
+    meets: bool = True,
+    choice: Choice | None = None,
+) -> Plan:
     """Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * taken
     if not 0 < experts <= MOST_EXPERTS:

@@ -28,7 +28,11 @@ def sort_entries(plan: Plan, entries, weights, buffers: dict[str, Any], interpre
         of all groups, then each one's first place, then how many entries it has, then the number of groups. `spare`: anything.
     """
     if interpret is not None:
-        given = chosen(entries[...].reshape(plan.tokens, -1), plan.taken, plan.choice) if plan.choice else (entries, weights)
+        given = (
+            chosen(entries[...].reshape(plan.tokens, -1), plan.taken, plan.choice)
+            if plan.choice
+            else (entries, weights)
+        )
         _interpreted(plan, *[part[...].reshape(-1) for part in given], buffers)
         return
     names = ("sorted", "share", "spare", "groups")

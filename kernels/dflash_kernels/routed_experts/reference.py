@@ -9,9 +9,7 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.routed_experts.mosaic_gpu_plan import Choice
 
 
-def chosen(
-    logits: Float[Array, "T E"], taken: int, choice: Choice
-) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+def chosen(logits: Float[Array, "T E"], taken: int, choice: Choice) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """The experts with the largest logits, the first of equal ones, and their weights."""
     scores = jax.nn.softmax(logits, axis=-1)
     experts = jax.lax.top_k(scores, taken)[1]
@@ -28,9 +26,10 @@ def routed_experts_reference(
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
     exchange: Any = None,
+    ahead: tuple[Array, ...] = (),
 ) -> Float[Array, "k T D"]:
     """See `routed_experts`; each token's experts are gathered."""
-    del exchange
+    del exchange, ahead
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide = {"precision": precision, "preferred_element_type": jnp.float32}
     gate, up = jnp.split(jnp.einsum("td,tkfd->tkf", x, gate_up[experts], **wide), 2, axis=-1)
@@ -48,6 +47,7 @@ def mixture_reference(
     taken: int,
     choice: Choice,
     exchange: Any = None,
+    ahead: tuple[Array, ...] = (),
 ) -> Float[Array, "k T D"]:
     """See `mixture`."""
-    return routed_experts_reference(x, *chosen(logits, taken, choice), gate_up, down, exchange)
+    return routed_experts_reference(x, *chosen(logits, taken, choice), gate_up, down, exchange, ahead)
