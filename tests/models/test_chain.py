@@ -1,5 +1,6 @@
 """A model's layers through operations of several steps against the same layers called one by one."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,9 +14,12 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models import bind, chain
+from dflash_jax.models import bind, chain, init_params, routed
 from dflash_jax.models.chain import run_layers
 from dflash_jax.models.layers import Linear
+from dflash_jax.models.moe import Experts
+from dflash_jax.models.presets import MOE_TARGETS
+from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 from dflash_jax.models.rows import fits, multiplied, run_rows
 
 from ..devices import h200
@@ -54,6 +58,39 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
     for theirs, *ours in zip([*plain, hidden], [*chained, ends], [*rows, last], strict=True):
         for found in ours:
             np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("case", cases("qwen3_moe"))
+def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, params, inputs, _ = golden(case)
+    model: Any = bind(config, params)
+    ids = jnp.asarray(inputs["ids"])
+    x, rotary = model.embed(ids), model.rotary(jnp.asarray(inputs["positions"]))
+    plain, hidden = run_layers(model.layers, model.norm, x, rotary, dense_attend())
+    assert not routed.fits(model.layers, x)  # without a kernel
+    monkeypatch.setattr(Experts, "streams", lambda *_: True)
+    assert routed.fits(model.layers, x)
+    streams, ends = run_layers(model.layers, model.norm, x, rotary, Decodes())
+    for theirs, found in zip([*plain, hidden], [*streams, ends], strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_layer_with_experts_is_few_launches(tokens: int) -> None:
+    """Two norms with what comes before them, and all experts with the choice among them: three kernels, but for attention's."""
+    config = dataclasses.replace(MOE_TARGETS["Qwen3-30B-A3B"], num_layers=1, windows=(None,), vocab_size=256)
+    params = jax.eval_shape(lambda: init_params(qwen3_moe_parameters(config), jax.random.key(0), "bfloat16"))
+
+    def run(params: Any, x: jax.Array) -> Any:
+        model: Any = bind(config, params)
+        rotary = model.rotary(jnp.arange(tokens)[None])
+        return run_layers(model.layers, model.norm, x, rotary, Decodes())[1]
+
+    with h200():
+        x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
+        text = jax.jit(run).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 3
+    assert "top_k" not in text
 
 
 @pytest.mark.parametrize("case", CASES)

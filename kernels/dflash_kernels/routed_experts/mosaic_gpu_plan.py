@@ -8,6 +8,7 @@ AHEAD_ROWS = 128  # of one box of what is brought to the cache for others
 UNIT = 2  # blocks of activations in one slot
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
+LOOK = 16  # entries that a thread looks at together while it sorts
 MOST_EXPERTS = 256  # two for each thread that sorts
 MOST_ENTRIES = 4096
 MOST_CHOOSING = 16  # tokens for which every CTA chooses
@@ -63,8 +64,8 @@ class Plan:
 
     @property
     def padded(self) -> int:
-        """Entries in whole vectors of four."""
-        return -(-self.entries // 4) * 4
+        """Entries in as many as are looked at together."""
+        return -(-self.entries // LOOK) * LOOK
 
     @property
     def threads(self) -> int:
@@ -103,6 +104,6 @@ def plan(
     x_slot = UNIT * BLOCK * 2 * columns
     x_slots = max(X_SHARED // x_slot, 3) if columns > 8 else 8
     groups = min(experts, entries) + entries // columns
-    tables = 4 * (4 * (entries + 4) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
+    tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
     slots = min((SHARED - tables - x_slots * x_slot) // (2 * ROWS * BLOCK * 2), 12)
     return Plan(tokens, taken, experts, hidden, inner, columns, slots, x_slots, ctas, meets, choice)

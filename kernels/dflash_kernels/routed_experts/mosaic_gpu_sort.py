@@ -12,10 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_memory import WARPGROUP, address, number, thread, times, when
 from dflash_kernels.routed_experts.mosaic_gpu_choose import choose
-from dflash_kernels.routed_experts.mosaic_gpu_plan import Plan
+from dflash_kernels.routed_experts.mosaic_gpu_plan import LOOK, Plan
 from dflash_kernels.routed_experts.reference import chosen
 
-_VECTOR = 4
+_VECTOR, _LANES = 4, 32
+_PLACES = 1 << 16  # more than entries: what is packed above them counts groups
 
 
 def sort_entries(plan: Plan, entries, weights, buffers: dict[str, Any], interpret: Any) -> None:
@@ -80,32 +81,18 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
 
     zeros = [number(0) for _ in own]
 
-    @mgpu.utils.fori(number(plan.padded // _VECTOR), zeros)
+    @mgpu.utils.fori(number(plan.padded // LOOK), zeros)
     def counted(step, carry):
-        for value in _vector(flat, step):
+        for value in _entries(flat, step):
             carry = [arith.addi(count, _one(value, expert)) for count, expert in zip(carry, own, strict=True)]
         return carry
 
     found = counted.results
-    for expert, count in zip(own, found, strict=True):
-        _store(counts, expert, count)
-    mgpu.utils.warpgroup_barrier()
-
-    @mgpu.utils.fori(number(-(-plan.experts // _VECTOR)), [zeros, zeros])
-    def summed(step, carry):
-        places, numbers = carry
-        for lane, value in enumerate(_vector(counts, step)):
-            other = arith.addi(times(step, _VECTOR), number(lane))
-            full = arith.divui(arith.addi(value, number(plan.columns - 1)), number(plan.columns))
-            for index, expert in enumerate(own):
-                before = arith.cmpi(arith.CmpIPredicate.ult, other, expert)
-                places = _added(places, index, arith.select(before, value, number(0)))
-                numbers = _added(numbers, index, arith.select(before, full, number(0)))
-        return [places, numbers]
-
-    places, numbers = summed.results
+    sums = _before(plan, [_packed(plan, count) for count in found], counts)
+    places = [arith.andi(value, number(_PLACES - 1)) for value in sums]
+    numbers = [arith.divui(value, number(_PLACES)) for value in sums]
     for expert, count, place, first in zip(own, found, places, numbers, strict=True):
-        full = arith.divui(arith.addi(count, number(plan.columns - 1)), number(plan.columns))
+        full = _groups(plan, count)
 
         @mgpu.utils.fori(full, [])
         def _(index, carry, expert=expert, count=count, place=place, first=first):
@@ -118,12 +105,15 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
         with when(arith.cmpi(arith.CmpIPredicate.eq, expert, number(plan.experts - 1))):
             _store(groups, number(3 * plan.groups), arith.addi(first, full))
 
-    @mgpu.utils.fori(number(plan.padded // _VECTOR), list(places))
+    @mgpu.utils.fori(number(plan.padded // LOOK), list(places))
     def _(step, carry):
-        for lane, value in enumerate(_vector(flat, step)):
+        for lane, value in enumerate(_entries(flat, step)):
             for index, expert in enumerate(own):
-                with when(arith.cmpi(arith.CmpIPredicate.eq, value, expert)):
-                    _store(order, carry[index], arith.addi(times(step, _VECTOR), number(lane)))
+                mgpu.utils.inline_ptx(
+                    "st.shared.b32 [$0], $1;", arith.addi(order, times(carry[index], 4)),
+                    arith.addi(times(step, LOOK), number(lane)), has_side_effects=True,
+                    predicate=arith.cmpi(arith.CmpIPredicate.eq, value, expert),
+                )  # fmt: skip
             carry = [arith.addi(place, _one(value, expert)) for place, expert in zip(carry, own, strict=True)]
         return carry
 
@@ -136,8 +126,39 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
     mgpu.utils.warpgroup_barrier()
 
 
-def _added(values, index: int, more):
-    return [arith.addi(value, more) if place == index else value for place, value in enumerate(values)]
+def _groups(plan: Plan, count):
+    return arith.divui(arith.addi(count, number(plan.columns - 1)), number(plan.columns))
+
+
+def _packed(plan: Plan, count):
+    """How many entries an expert has and how many groups, in one word."""
+    return arith.addi(count, times(_groups(plan, count), _PLACES))
+
+
+def _before(plan: Plan, values, spare):
+    """Sums over all experts before each thread's own, of words that threads hold for theirs; `spare` takes a word for each warp."""
+    i32 = ir.IntegerType.get_signless(32)
+    lane, warp = arith.remui(thread(), number(_LANES)), arith.divui(thread(), number(_LANES))
+    warps, sums = WARPGROUP // _LANES, []
+    for index, value in enumerate(values):
+        upto = value
+        for distance in (1, 2, 4, 8, 16):
+            other = mgpu.utils.inline_ptx(
+                f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;", upto, result_types=i32, has_side_effects=True,
+                convergent=True,
+            )  # fmt: skip
+            reaches = arith.cmpi(arith.CmpIPredicate.uge, lane, number(distance))
+            upto = arith.addi(upto, arith.select(reaches, other, number(0)))
+        with when(arith.cmpi(arith.CmpIPredicate.eq, lane, number(_LANES - 1))):
+            _store(spare, arith.addi(warp, number(index * warps)), upto)
+        sums.append(arith.subi(upto, value))
+    mgpu.utils.warpgroup_barrier()
+    wholes = [value for step in range(len(values)) for value in _vector(spare, number(step))]
+    for index in range(len(values)):
+        for place, whole in enumerate(wholes[: (index + 1) * warps]):
+            earlier = arith.cmpi(arith.CmpIPredicate.ult, number(place), arith.addi(warp, number(index * warps)))
+            sums[index] = arith.addi(sums[index], arith.select(earlier, whole, number(0)))
+    return sums
 
 
 def _one(value, expert):
@@ -151,6 +172,13 @@ def _below(place, limit: int):
 
 def _not_below(place, limit: int):
     return arith.cmpi(arith.CmpIPredicate.uge, place, number(limit))
+
+
+def _entries(base, step):
+    """`LOOK` neighbouring words of shared memory, all asked for before the first one is looked at."""
+    vectors = LOOK // _VECTOR
+    asked = [_vector(base, arith.addi(times(step, vectors), number(place))) for place in range(vectors)]
+    return [value for vector in asked for value in vector]
 
 
 def _vector(base, step):
