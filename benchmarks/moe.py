@@ -74,7 +74,7 @@ class Mixture:
 
     def ways(self, tokens: int) -> dict[str, Callable[..., jax.Array]]:
         """The way the model takes first."""
-        found = {
+        found: dict[str, Callable[..., jax.Array]] = {
             "time per call": lambda weights, *args: self.module(weights)(*args),
             "time per call, every expert": lambda weights, *args: self.module(weights).every(*args),
         }

@@ -115,7 +115,7 @@ class Experts(nnx.Module):
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """Sum over each token's experts, weighted and added in float32."""
-        if self.streams(*experts.shape, x.dtype):
+        if self.streams(x.shape[0], experts.shape[1], x.dtype):
             gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
             return routed_experts(x, experts, weights, gate_up, down).sum(axis=0).astype(x.dtype)
         # Gathering 48 experts of 64 takes 0.25 ms, all of them in place 0.32 (an H200, bfloat16).
@@ -146,7 +146,8 @@ class Experts(nnx.Module):
                 "scale": config.routing_scale,
             }
             return mixture(router.logits(x), x, gate_up, down, exchange=exchange, ahead=ahead, **how)
-        return routed_experts(x, *router(x), gate_up, down, exchange=exchange, ahead=ahead)
+        experts, weights = router(x)
+        return routed_experts(x, experts, weights, gate_up, down, exchange=exchange, ahead=ahead)
 
     def chosen(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]

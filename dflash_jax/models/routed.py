@@ -4,7 +4,7 @@ Called one after the other, they would be twice as many launches.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from dflash_kernels import add_norm, dense_parts, dense_refusal, routed_experts_exchange
 from flax import nnx
@@ -18,8 +18,10 @@ from dflash_jax.models.rows import multiplied
 
 def fits(layers: Sequence[nnx.Module], x: Any) -> bool:
     """Whether `run_routed` can stand for calling the layers one by one, and is faster."""
-    feeds = [layer.mlp for layer in layers if type(layer).__call__ is DecoderLayer.__call__ and hasattr(layer, "mlp")]
-    if len(feeds) < len(layers) or not all(type(feed) in (MLP, MoE) for feed in feeds):
+    if not all(isinstance(layer, DecoderLayer) and type(layer).__call__ is DecoderLayer.__call__ for layer in layers):
+        return False
+    feeds = [cast(Any, layer).mlp for layer in layers]
+    if not all(type(feed) in (MLP, MoE) for feed in feeds):
         return False
     mixtures = [feed for feed in feeds if type(feed) is MoE]
     return bool(mixtures) and all(_streams(mixture, x.shape[0] * x.shape[1], x.dtype) for mixture in mixtures)
@@ -58,7 +60,7 @@ def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
     if (
         isinstance(weight, Quantised)
         or layer.bias is not None
-        or dense_refusal(*x.shape[:1], x.dtype, x.shape[1]) is not None
+        or dense_refusal(x.shape[0], x.dtype, x.shape[1]) is not None
     ):
         return layer(x)[None]
     return dense_parts(x, weight)

@@ -137,9 +137,9 @@ def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, in
         ((1, 8, 64, 192, 128), "widths in 128s, not 192 and 128"),
     ],
 )  # fmt: skip
-def test_refusals_name_their_reason(sizes: tuple[int, ...], reason: str) -> None:
+def test_refusals_name_their_reason(sizes: tuple[int, int, int, int, int], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
-        plan(*sizes, 132)
+        plan(*sizes, ctas=132)
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -29,25 +29,44 @@ def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, in
     plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
 
 
-def routed_experts_mosaic_gpu(*args: Array, exchange: Any, ahead: tuple[Array, ...]) -> Array:
+def routed_experts_mosaic_gpu(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate_up: Array,
+    down: Array,
+    *,
+    exchange: Any,
+    ahead: tuple[Array, ...],
+) -> Array:
     """See `routed_experts`. Raises NotImplementedError for what it does not take.
 
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
     refuse_other_than_hopper()
-    return launch(*args, exchange=exchange, ahead=ahead, ctas=target().multiprocessors)
+    how: Any = {"exchange": exchange, "ahead": ahead, "ctas": target().multiprocessors}
+    return launch(x, experts, weights, gate_up, down, **how)
 
 
 def mixture_mosaic_gpu(
-    logits: Array, x: Array, *args: Array, taken: int, choice: Choice, exchange: Any, ahead: tuple[Array, ...]
+    logits: Array,
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    *,
+    taken: int,
+    choice: Choice,
+    exchange: Any,
+    ahead: tuple[Array, ...],
 ) -> Array:
     """See `mixture`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
     how: Any = {"exchange": exchange, "ahead": ahead, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING or taken > MOST_TAKEN:
-        return launch(x, *chosen(logits, taken, choice), *args, **how)
-    return launch(x, logits, None, *args, taken=taken, choice=choice, **how)
+        experts, weights = chosen(logits, taken, choice)
+        return launch(x, experts, weights, gate_up, down, **how)
+    return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, **how)
 
 
 def launch(
@@ -71,14 +90,15 @@ def launch(
     """
     _refuse_dtypes(x.dtype, gate_up.dtype, down.dtype)
     taken = experts.shape[1] if taken is None else taken
-    schedule = plan(x.shape[0], taken, *down.shape, ctas, meets, choice)
-    flat = [matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down)]
+    count, hidden, inner = down.shape
+    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, meets, choice)
+    gate_up, down = (matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down))
     exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
     weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
-    if any(matrix.shape[0] % AHEAD_ROWS or matrix.shape[1] % BLOCK for matrix in ahead):
-        raise NotImplementedError(f"brings matrices of {AHEAD_ROWS}s of rows and {BLOCK}s of columns ahead")
-    return _run(schedule, x, experts, weights, *flat, exchange, ahead, interpret)
+    # Others are left where they are: they lack nothing but speed.
+    ahead = tuple(matrix for matrix in ahead if matrix.shape[0] % AHEAD_ROWS == matrix.shape[1] % BLOCK == 0)
+    return _run(schedule, x, experts, weights, gate_up, down, exchange, ahead, interpret)
 
 
 def _refuse_dtypes(*dtypes: Any) -> None:

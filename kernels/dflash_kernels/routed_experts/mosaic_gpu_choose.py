@@ -14,7 +14,7 @@ _LOG2E = 1.4426950408889634
 _SIGN = 1 << 31
 
 
-def choose(plan: Plan, logits, entries, weights) -> None:
+def choose(plan: Plan, choice: Choice, logits, entries, weights) -> None:
     """Experts and weights of all entries.
 
     Args:
@@ -28,7 +28,7 @@ def choose(plan: Plan, logits, entries, weights) -> None:
     def _(turn, carry):
         token = arith.addi(times(turn, warps), warp)
         with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
-            _choose_one(plan, plan.choice, logits, entries, weights, token, lane)
+            _choose_one(plan, choice, logits, entries, weights, token, lane)
         return carry
 
 

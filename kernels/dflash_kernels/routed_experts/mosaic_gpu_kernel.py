@@ -227,10 +227,10 @@ class _Cta:
             if "ready" in self.refs:
                 ops.announce_tile(self.refs["ready"], group)
             return
-        held = [self.buffers[name] for name in ("sorted", "share")]
+        order, share = self.buffers["sorted"], self.buffers["share"]
         for half, product in enumerate((upper, lower)):
             feature = (tile * 2 + half) * ROWS
-            ops.put_out(self.refs["out"], product, *held, first, live, feature, self.interpret)
+            ops.put_out(self.refs["out"], product, order, share, first, live, feature, self.interpret)
 
     def _product(self, units: int, before):
         """The two halves of an item's weight rows times a group's columns."""

@@ -76,7 +76,7 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
         with when(arith.andi(_below(place, plan.padded), _not_below(place, plan.entries))):
             _store(flat, place, number(-1))
     if plan.choice is not None:
-        choose(plan, entries, flat, own_weights)
+        choose(plan, plan.choice, entries, flat, own_weights)
     mgpu.utils.warpgroup_barrier()
 
     zeros = [number(0) for _ in own]
