@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import grouped_linear, grouped_linear_refusal, mixture, routed_experts, routed_experts_refusal
+from dflash_kernels import (
+    dense_scores,
+    grouped_linear,
+    grouped_linear_refusal,
+    mixture,
+    routed_experts,
+    routed_experts_refusal,
+)
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -91,16 +98,11 @@ class Router(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.num_experts,))) if config.routing == "noaux_tc" else None
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        return route(self.config, self.logits(x), None if self.bias is None else self.bias[...])
+        return self.choose(dense_scores(x, self.weight[...]))
 
-    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
-        """Float32, before any bias."""
-        weight = self.weight[...]
-        if x.dtype != weight.dtype:
-            x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-        # Products of sixteen-bit numbers are exact in float32: widening them first would only move more bytes.
-        return jnp.einsum("td,ed->te", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    def choose(self, logits: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """See `route`; logits are products of x with the weight's rows."""
+        return route(self.config, logits, None if self.bias is None else self.bias[...])
 
 
 class Experts(nnx.Module):
@@ -134,7 +136,12 @@ class Experts(nnx.Module):
         return routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
     def parts(
-        self, x: Float[Array, "T D"], router: Router, exchange: Any = None, ahead: tuple[Array, ...] = ()
+        self,
+        x: Float[Array, "T D"],
+        router: Router,
+        logits: Float[Array, "T E"],
+        exchange: Any = None,
+        ahead: tuple[Array, ...] = (),
     ) -> Float[Array, "k T D"]:
         """What a token's experts give, weighted, in float32, to be added; nothing differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
@@ -145,8 +152,8 @@ class Experts(nnx.Module):
                 "normed": config.norm_routing_weights,
                 "scale": config.routing_scale,
             }
-            return mixture(router.logits(x), x, gate_up, down, exchange=exchange, ahead=ahead, **how)
-        experts, weights = router(x)
+            return mixture(logits, x, gate_up, down, exchange=exchange, ahead=ahead, **how)
+        experts, weights = router.choose(logits)
         return routed_experts(x, experts, weights, gate_up, down, exchange=exchange, ahead=ahead)
 
     def chosen(

@@ -6,7 +6,7 @@ Called one after the other, they would be twice as many launches.
 from collections.abc import Sequence
 from typing import Any, cast
 
-from dflash_kernels import add_norm, dense_parts, dense_refusal, routed_experts_exchange
+from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal, routed_experts_exchange
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -42,10 +42,10 @@ def run_routed(
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         projected = multiplied(layer.attn.qkv_proj, normed)
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
-        stream, normed = _onto(_projected(layer.attn.o_proj, heads), stream, layer.post_norm)
-        stream, normed = _onto(
-            _fed(layer.mlp, normed, exchange, _ahead(later)), stream, norm if later is None else later.input_norm
-        )
+        heads = _projected(layer.attn.o_proj, heads)
+        stream, parts = _fed(layer, heads, stream, exchange, _ahead(later))
+        following = norm if later is None else later.input_norm
+        stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape)
 
@@ -66,8 +66,16 @@ def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
     return dense_parts(x, weight)
 
 
-def _fed(feed: MLP | MoE, x: Float[Array, "M D"], exchange: Any, ahead: tuple[Array, ...]) -> Float[Array, "S M D"]:
-    return feed.experts.parts(x, feed.router, exchange, ahead) if type(feed) is MoE else feed(x)[None]
+def _fed(
+    layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any, ahead: tuple[Array, ...]
+) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
+    """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
+    feed, norm, eps = layer.mlp, layer.post_norm.weight[...], layer.post_norm.eps
+    if type(feed) is MLP:
+        stream, normed = add_norm(parts, stream, norm, eps=eps)
+        return stream, feed(normed)[None]
+    stream, normed, scores = add_norm_scores(parts, stream, norm, feed.router.weight[...], eps=eps)
+    return stream, feed.experts.parts(normed, feed.router, scores, exchange, ahead)
 
 
 def _ahead(later: Any) -> tuple[Array, ...]:
@@ -79,10 +87,3 @@ def _ahead(later: Any) -> tuple[Array, ...]:
 
 
 AHEAD = True
-
-
-def _onto(
-    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], norm: RMSNorm
-) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
-    """The stream with parts added, and its norm."""
-    return add_norm(parts, stream, norm.weight[...], eps=norm.eps)

@@ -15,6 +15,7 @@ from dflash_kernels.cache_write.mla import MlaWritten, mla_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.dense.api import (
     add_norm,
+    add_norm_scores,
     dense,
     dense_best,
     dense_gated,
@@ -22,6 +23,7 @@ from dflash_kernels.dense.api import (
     dense_parts,
     dense_refusal,
 )
+from dflash_kernels.dense.reference import dense_scores
 from dflash_kernels.dispatch import NoImplementationError
 from dflash_kernels.grouped_linear.api import grouped_linear, grouped_linear_refusal
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
@@ -46,12 +48,12 @@ from dflash_kernels.row_norm.api import embed_norm, stream_norm
 
 __all__ = [
     "Chained", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvAttended", "QkvWritten", "add_norm",
-    "attention_chain", "attention_chain_exchange", "attention_chain_refusal", "cache_write", "chain_exchange",
-    "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts", "dense_refusal", "embed_norm",
-    "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
-    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
+    "add_norm_scores", "attention_chain", "attention_chain_exchange", "attention_chain_refusal", "cache_write",
+    "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts", "dense_refusal",
+    "dense_scores", "embed_norm", "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode",
+    "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
     "layer_chain_refusal", "merge_states", "mixture", "mla_attention", "mla_write", "paged_attention", "paged_schedule",
     "qkv_attention", "qkv_attention_refusal", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor",
-    "quantised_linear", "ragged_attention", "ragged_paged_attention", "routed_experts",
-    "routed_experts_exchange", "routed_experts_refusal", "schedule_helps", "stream_norm", "swizzle_scales",
+    "quantised_linear", "ragged_attention", "ragged_paged_attention", "routed_experts", "routed_experts_exchange",
+    "routed_experts_refusal", "schedule_helps", "stream_norm", "swizzle_scales",
 ]  # fmt: skip

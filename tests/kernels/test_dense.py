@@ -10,13 +10,14 @@ import pytest
 from dflash_kernels import (
     NoImplementationError,
     add_norm,
+    add_norm_scores,
     dense,
     dense_best,
     dense_gated,
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.dense.mosaic_gpu import add_norm_launch, best, launch
+from dflash_kernels.dense.mosaic_gpu import add_norm_launch, add_norm_scores_launch, best, launch
 from dflash_kernels.dense.mosaic_gpu_kernel import dense as kernel
 from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -130,6 +131,22 @@ def test_add_norm(parts: int) -> None:
     check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
 
 
+def check_scores(call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.Array, ...]) -> None:
+    """Scores are products of the norm that is given beside them."""
+    check_norm(call, (out[0], out[1]))
+    true = np.asarray(out[1], np.float64) @ np.asarray(scorer, np.float64).T
+    assert out[2].dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(out[2]), true, rtol=0, atol=1e-5 * np.abs(true).max())
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+def test_add_norm_scores(rows: int) -> None:
+    """Few rows in one launch, more with a product after the norm."""
+    call, scorer = norm_call(2, rows, 512), make("plain", 1, 8, 512)[1]
+    check_scores(call, scorer, add_norm_scores_launch(*call, scorer, eps=EPS, interpret=INTERPRET))
+    check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
+
+
 @pytest.mark.parametrize(("rows", "sizes"), [(128, QWEN3_4B), (512, QWEN3_8B)])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Every form at full size, through the public functions."""
@@ -235,3 +252,13 @@ def test_full_size_add_norm(width: int) -> None:
     for parts in (1, 2, 4):
         call = norm_call(parts, 512, width)
         check_norm(call, add_norm(*call, eps=EPS, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 33])
+def test_full_size_scores(rows: int) -> None:
+    call, scorer = norm_call(8, rows, 2048), make("plain", 1, 128, 2048)[1]
+    found = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
+    check_scores(call, scorer, found)
+    again = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(found, again, strict=True))

@@ -16,6 +16,10 @@ IMPLEMENTATIONS = {
     "dense_onto": {"mosaic_gpu": mosaic_gpu.dense_onto_mosaic_gpu, "xla": reference.dense_onto_reference},
     "dense_best": {"mosaic_gpu": mosaic_gpu.dense_best_mosaic_gpu, "xla": reference.dense_best_reference},
     "add_norm": {"mosaic_gpu": mosaic_gpu.add_norm_mosaic_gpu, "xla": reference.add_norm_reference},
+    "add_norm_scores": {
+        "mosaic_gpu": mosaic_gpu.add_norm_scores_mosaic_gpu,
+        "xla": reference.add_norm_scores_reference,
+    },
 }
 
 type Implementation = str | Sequence[str] | None
@@ -92,6 +96,27 @@ def add_norm(
         raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
     with jax.named_scope("add_norm"):
         return first_fitting("add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps)
+
+
+def add_norm_scores(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
+    eps: float, implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
+    """`add_norm`, and the norm's products with the rows of `scorer` in float32, as a choice of experts needs them.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:] or scorer.shape[1:] != weight.shape:
+        raise ValueError(
+            f"parts {parts.shape}, weight {weight.shape} and scorer {scorer.shape} do not fit a stream {stream.shape}"
+        )
+    implementations = IMPLEMENTATIONS["add_norm_scores"]
+    with jax.named_scope("add_norm_scores"):
+        return first_fitting(
+            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps
+        )  # fmt: skip
 
 
 def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, Form, Plan, best_plan, pays_onto
+from dflash_kernels.dense.reference import dense_scores
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.row_norm.mosaic_gpu import norm_rows_launch
 from dflash_kernels.target import target
 
 PLAIN_ROWS = 256
+SCORED_ROWS = 16
 FEWEST = 8  # rows that one copy may bring
 
 
@@ -129,9 +131,39 @@ def add_norm_launch(
     """`add_norm` without the device check."""
     from dflash_kernels.dense import mosaic_gpu_norm as kernel
 
+    _refuse_width(stream)
+    added, normed = kernel.add_norm(parts, stream, weight, eps=eps, interpret=interpret)
+    return added, normed
+
+
+def add_norm_scores_mosaic_gpu(
+    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float
+) -> tuple[Array, Array, Array]:
+    """See `add_norm_scores`."""
+    refuse_other_than_hopper()
+    return add_norm_scores_launch(parts, stream, weight, scorer, eps=eps)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+def add_norm_scores_launch(
+    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, interpret: Any = None
+) -> tuple[Array, Array, Array]:
+    """`add_norm_scores` without the device check."""
+    from dflash_kernels.dense import mosaic_gpu_norm as kernel
+
+    # Each row reads the whole scorer: with many, a product after the norm reads less.
+    if stream.shape[0] > SCORED_ROWS or scorer.shape[0] % kernel.SCORES or scorer.dtype != stream.dtype:
+        stream, normed = add_norm_launch(parts, stream, weight, eps=eps, interpret=interpret)
+        return stream, normed, dense_scores(normed, scorer)
+    _refuse_width(stream)
+    stream, normed, scores = kernel.add_norm_scores(parts, stream, weight, scorer, eps=eps, interpret=interpret)
+    return stream, normed, scores
+
+
+def _refuse_width(stream: Array) -> None:
+    from dflash_kernels.dense import mosaic_gpu_norm as kernel
+
     if stream.shape[1] % (kernel.LANES * kernel.VECTOR) or stream.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"takes bfloat16 rows of a multiple of {kernel.LANES * kernel.VECTOR}, not {stream.dtype} of {stream.shape[1]}"
         )
-    added, normed = kernel.add_norm(parts, stream, weight, eps=eps, interpret=interpret)
-    return added, normed

@@ -47,3 +47,25 @@ def add_norm_reference(
     wide = stream.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return stream, weight * (wide * factor).astype(stream.dtype)
+
+
+def add_norm_scores_reference(
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    scorer: Float[Array, "E D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:
+    """See `add_norm_scores`."""
+    stream, normed = add_norm_reference(parts, stream, weight, eps=eps)
+    return stream, normed, dense_scores(normed, scorer)
+
+
+def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "M E"]:
+    """Products in float32, whatever the arguments' dtypes."""
+    if x.dtype != scorer.dtype:
+        x, scorer = x.astype(jnp.float32), scorer.astype(jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    # Products of sixteen-bit numbers are exact in float32: widening them first would only move more bytes.
+    return jnp.einsum("md,ed->me", x, scorer, precision=precision, preferred_element_type=jnp.float32)
