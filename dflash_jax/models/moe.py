@@ -1,10 +1,11 @@
 """Mixture of experts: which experts a token takes (float32), and the experts themselves.
 
-A few tokens read the weights of the experts they take and of no other. Many tokens are sorted into blocks by expert and
-multiplied block by block where a kernel does that (`grouped_linear`). In between, and elsewhere, they go through every expert,
-and what a token did not take is left out of its sum. No expert has a capacity: nothing is dropped, and a token's result does not
-depend on the other tokens of the batch. `benchmarks/moe.py` measures all three, and `jax.lax.ragged_dot`, which XLA computes as
-every expert on every row of the sorted tokens: the work of every expert times a token's experts.
+On Hopper up to some hundred tokens stream the weights of the experts they take, each once (`routed_experts`), and more are sorted
+into blocks by expert and multiplied block by block (`grouped_linear`). Elsewhere a few tokens gather the weights of their experts,
+and others go through every expert; what a token did not take is left out of its sum. No expert has a capacity: nothing is
+dropped, and a token's result does not depend on the other tokens of the batch. `benchmarks/moe.py` measures all four, and
+`jax.lax.ragged_dot`, which XLA computes as every expert on every row of the sorted tokens: the work of every expert times a
+token's experts.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -27,6 +28,9 @@ from dflash_jax.models.parameters import Parameter, Source, single
 
 # Keeps the sum of a token's weights away from zero, as the released models' code does.
 _NORM_EPS = 1e-20
+# Rows an expert from which blocks of them pay: 512 tokens of 6 experts among 64 take 0.58 ms in blocks and 0.89 through every
+# expert, 128 tokens 0.46 and 0.39 (an H200, bfloat16).
+MANY = 16
 
 
 @runtime_checkable
@@ -123,25 +127,22 @@ class Experts(nnx.Module):
         # Gathering 48 experts of 64 takes 0.25 ms, all of them in place 0.32 (an H200, bfloat16).
         if experts.size <= self.count:
             return self.chosen(x, experts, weights)
-        # Sorting pays from about 16 rows an expert: 512 tokens of 6 experts take 0.58 ms in blocks and 0.89 through every expert,
-        # 128 tokens 0.46 and 0.39 (an H200, bfloat16).
-        many = experts.size >= 16 * self.count
-        if many and grouped_linear_refusal(x.dtype, hidden=self.hidden, inner=self.inner) is None:
+        if (
+            experts.size >= MANY * self.count
+            and grouped_linear_refusal(x.dtype, hidden=self.hidden, inner=self.inner) is None
+        ):
             return self.grouped(x, experts, weights)
         return self.every(x, experts, weights)
 
     def streams(self, tokens: int, taken: int, dtype: Any) -> bool:
         """Whether `parts` is the fastest way for so many tokens."""
+        if tokens * taken >= MANY * self.count:
+            return False
         sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
         return routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
     def parts(
-        self,
-        x: Float[Array, "T D"],
-        router: Router,
-        logits: Float[Array, "T E"],
-        exchange: Any = None,
-        ahead: tuple[Array, ...] = (),
+        self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "T E"], exchange: Any = None
     ) -> Float[Array, "k T D"]:
         """What a token's experts give, weighted, in float32, to be added; nothing differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
@@ -152,9 +153,9 @@ class Experts(nnx.Module):
                 "normed": config.norm_routing_weights,
                 "scale": config.routing_scale,
             }
-            return mixture(logits, x, gate_up, down, exchange=exchange, ahead=ahead, **how)
+            return mixture(logits, x, gate_up, down, exchange=exchange, **how)
         experts, weights = router.choose(logits)
-        return routed_experts(x, experts, weights, gate_up, down, exchange=exchange, ahead=ahead)
+        return routed_experts(x, experts, weights, gate_up, down, exchange=exchange)
 
     def chosen(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]

@@ -43,7 +43,7 @@ def run_routed(
         projected = multiplied(layer.attn.qkv_proj, normed)
         heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
         heads = _projected(layer.attn.o_proj, heads)
-        stream, parts = _fed(layer, heads, stream, exchange, _ahead(later))
+        stream, parts = _fed(layer, heads, stream, exchange)
         following = norm if later is None else later.input_norm
         stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps)
         streams.append(stream.reshape(x.shape))
@@ -67,7 +67,7 @@ def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
 
 
 def _fed(
-    layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any, ahead: tuple[Array, ...]
+    layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
     """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
     feed, norm, eps = layer.mlp, layer.post_norm.weight[...], layer.post_norm.eps
@@ -75,15 +75,4 @@ def _fed(
         stream, normed = add_norm(parts, stream, norm, eps=eps)
         return stream, feed(normed)[None]
     stream, normed, scores = add_norm_scores(parts, stream, norm, feed.router.weight[...], eps=eps)
-    return stream, feed.experts.parts(normed, feed.router, scores, exchange, ahead)
-
-
-def _ahead(later: Any) -> tuple[Array, ...]:
-    """What the next layer reads around its attention."""
-    if later is None or not AHEAD:
-        return ()
-    weights = [layer.weight[...] for layer in (later.attn.qkv_proj, later.attn.o_proj)]
-    return tuple(weight for weight in weights if not isinstance(weight, Quantised))
-
-
-AHEAD = True
+    return stream, feed.experts.parts(normed, feed.router, scores, exchange)

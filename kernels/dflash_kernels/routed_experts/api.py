@@ -38,7 +38,6 @@ def routed_experts(
     down: Float[Array, "E D F"],
     *,
     exchange: Any = None,
-    ahead: tuple[Array, ...] = (),
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
     """Feed-forwards of the experts that each token takes, `weights[t, j] * down[e] (silu(gate) * up)` with `e = experts[t, j]`.
@@ -50,7 +49,6 @@ def routed_experts(
       gate_up: F gate rows before as many up rows of each expert, as in SwiGLU (arXiv 2002.05202, section 2).
       down: of each expert.
       exchange: what `routed_experts_exchange` gave, made once for calls that follow one another; without it each makes its own.
-      ahead: matrices that are read next, some 40 MB at most: a kernel may bring them to the cache.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -66,7 +64,7 @@ def routed_experts(
         raise ValueError(f"experts {experts.shape} and weights {weights.shape} must be [{x.shape[0]}, k]")
     with jax.named_scope("routed_experts"):
         return first_fitting(
-            "routed_experts", IMPLEMENTATIONS, implementation, x, experts, weights, gate_up, down, exchange=exchange, ahead=ahead
+            "routed_experts", IMPLEMENTATIONS, implementation, x, experts, weights, gate_up, down, exchange=exchange
         )  # fmt: skip
 
 
@@ -80,7 +78,6 @@ def mixture(
     normed: bool,
     scale: float = 1.0,
     exchange: Any = None,
-    ahead: tuple[Array, ...] = (),
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
     """`routed_experts` with the `taken` experts of the largest logits of each token, the first of equal ones.
@@ -89,7 +86,7 @@ def mixture(
       logits: float32.
       normed: weights are the softmax of the logits that are taken; otherwise of all of them.
       scale: of the weights.
-      x, gate_up, down, exchange, ahead, implementation: see `routed_experts`; what it gives and raises, too.
+      x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
     if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0]:
@@ -99,7 +96,7 @@ def mixture(
     with jax.named_scope("routed_experts"):
         return first_fitting(
             "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, choice=Choice(normed, scale),
-            exchange=exchange, ahead=ahead,
+            exchange=exchange,
         )  # fmt: skip
 
 

@@ -9,8 +9,6 @@ from jaxtyping import Array, Float
 
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.routed_experts.mosaic_gpu_plan import (
-    AHEAD_ROWS,
-    BLOCK,
     MOST_CHOOSING,
     MOST_GROUPS,
     MOST_TAKEN,
@@ -37,7 +35,6 @@ def routed_experts_mosaic_gpu(
     down: Array,
     *,
     exchange: Any,
-    ahead: tuple[Array, ...],
 ) -> Array:
     """See `routed_experts`. Raises NotImplementedError for what it does not take.
 
@@ -45,7 +42,7 @@ def routed_experts_mosaic_gpu(
     that waits for the whole GPU may run beside it.
     """
     refuse_other_than_hopper()
-    how: Any = {"exchange": exchange, "ahead": ahead, "ctas": target().multiprocessors}
+    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     return launch(x, experts, weights, gate_up, down, **how)
 
 
@@ -58,11 +55,10 @@ def mixture_mosaic_gpu(
     taken: int,
     choice: Choice,
     exchange: Any,
-    ahead: tuple[Array, ...],
 ) -> Array:
     """See `mixture`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
-    how: Any = {"exchange": exchange, "ahead": ahead, "ctas": target().multiprocessors}
+    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING or taken > MOST_TAKEN:
         experts, weights = chosen(logits, taken, choice)
         return launch(x, experts, weights, gate_up, down, **how)
@@ -77,11 +73,9 @@ def launch(
     down: Float[Array, "E D F"],
     *,
     exchange: Any = None,
-    ahead: tuple[Array, ...] = (),
     taken: int | None = None,
     choice: Choice | None = None,
     ctas: int,
-    meets: bool = True,
     interpret: Any = None,
 ) -> Float[Array, "k T D"]:
     """The implementation without the device check: for tests on the CPU (`interpret`).
@@ -91,14 +85,12 @@ def launch(
     _refuse_dtypes(x.dtype, gate_up.dtype, down.dtype)
     taken = experts.shape[1] if taken is None else taken
     count, hidden, inner = down.shape
-    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, meets, choice)
+    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)
     gate_up, down = (matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down))
     exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
     weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
-    # Others are left where they are: they lack nothing but speed.
-    ahead = tuple(matrix for matrix in ahead if matrix.shape[0] % AHEAD_ROWS == matrix.shape[1] % BLOCK == 0)
-    return _run(schedule, x, experts, weights, gate_up, down, exchange, ahead, interpret)
+    return _run(schedule, x, experts, weights, gate_up, down, exchange, interpret)
 
 
 def _refuse_dtypes(*dtypes: Any) -> None:
@@ -107,7 +99,7 @@ def _refuse_dtypes(*dtypes: Any) -> None:
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnums=(0, 8))
+@functools.partial(jax.jit, static_argnums=(0, 7))
 def _run(
     schedule: Plan,
     x: Array,
@@ -116,10 +108,9 @@ def _run(
     gate_up: Array,
     down: Array,
     exchange: Any,
-    ahead: tuple[Array, ...],
     interpret: Any,
 ) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.routed_experts import mosaic_gpu_kernel as kernel
 
-    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, ahead, interpret)
+    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, interpret)

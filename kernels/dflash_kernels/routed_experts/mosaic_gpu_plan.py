@@ -4,7 +4,6 @@ import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
 ROWS = 64  # weight rows of one matrix instruction; an item has as many gate as up rows, or two such tiles of down rows
-AHEAD_ROWS = 128  # of one box of what is brought to the cache for others
 UNIT = 2  # blocks of activations in one slot
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
@@ -50,7 +49,6 @@ class Plan:
     slots: int
     x_slots: int
     ctas: int
-    meets: bool = True
     choice: Choice | None = None
 
     @property
@@ -88,7 +86,6 @@ def plan(
     hidden: int,
     inner: int,
     ctas: int,
-    meets: bool = True,
     choice: Choice | None = None,
 ) -> Plan:
     """Raises NotImplementedError with the reason for shapes that do not tile."""
@@ -106,4 +103,4 @@ def plan(
     groups = min(experts, entries) + entries // columns
     tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
     slots = min((SHARED - tables - x_slots * x_slot) // (2 * ROWS * BLOCK * 2), 12)
-    return Plan(tokens, taken, experts, hidden, inner, columns, slots, x_slots, ctas, meets, choice)
+    return Plan(tokens, taken, experts, hidden, inner, columns, slots, x_slots, ctas, choice)

@@ -26,10 +26,9 @@ def routed_experts_reference(
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
     exchange: Any = None,
-    ahead: tuple[Array, ...] = (),
 ) -> Float[Array, "k T D"]:
     """See `routed_experts`; each token's experts are gathered."""
-    del exchange, ahead
+    del exchange
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide = {"precision": precision, "preferred_element_type": jnp.float32}
     gate, up = jnp.split(jnp.einsum("td,tkfd->tkf", x, gate_up[experts], **wide), 2, axis=-1)
@@ -47,7 +46,6 @@ def mixture_reference(
     taken: int,
     choice: Choice,
     exchange: Any = None,
-    ahead: tuple[Array, ...] = (),
 ) -> Float[Array, "k T D"]:
     """See `mixture`."""
-    return routed_experts_reference(x, *chosen(logits, taken, choice), gate_up, down, exchange, ahead)
+    return routed_experts_reference(x, *chosen(logits, taken, choice), gate_up, down, exchange)
