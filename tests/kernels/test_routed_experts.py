@@ -187,7 +187,7 @@ def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 131])
 @pytest.mark.parametrize(("taken", "count", "normed"), [(8, 128, True), (6, 64, False), (8, 256, True), (3, 40, False)])
 def test_the_choice_is_that_of_the_definition(tokens: int, taken: int, count: int, normed: bool) -> None:
     """With equal logits among them."""

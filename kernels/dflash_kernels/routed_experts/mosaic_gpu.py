@@ -11,12 +11,10 @@ from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.routed_experts.mosaic_gpu_plan import (
     MOST_CHOOSING,
     MOST_GROUPS,
-    MOST_TAKEN,
     Choice,
     Plan,
     plan,
 )
-from dflash_kernels.routed_experts.reference import chosen
 from dflash_kernels.target import target
 
 
@@ -59,10 +57,26 @@ def mixture_mosaic_gpu(
     """See `mixture`. Raises NotImplementedError for what it does not take."""
     refuse_other_than_hopper()
     how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
-    if x.shape[0] > MOST_CHOOSING or taken > MOST_TAKEN:
-        experts, weights = chosen(logits, taken, choice)
+    if x.shape[0] > MOST_CHOOSING:
+        experts, weights = _chosen(logits, taken, choice, down.shape, how["ctas"])
         return launch(x, experts, weights, gate_up, down, **how)
     return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, **how)
+
+
+def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], ctas: int) -> tuple[Array, Array]:
+    """`chosen` by a kernel: XLA would sort, in six launches."""
+    tokens, (count, hidden, inner) = logits.shape[0], sizes
+    schedule = plan(tokens, taken, count, hidden, inner, ctas, choice)
+    found = _choices(schedule, logits.reshape(-1).astype(jnp.float32))
+    return found[0].reshape(tokens, taken), found[1].reshape(tokens, taken)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choices(schedule: Plan, logits: Array) -> tuple[Array, Array]:
+    from dflash_kernels.routed_experts import mosaic_gpu_choose as kernel
+
+    assert schedule.choice is not None
+    return kernel.choices(schedule, schedule.choice, logits)
 
 
 def launch(

@@ -1,38 +1,65 @@
-"""Choosing experts inside the kernel: a warp takes a token, its lanes a part of the logits each."""
+"""Choosing experts, inside the kernel or before it: a warp takes a token, its lanes a part of the logits each."""
 
-# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+# pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_memory import WARPGROUP, address, number, thread, times, when
 from dflash_kernels.routed_experts.mosaic_gpu_plan import Choice, Plan
 
-_LANES = 32
+_LANES, _WARPS = 32, WARPGROUP // 32
 _LOG2E = 1.4426950408889634
 _SIGN = 1 << 31
 
 
+def choices(plan: Plan, choice: Choice, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Experts and weights of all entries, `[T * k]` each, of logits `[T * E]`: a launch of its own, for many tokens."""
+
+    def body(logits, entries, weights):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+        def run(_, logits, entries, weights, cta):
+            lane, warp = _lane_and_warp()
+            token = arith.addi(times(cta.registers.item(), _WARPS), warp)
+            with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
+                _choose_one(plan, choice, logits, token, lane, [(entries, "global"), (weights, "global")])
+
+        run(logits, entries, weights, lax.axis_index("cta"))
+
+    body.__name__ = "choose_experts"
+    kinds = jax.ShapeDtypeStruct((plan.entries,), jnp.int32), jax.ShapeDtypeStruct((plan.entries,), jnp.float32)
+    chosen, weights = plgpu.kernel(body, out_type=kinds, grid=(-(-plan.tokens // _WARPS),), grid_names=("cta",))(logits)
+    return chosen, weights
+
+
 def choose(plan: Plan, choice: Choice, logits, entries, weights) -> None:
-    """Experts and weights of all entries.
+    """Experts and weights of all entries, by one warpgroup.
 
     Args:
       logits: `[T * E]` float32 in global memory.
       entries, weights: addresses in shared memory, of a word for each entry.
     """
-    lane, warp = arith.remui(thread(), number(_LANES)), arith.divui(thread(), number(_LANES))
-    warps = WARPGROUP // _LANES
+    lane, warp = _lane_and_warp()
 
-    @mgpu.utils.fori(number(-(-plan.tokens // warps)), [])
+    @mgpu.utils.fori(number(-(-plan.tokens // _WARPS)), [])
     def _(turn, carry):
-        token = arith.addi(times(turn, warps), warp)
+        token = arith.addi(times(turn, _WARPS), warp)
         with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
-            _choose_one(plan, choice, logits, entries, weights, token, lane)
+            _choose_one(plan, choice, logits, token, lane, [(entries, "shared"), (weights, "shared")])
         return carry
 
 
-def _choose_one(plan: Plan, choice: Choice, logits, entries, weights, token, lane) -> None:
+def _lane_and_warp():
+    return arith.remui(thread(), number(_LANES)), arith.divui(thread(), number(_LANES))
+
+
+def _choose_one(plan: Plan, choice: Choice, logits, token, lane, targets) -> None:
+    """One token's experts and weights, to two places in memory of the kinds that are named."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     places = [arith.addi(lane, number(first)) for first in range(0, plan.experts, _LANES)]
     bits = [_logit(plan, logits, token, place) for place in places]
@@ -62,10 +89,9 @@ def _choose_one(plan: Plan, choice: Choice, logits, entries, weights, token, lan
     share = arith.mulf(arith.divf(share, _summed(total)), mgpu.c(choice.scale, f32))
     with when(inside):
         entry = arith.addi(times(token, plan.taken), lane)
-        for base, value in ((entries, chosen), (weights, arith.bitcast(i32, share))):
-            mgpu.utils.inline_ptx(
-                "st.shared.b32 [$0], $1;", arith.addi(base, times(entry, 4)), value, has_side_effects=True
-            )
+        for (target, space), value in zip(targets, (chosen, arith.bitcast(i32, share)), strict=True):
+            where = address(target, entry) if space == "global" else arith.addi(target, times(entry, 4))
+            mgpu.utils.inline_ptx(f"st.{space}.b32 [$0], $1;", where, value, has_side_effects=True)
 
 
 def _logit(plan: Plan, logits, token, place):

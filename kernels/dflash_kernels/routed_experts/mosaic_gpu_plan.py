@@ -94,6 +94,8 @@ def plan(
         raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
     if not 0 < entries <= MOST_ENTRIES:
         raise NotImplementedError(f"takes 1 to {MOST_ENTRIES} choices of tokens, not {entries}")
+    if choice is not None and taken > MOST_TAKEN:
+        raise NotImplementedError(f"chooses {MOST_TAKEN} experts of a token at most, not {taken}")
     if hidden % (UNIT * BLOCK) or inner % (UNIT * BLOCK):
         raise NotImplementedError(f"takes widths in {UNIT * BLOCK}s, not {hidden} and {inner}")
     # Few columns cost nothing beside the weights; an expert that more tokens take is read again, out of the cache.
