@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax.training.corpus import Corpus, TrainingError, heldout_prompts, is_source, packages_of, read_sources
+from dflash_jax.training.corpus import (
+    Corpus,
+    Package,
+    SourceFile,
+    TrainingError,
+    heldout_prompts,
+    is_source,
+    packages_of,
+    read_sources,
+)
 from dflash_jax.training.licences import permissive_licence
 from dflash_jax.training.settings import FULL, TINY, with_changes
 from dflash_jax.training.tokenizer import encode_files, train_tokenizer
@@ -56,6 +65,19 @@ def test_the_train_extra_is_read():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[<>=\[]", line)[0] for line in project["optional-dependencies"]["train"]}
     assert names < set(FULL.packages)
+
+
+def test_content_decides_which_part_a_file_is_in():
+    """A hash's place among 10,000 against two percentages; nothing is in two parts, and neither path nor package has a say."""
+    settings = with_changes(TINY, heldout_percent=3.0, prompt_percent=20.0)
+
+    def part(place: int, path: str = "a.py") -> str:
+        return SourceFile(Package("one", "1", "MIT"), path, "", f"{place:012x}" + "f" * 52).part(settings)
+
+    assert [part(place) for place in (0, 299, 300, 2299, 2300, 9999)] == ["heldout"] * 2 + ["prompts"] * 2 + [
+        "train"
+    ] * 2
+    assert part(10_000 + 299, "b.py") == "heldout"
 
 
 def test_identical_files_are_read_once(tmp_path):
