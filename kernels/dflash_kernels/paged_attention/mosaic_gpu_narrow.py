@@ -3,7 +3,7 @@
 A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
 lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
 Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
-each row (`load_queries`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie with
+each row (`put_queries`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie with
 queries of two bytes, the upper ones as one set of rows and the lower ones as another.
 
 The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
@@ -115,17 +115,25 @@ class _Block(Part):
         self.unit: Any = None  # what a score is multiplied with, by query row
         self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
 
+    def ring_pages(self):
+        launch, tiles = self.launch, self.launch.page_size // self.launch.keys
+        if tiles == 0:
+            return super().ring_pages()
+        entries = [lax.div(self.begin + stage, jnp.int32(tiles)) for stage in range(launch.stages)]
+        row = self.refs["table"].at[self.b]
+        return [[ops.entry(row, jnp.minimum(entry, launch.table_width - 1), self.interpret)] for entry in entries]
+
     def run(self):
-        launch = self.launch
+        launch, queries = self.launch, self.refs["q"].at[self.b].at[:, self.head]
+        # Asked for before the first copies, behind which it would wait.
+        pages, asked = self.ring_pages(), ops.ask_for_queries(queries, self.first_row, launch.rows, self.interpret)
 
         @pl.when(self.begin < self.end)
         def _():
-            self.fill_ring(self.streams, self.ring_pages())
-            # Rows of dead tokens may hold anything.
-            live = jnp.minimum(self.q_len, launch.tokens) * launch.group
-            ops.load_queries(
-                self.refs["q"].at[self.b].at[:, self.head], self.buffers["q_sm"], self.buffers["q_factor_sm"],
-                self.first_row, live, self.interpret,
+            self.fill_ring(self.streams, pages)
+            ops.put_queries(
+                asked, queries, self.buffers["q_sm"], self.buffers["q_factor_sm"], self.first_row,
+                jnp.minimum(self.q_len, launch.tokens) * launch.group, self.interpret,
             )  # fmt: skip
             unit = launch.scale * (1.0 if launch.soft_cap else LOG2E)
             if self.dtype != jnp.int8:

@@ -15,6 +15,15 @@ from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as narrow_wor
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
 
+def entry(row, index) -> Any:
+    """An entry of a row of int32 in global memory."""
+    address = th.add(th.address(row), th.mul(th.widen_index(index.registers.item()), 4))
+    value = utils.inline_ptx(
+        "ld.volatile.global.b32 $0, [$1];", address, result_types=th.i32(), has_side_effects=True
+    )
+    return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+
 def publish(weights: Any, target: Any, limit: int) -> Any:
     """Weights to shared memory in float16, for the product; whether any thread's add up to more than `limit`, or to NaN."""
     i32, f32 = th.i32(), ir.F32Type.get()

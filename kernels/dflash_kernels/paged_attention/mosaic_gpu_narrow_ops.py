@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_ops import WORDS, swizzled
 
 FLOAT8_SHIFT = (
     120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
@@ -32,7 +32,7 @@ FLOAT8_SHIFT = (
 KEYS = 64  # of a tile: the M of the product that makes scores
 _MATRIX = plgpu.Layout.WGMMA
 _SCALAR = plgpu.Layout.WG_SPLAT(())
-_VOTE = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
+_NUMBER = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
 
 
 def in_key_order(q: jax.Array) -> jax.Array:
@@ -65,13 +65,45 @@ def query_rows(stored: Any, rows: int) -> tuple[int, Any]:
     return (2 * rows, jnp.int8) if stored == jnp.int8 else (rows, jnp.float16)
 
 
-def load_queries(source, target, factors, first_row, rows, interpret: Any):
-    """Query rows to shared memory, each times the power of two that brings its largest number to between 2^14 and 2^15.
+def ask_for_queries(source, first_row, count: int, interpret: Any) -> list[Any]:
+    """Query rows of `source [T, G, H]`, `count` from `first_row` on, on their way to registers: bfloat16 or float16."""
+    if interpret is not None:
+        return []
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
+    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR), return_type=[WORDS] * queries.asked_words(count, source.shape[2])
+    )
+    def ask(_ctx, source, first_row):
+        return [th.as_array(words) for words in queries.ask_for_queries(source, first_row, count)]
+
+    return ask(source, first_row)
+
+
+def entry(row, index, interpret: Any):
+    """An entry of a row of the page table, asked for here and not where it is needed."""
+    if interpret is not None:
+        return row[index]
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=_NUMBER)
+    def ask(_ctx, row, index):
+        return lanes.entry(row, index)
+
+    return ask(row, index)
+
+
+def put_queries(asked: list[Any], source, target, factors, first_row, rows, interpret: Any):
+    """What was asked for of `source` to shared memory, each row times the power of two that brings its largest number to between
+    2^14 and 2^15.
 
     Args:
-      source: `[T, G, H]` bfloat16 or float16; the first `rows` of its rows `t * G + g` are wanted.
-      target: in shared memory, given rows `first_row` and on, zeros where there are none: `[N, H]` float16 in the keys' order,
-        rows of float16 as they are; or `[2 N, H]` int8, numbers rounded to `256 * upper + lower`, all upper bytes first.
+      rows: of the source's rows `t * G + g` the first so many are wanted, zeros take the place of others.
+      target: in shared memory, given rows `first_row` and on: `[N, H]` float16 in the keys' order, rows of float16 as they are; or
+        `[2 N, H]` int8, numbers rounded to `256 * upper + lower`, all upper bytes first.
       factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
     """
     if interpret is not None:
@@ -96,18 +128,21 @@ def load_queries(source, target, factors, first_row, rows, interpret: Any):
         return
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
+    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _tile_of(target), plgpu.RefType(), _SCALAR, _SCALAR))
-    def load(_ctx, source, target, factors, first_row, rows):
-        queries.load_queries(source, target, factors, first_row, rows)
+    arg_types = (plgpu.RefType(), _tile_of(target), plgpu.RefType(), _SCALAR, _SCALAR, *[WORDS.layout] * len(asked))
 
-    load(source, target, factors, first_row, rows)
+    @plgpu.inline_mgpu(arg_types=arg_types)
+    def put(_ctx, source, target, factors, first_row, rows, *held):
+        queries.put_queries([th.as_words(array) for array in held], source, target, factors, first_row, rows)
+
+    put(source, target, factors, first_row, rows, *asked)
 
 
 def start_scores(tile, queries, interpret: Any):
     """Starts `keys @ queries.T` for a `[64, H]` tile of the ring, which must stay until `finish_scores` ends it.
 
-    `queries` lie in shared memory as `load_queries` leaves them: `[64, N]` float32, or `[64, 2 N]` int32 of int8.
+    `queries` lie in shared memory as `put_queries` leaves them: `[64, N]` float32, or `[64, 2 N]` int32 of int8.
     """
     whole = queries.dtype == jnp.int8
     if interpret is not None:
@@ -208,7 +243,7 @@ def publish(weights, target, limit: int, interpret: Any):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target)), return_type=_VOTE)
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target)), return_type=_NUMBER)
     def store_and_vote(_ctx, weights, target):
         return lanes.publish(weights, target, limit)
 

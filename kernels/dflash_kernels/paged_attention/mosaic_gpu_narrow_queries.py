@@ -16,8 +16,22 @@ _TOP = 14  # exponent of a row's largest number once it is scaled
 _NAN = 0x7FC00000
 
 
-def load_queries(source, target, factors, first_row, rows) -> None:
-    """Query rows from `source [T, G, H]` to shared memory, zeros from row `rows` on; then all may read them.
+def ask_for_queries(source, first_row, count: int) -> list:
+    """Query rows from `source [T, G, H]` for `put_queries`: `count` from `first_row` on, zeros where there are none."""
+    (tokens, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
+    base, first, found = th.address(source), first_row.registers.item(), []
+    for row, column in _units(count, head_dim):
+        row = th.add(first, row)
+        inside = arith.andi(th.below(row, tokens * group), th.below(column, 2 * head_dim))
+        token = th.div(row, group)
+        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
+        address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
+        found += [th.load_if(inside, th.add(address, i * th.CHUNK), "ld.volatile.global") for i in range(2)]
+    return found
+
+
+def put_queries(asked: list, source, target, factors, first_row, rows) -> None:
+    """What was asked for to shared memory, zeros from row `rows` on; then all may read it.
 
     Each row is multiplied by the power of two that brings its largest number to between 2^14 and 2^15; `factors` gets the inverse.
     A target of float16 gets them in the keys' order, rows of float16 as they are. One of int8 gets them rounded, all upper bytes
@@ -26,24 +40,16 @@ def load_queries(source, target, factors, first_row, rows) -> None:
     i32, f32 = th.i32(), ir.F32Type.get()
     wide = isinstance(ir.MemRefType(source.type).element_type, ir.BF16Type)
     split = isinstance(ir.MemRefType(target.type).element_type, ir.IntegerType)
-    (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(source)
+    head_dim = th.shape_and_strides(source)[0][2]
     width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
     count = count // 2 if split else count
-    # Lanes that share a row, 16 columns each: a power of two, the last of which may have none.
-    sharing = 1 << (head_dim // 16 - 1).bit_length()
-    lane, warp = th.lane_and_warp()
-    base, place, first = th.address(source), th.address(target, space=3), first_row.registers.item()
-    for start in range(0, count * sharing, 128):
-        unit = th.add(th.add(th.mul(warp, 32), lane), start)
-        row, column = th.div(unit, sharing), th.mul(th.rem(unit, sharing), 2 * th.CHUNK)
+    place, first, sharing = th.address(target, space=3), first_row.registers.item(), _sharing(head_dim)
+    for index, (row, column) in enumerate(_units(count, head_dim)):
         inside = arith.andi(th.below(row, count), th.below(column, 2 * head_dim))
+        # Rows of dead tokens may hold anything.
         exists = arith.cmpi(arith.CmpIPredicate.slt, th.add(first, row), rows.registers.item())
-        exists = arith.andi(inside, exists)
-        token = th.div(th.add(first, row), group)
-        offset = th.mul(token, token_stride)
-        offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
-        address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        words = [word for i in range(2) for word in th.load_if(exists, th.add(address, i * th.CHUNK))]
+        loaded = [word for words in asked[2 * index : 2 * index + 2] for word in words]
+        words = [arith.select(exists, word, utils.c(0, i32)) for word in loaded]
         as_they_are = utils.c(127 + _TOP, i32), None
         exponent, finite = _exponent_of_row(words, sharing, wide) if wide or split else as_they_are
         times = utils.bitcast(th.shift_left(arith.subi(utils.c(254 + _TOP, i32), exponent), 23), f32)
@@ -62,6 +68,23 @@ def load_queries(source, target, factors, first_row, rows) -> None:
         leads = arith.andi(inside, th.below(column, 1))
         th.when(leads, "st.shared.b32 [$0], $1;", th.add(th.address(factors, space=3), th.mul(row, 4)), inverse)
     mgpu.commit_shared()
+
+
+def asked_words(count: int, head_dim: int) -> int:
+    """How many times sixteen bytes a thread asks for."""
+    return 2 * (-(-count * _sharing(head_dim) // 128))
+
+
+def _sharing(head_dim: int) -> int:
+    """Lanes that share a row, 16 columns each: a power of two, the last of which may have none."""
+    return 1 << (head_dim // 16 - 1).bit_length()
+
+
+def _units(count: int, head_dim: int) -> list:
+    """Row and first byte of a row of what a thread moves of so many rows, 32 bytes at a time."""
+    sharing, (lane, warp) = _sharing(head_dim), th.lane_and_warp()
+    units = [th.add(th.add(th.mul(warp, 32), lane), start) for start in range(0, count * sharing, 128)]
+    return [(th.div(unit, sharing), th.mul(th.rem(unit, sharing), 2 * th.CHUNK)) for unit in units]
 
 
 def _exponent_of_row(words, sharing: int, wide: bool):
