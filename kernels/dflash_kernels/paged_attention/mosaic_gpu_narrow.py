@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention import mosaic_gpu_narrow_ops as ops
-from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, alibi_share, precise_tanh, swizzled
-from dflash_kernels.paged_attention.mosaic_gpu_part import Part
+from dflash_kernels.paged_attention import mosaic_gpu_narrow_start as start
+from dflash_kernels.paged_attention.mosaic_gpu_narrow_scores import COLUMN, MATRIX, Scored
+from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, swizzled
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch
 
 # Weight of the highest score when a base is raised, and what weights may add up to until it is raised again: float16 ends at 2^16,
@@ -32,9 +33,6 @@ RAISED_TO = 2**5
 LIMIT = 2**15
 # A base that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
-_MATRIX = plgpu.Layout.WGMMA
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value for each query row
-_KEY = plgpu.Layout.WGMMA.reduce(1)
 
 
 def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
@@ -42,13 +40,13 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     ring = plgpu.SMEM(
         (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
     )  # fmt: skip
-    rows, multiplied = ops.query_rows(dtype, launch.rows)
+    rows, multiplied = start.query_rows(dtype, launch.rows)
     buffers: dict[str, Any] = {
         "q_sm": plgpu.SMEM((rows, launch.head_dim), multiplied, transforms=swizzled(multiplied, launch.head_dim)),
         "q_factor_sm": plgpu.SMEM((launch.rows,), jnp.float32),
         # Three, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one.
         "p_sm": plgpu.SMEM((3, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
-        "k_sm": ring, "v_sm": ring,
+        "k_sm": ring, "v_sm": ring, "columns_sm": plgpu.SMEM((4, launch.rows), jnp.float32),
     }  # fmt: skip
     streams = ["k", "v"]
     if dtype == jnp.int8:
@@ -98,22 +96,16 @@ def attention(
         scratch_types=scratch(launch, k_pages.dtype),
         grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
         num_threads=1, thread_name="wg",
-        # Scratch for maxima and sums of query rows, across the warps. All threads meet where weights are published, and nowhere
-        # else in a step: what they read of a tile before that may be overwritten after it.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=1024, unsafe_no_auto_barriers=True),
+        # All threads meet where weights are published, and nowhere else in a step: what they read of a tile before that may be
+        # overwritten after it.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*given.values())  # fmt: skip
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
 
 
-class _Block(Part):
+class _Block(Scored):
     """One CTA's work."""
-
-    def __init__(self, launch, refs, buffers, dtype, interpret):
-        super().__init__(launch, refs, buffers)
-        self.dtype, self.interpret = dtype, interpret
-        self.unit: Any = None  # what a score is multiplied with, by query row
-        self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
 
     def ring_pages(self):
         launch, tiles = self.launch, self.launch.page_size // self.launch.keys
@@ -121,34 +113,34 @@ class _Block(Part):
             return super().ring_pages()
         entries = [lax.div(self.begin + stage, jnp.int32(tiles)) for stage in range(launch.stages)]
         row = self.refs["table"].at[self.b]
-        return [[ops.entry(row, jnp.minimum(entry, launch.table_width - 1), self.interpret)] for entry in entries]
+        return [[start.entry(row, jnp.minimum(entry, launch.table_width - 1), self.interpret)] for entry in entries]
 
     def run(self):
         launch, queries = self.launch, self.refs["q"].at[self.b].at[:, self.head]
         # Asked for before the first copies, behind which it would wait.
-        pages, asked = self.ring_pages(), ops.ask_for_queries(queries, self.first_row, launch.rows, self.interpret)
+        pages, asked = self.ring_pages(), start.ask_for_queries(queries, self.first_row, launch.rows, self.interpret)
 
         @pl.when(self.begin < self.end)
         def _():
             self.fill_ring(self.streams, pages)
-            ops.put_queries(
+            start.put_queries(
                 asked, queries, self.buffers["q_sm"], self.buffers["q_factor_sm"], self.first_row,
                 jnp.minimum(self.q_len, launch.tokens) * launch.group, self.interpret,
             )  # fmt: skip
             unit = launch.scale * (1.0 if launch.soft_cap else LOG2E)
             if self.dtype != jnp.int8:
                 unit *= self.refs["k_scale"][self.head]
-            self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], _COLUMN) * unit
-            acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX)
+            self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], COLUMN) * unit
+            acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
             acc, base, total = self.walk(self._step, (acc, *self._first()), skip=1)
             acc = self._start_values(acc, self.end - 1, finite=True)
             self._finish(ops.finish(acc, self.interpret), base, total)
 
         @pl.when(self.begin >= self.end)
         def _():
-            self._write_lse(plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), _COLUMN))
+            self._write_lse(plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), COLUMN))
             if launch.direct:
-                self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), _MATRIX))
+                self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX))
 
     def _start_scores(self, tile):
         return ops.start_scores(self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
@@ -168,17 +160,18 @@ class _Block(Part):
         for stream in self.streams:
             if stream != "v":
                 plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[0])
-        nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), _COLUMN)
+        nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
         base, weights = self._raised(self.begin, nothing, masked=True)
-        zeros = plgpu.layout_cast(jnp.zeros(weights.shape, jnp.float32), _MATRIX)
+        zeros = plgpu.layout_cast(jnp.zeros(weights.shape, jnp.float32), MATRIX)
         return base, ops.add_weights(zeros, weights, self.interpret)
 
     def _raised(self, tile, base, *, masked: bool):
         """Base so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; the tile's weights, published."""
         scores = ops.finish_scores(self._start_scores(tile), self.interpret)
-        scores = self._exponents(scores, tile, masked)
-        base = jnp.maximum(base, scores.max(axis=0) - math.log2(RAISED_TO))
-        weights = jnp.exp2(scores - self._spread(base))
+        scores = self.exponents(scores, tile, masked)
+        top = ops.over_keys(scores, base, self.buffers["columns_sm"], self.interpret, highest=True)
+        base = jnp.maximum(base, top - math.log2(RAISED_TO))
+        weights = jnp.exp2(scores - self.spread(base))
         ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
         return base, weights
 
@@ -201,8 +194,8 @@ class _Block(Part):
             plgpu.barrier_wait(self.buffers["k_scale_in"].at[stage])
         if together:
             scores = ops.finish_scores(scores, self.interpret, later=1)
-        scores = self._exponents(scores, tile, masked)
-        weights = jnp.exp2(scores - self._spread(base))
+        scores = self.exponents(scores, tile, masked)
+        weights = jnp.exp2(scores - self.spread(base))
         over = ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
         increased = ops.add_weights(total, weights, self.interpret)
 
@@ -219,7 +212,7 @@ class _Block(Part):
             higher, weights = self._raised(tile, base, masked=masked)
             kept = jnp.exp2(base - higher)
             acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            return acc, higher, ops.add_weights(total * self._spread(kept), weights, self.interpret)
+            return acc, higher, ops.add_weights(total * self.spread(kept), weights, self.interpret)
 
         def as_it_is(acc, base, total, increased):
             del total
@@ -227,52 +220,10 @@ class _Block(Part):
 
         return lax.cond(over, raised, as_it_is, acc, base, total, increased)
 
-    def _exponents(self, scores, tile, masked: bool):
-        scores = self._in_base_2(scores, self.stage(tile), tile)
-        return jnp.where(self._mask(tile), scores, -jnp.inf) if masked else scores
-
-    def _in_base_2(self, scores, stage, tile):
-        """Scores as exponents of two: scaled, capped, and ALiBi's share added."""
-        launch = self.launch
-        scores = scores * self._spread(self.unit)
-        if self.dtype == jnp.int8:
-            of_keys = plgpu.layout_cast(self.buffers["k_scale_sm"].at[stage][...], _KEY)
-            scores = scores * lax.broadcast_in_dim(of_keys, scores.shape, [0])
-        if launch.soft_cap is not None:
-            scores = precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
-        if "slopes" not in self.refs:
-            return scores
-        own_rows = pl.ds(self.first_row, launch.rows)
-        slopes = plgpu.layout_cast(plgpu.load(self.refs["slopes"].at[self.head, own_rows], optimized=False), _COLUMN)
-        position = self.seq_len - self.q_len + self._tokens()
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, scores.shape, 0), _MATRIX)
-        share = alibi_share(keys - self._spread(position - tile * launch.keys), launch.alibi_sqrt)
-        return scores + share * self._spread(slopes * LOG2E)
-
-    def _spread(self, of_rows):
-        """One value for each query row over a tile of scores."""
-        return lax.broadcast_in_dim(of_rows, (self.launch.keys, self.launch.rows), [1])
-
-    def _tokens(self):
-        """Query token of each row."""
-        rows = plgpu.layout_cast(lax.iota(jnp.int32, self.launch.rows), _COLUMN)
-        return lax.div(rows + self.first_row, jnp.int32(self.launch.group))
-
-    def _mask(self, tile):
-        launch, shape = self.launch, (self.launch.keys, self.launch.rows)
-        bounded = launch.causal or launch.window != (None, None)
-        low, high = self.limits(self._tokens()) if bounded else (0, self.kv_len)
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), _MATRIX)
-        start = tile * launch.keys
-        mask = keys < (self._spread(high - start) if bounded else high - start)
-        if launch.window[0] is not None:
-            mask &= keys >= self._spread(low - start)
-        return mask
-
     def _finish(self, acc, base, total):
         """Normalises and writes."""
-        total = total.sum(axis=0)
-        live = (self._tokens() < self.q_len) & (total != 0)
+        total = ops.over_keys(total, base, self.buffers["columns_sm"], self.interpret, highest=False)
+        live = (self.tokens() < self.q_len) & (total != 0)
         counted = jnp.where(live, total, 1.0)
         self._write_lse(jnp.where(live, (base + jnp.log2(counted)) * (1 / LOG2E), -jnp.inf))
         scale = 1.0 if self.dtype == jnp.int8 else self.refs["v_scale"][self.head]

@@ -3,6 +3,7 @@
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,7 @@ from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 def entry(row, index) -> Any:
     """An entry of a row of int32 in global memory."""
     address = th.add(th.address(row), th.mul(th.widen_index(index.registers.item()), 4))
-    value = utils.inline_ptx(
-        "ld.volatile.global.b32 $0, [$1];", address, result_types=th.i32(), has_side_effects=True
-    )
+    value = utils.inline_ptx("ld.volatile.global.b32 $0, [$1];", address, result_types=th.i32(), has_side_effects=True)
     return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
 
@@ -115,6 +114,38 @@ def add_weights(total, weights):
         both = vector.from_elements(zeros.type, [next(sums), next(sums)])
         registers[place] = arith.addf(total.registers[place], both)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def over_keys(array, like, memory, highest: bool) -> Any:
+    """Sums, or maxima, of the columns of `array [64, N]` as `like [N]` lies, by way of `memory [4, N]`, which must be unread since
+    the last barrier."""
+    combine, f32 = (arith.maximumf if highest else arith.addf), ir.F32Type.get()
+    lane, warp = th.lane_and_warp()
+    of_four, first = th.rem(lane, 4), th.below(lane, 4)
+    place, count = th.add(th.address(memory, space=3), th.mul(of_four, 8)), array.shape[1]
+    own = th.add(place, th.mul(warp, 4 * count))
+    for group in range(count // 8):
+        pair = combine(array.registers[0, group, 0, 0, 0, 0, 0, 0, 0], array.registers[0, group, 0, 0, 1, 0, 0, 0, 0])
+        found = []
+        for i in range(2):
+            value = vector.extract(pair, [], [i])
+            for distance in (4, 8, 16):
+                value = combine(value, utils.shfl_bfly(value, distance))
+            found.append(value)
+        th.when(first, "st.shared.v2.f32 [$0], {$1, $2};", th.add(own, 32 * group), *found)
+    utils.warpgroup_barrier()
+    registers = np.empty_like(like.registers)
+    for group, at in enumerate(np.ndindex(registers.shape)):
+        loaded = [
+            utils.inline_ptx(
+                "ld.shared.v2.f32 {$0, $1}, [$2];", th.add(place, 4 * count * other + 32 * group), result_types=[f32] * 2,
+                has_side_effects=True,
+            )
+            for other in range(4)
+        ]  # fmt: skip
+        both = [functools.reduce(combine, [some[i] for some in loaded]) for i in range(2)]
+        registers[at] = vector.from_elements(ir.VectorType.get((2,), f32), both)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=None)
 
 
 def store(out, target, first_row, rows: int, factors) -> None:

@@ -24,15 +24,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_ops import WORDS, swizzled
+from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 
 FLOAT8_SHIFT = (
     120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
 )
 KEYS = 64  # of a tile: the M of the product that makes scores
 _MATRIX = plgpu.Layout.WGMMA
-_SCALAR = plgpu.Layout.WG_SPLAT(())
-_NUMBER = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+NUMBER = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
 
 def in_key_order(q: jax.Array) -> jax.Array:
@@ -60,85 +61,6 @@ def _plain(stored: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(wide), 480.0, wide)
 
 
-def query_rows(stored: Any, rows: int) -> tuple[int, Any]:
-    """Rows in shared memory of so many queries of keys that are `stored` so, and their dtype."""
-    return (2 * rows, jnp.int8) if stored == jnp.int8 else (rows, jnp.float16)
-
-
-def ask_for_queries(source, first_row, count: int, interpret: Any) -> list[Any]:
-    """Query rows of `source [T, G, H]`, `count` from `first_row` on, on their way to registers: bfloat16 or float16."""
-    if interpret is not None:
-        return []
-
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR), return_type=[WORDS] * queries.asked_words(count, source.shape[2])
-    )
-    def ask(_ctx, source, first_row):
-        return [th.as_array(words) for words in queries.ask_for_queries(source, first_row, count)]
-
-    return ask(source, first_row)
-
-
-def entry(row, index, interpret: Any):
-    """An entry of a row of the page table, asked for here and not where it is needed."""
-    if interpret is not None:
-        return row[index]
-
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=_NUMBER)
-    def ask(_ctx, row, index):
-        return lanes.entry(row, index)
-
-    return ask(row, index)
-
-
-def put_queries(asked: list[Any], source, target, factors, first_row, rows, interpret: Any):
-    """What was asked for of `source` to shared memory, each row times the power of two that brings its largest number to between
-    2^14 and 2^15.
-
-    Args:
-      rows: of the source's rows `t * G + g` the first so many are wanted, zeros take the place of others.
-      target: in shared memory, given rows `first_row` and on: `[N, H]` float16 in the keys' order, rows of float16 as they are; or
-        `[2 N, H]` int8, numbers rounded to `256 * upper + lower`, all upper bytes first.
-      factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
-    """
-    if interpret is not None:
-        count = factors.shape[0]
-        plain = source[...].reshape(-1, source.shape[2])
-        plain = jnp.pad(plain, ((0, -plain.shape[0] % count + count), (0, 0)))
-        plain = lax.dynamic_slice_in_dim(plain, first_row, count).astype(jnp.float32)
-        plain = jnp.where((first_row + jnp.arange(count) < rows)[:, None], plain, 0.0)
-        top = jnp.max(jnp.where(jnp.isfinite(plain), jnp.abs(plain), 0.0), axis=1)
-        exponent = jnp.clip(jnp.frexp(top)[1] - 1, -107, 127) - 14
-        if source.dtype == target.dtype:
-            exponent = jnp.zeros_like(exponent)
-        scaled, factor = (jnp.ldexp(x, e) for x, e in ((plain, -exponent[:, None]), (jnp.ones_like(top), exponent)))
-        if target.dtype == jnp.int8:
-            factor = jnp.where(jnp.isfinite(plain).all(axis=1), factor, jnp.nan)
-            whole = jnp.minimum(jnp.round(jnp.where(jnp.isfinite(scaled), scaled, 0.0)).astype(jnp.int32), 2**15 - 129)
-            upper = (whole + 128) >> 8
-            target[...] = jnp.concatenate([upper, whole - 256 * upper]).astype(jnp.int8)
-        else:
-            target[...] = in_key_order(scaled).astype(target.dtype)
-        factors[...] = factor
-        return
-
-    from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-    arg_types = (plgpu.RefType(), _tile_of(target), plgpu.RefType(), _SCALAR, _SCALAR, *[WORDS.layout] * len(asked))
-
-    @plgpu.inline_mgpu(arg_types=arg_types)
-    def put(_ctx, source, target, factors, first_row, rows, *held):
-        queries.put_queries([th.as_words(array) for array in held], source, target, factors, first_row, rows)
-
-    put(source, target, factors, first_row, rows, *asked)
-
-
 def start_scores(tile, queries, interpret: Any):
     """Starts `keys @ queries.T` for a `[64, H]` tile of the ring, which must stay until `finish_scores` ends it.
 
@@ -155,7 +77,7 @@ def start_scores(tile, queries, interpret: Any):
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(
-        arg_types=(_tile_of(tile), _tile_of(queries)),
+        arg_types=(tile_of(tile), tile_of(queries)),
         return_type=_matrix((KEYS, queries.shape[0]), jnp.int32 if whole else jnp.float32),
     )
     def start(_ctx, tile, queries):
@@ -190,7 +112,7 @@ def values(tile, interpret: Any, *, finite: bool):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as words
 
-    @plgpu.inline_mgpu(arg_types=(_tile_of(tile),), return_type=_matrix(tile.shape[::-1], jnp.float16))
+    @plgpu.inline_mgpu(arg_types=(tile_of(tile),), return_type=_matrix(tile.shape[::-1], jnp.float16))
     def widen(_ctx, tile):
         return words.values(tile, finite)
 
@@ -204,7 +126,7 @@ def start_values(acc, values, weights, interpret: Any):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX, _tile_of(weights)), return_type=_matrix(acc.shape, jnp.float32))
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX, tile_of(weights)), return_type=_matrix(acc.shape, jnp.float32))
     def start(_ctx, acc, values, weights):
         return lanes.start_values(acc, values, weights)
 
@@ -243,7 +165,7 @@ def publish(weights, target, limit: int, interpret: Any):
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, _tile_of(target)), return_type=_NUMBER)
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, tile_of(target)), return_type=NUMBER)
     def store_and_vote(_ctx, weights, target):
         return lanes.publish(weights, target, limit)
 
@@ -254,7 +176,7 @@ def _matrix(shape, dtype):
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_MATRIX)
 
 
-def _tile_of(memory):
+def tile_of(memory):
     return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
 
 
@@ -270,6 +192,26 @@ def add_weights(total, weights, interpret: Any):
         return lanes.add_weights(total, weights)
 
     return add(total, weights)
+
+
+def over_keys(array, like, memory, interpret: Any, *, highest: bool):
+    """Sums, or maxima, of the columns of `array [64, N]` as `like [N]` lies. All threads wait for each other.
+
+    `memory`: `[4, N]` float32 in shared memory, which no thread may read later than the barrier before this one's.
+    """
+    if interpret is not None:
+        return array.max(axis=0) if highest else array.sum(axis=0)
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(
+        arg_types=(_MATRIX, _COLUMN, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(like.shape, jnp.dtype(jnp.float32), layout=_COLUMN),
+    )
+    def over(_ctx, array, like, memory):
+        return lanes.over_keys(array, like, memory, highest)
+
+    return over(array, like, memory)
 
 
 def store(out, target, first_row, rows: int, factors, interpret: Any):
@@ -300,7 +242,7 @@ def store(out, target, first_row, rows: int, factors, interpret: Any):
 
     given = () if factors is None else (factors,)
 
-    @plgpu.inline_mgpu(arg_types=(_MATRIX, plgpu.RefType(), _SCALAR, *(plgpu.RefType() for _ in given)))
+    @plgpu.inline_mgpu(arg_types=(_MATRIX, plgpu.RefType(), SCALAR, *(plgpu.RefType() for _ in given)))
     def write(_ctx, out, target, first_row, *given):
         lanes.store(out, target, first_row, rows, given[0] if given else None)
 
