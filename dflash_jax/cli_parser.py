@@ -19,6 +19,8 @@ def build_parser() -> argparse.ArgumentParser:
     drafts = group.add_mutually_exclusive_group()
     drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
     drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target's hub id")
+    group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
     group.add_argument(
         "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"

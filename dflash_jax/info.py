@@ -30,10 +30,12 @@ def collect(
     weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     verify_length: int | str | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
 ) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
     check_limits(max_batch=max_batch)
-    target, drafter = open_pair(path, draft)
+    target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
     engine, memory = plan_engine(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
         max_batch=max_batch, verify_length=verify_length,

@@ -138,6 +138,7 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
         (["--shapes", "qwen3-4b", "--draft", "x", "--weight-dtype", "int8"], "leave --draft, --weight-dtype out"),
         (["--shapes", "qwen3-4b", "--cache-dtype", "fp8"], "leave --cache-dtype out"),
         (["--shapes", "qwen3-4b", "--calibration", "texts"], "leave --calibration out"),
+        (["--shapes", "qwen3-4b", "--revision", "main"], "leave --revision out"),
     ],
 )
 def test_command_refuses(options, said, capsys) -> None:

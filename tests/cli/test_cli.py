@@ -89,6 +89,8 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["generate", "x", "--cache-dtype", "fp8_packed"], 4, "needs latent rows"),
         (["generate", "x\udcff", "--max-tokens", "9"], 4, "character 1 of the text is '\\udcff'"),
         (["generate", "x", "--model", ""], 3, "an empty name"),
+        (["generate", "x", "--revision", "main"], 3, "is a local folder, so revision 'main' has no meaning"),
+        (["info", "--draft-revision", "v2"], 3, "is a local folder, so revision 'v2' has no meaning"),
     ],
 )
 def test_errors_are_one_line_and_a_code(target, capsys, arguments, code, message):
