@@ -35,6 +35,7 @@ HEADS = (
     POOL, POOL, array(16, 48 * 128), integers(1, TABLE), integers(1), integers(1), *[array(16, 64, dtype=jnp.float32)] * 2,
 )  # fmt: skip
 NORMS = (array(128), array(128))
+EXPERTS = (array(128, 2 * 768, 2048), array(128, 2048, 768))  # of a layer of Qwen3-30B-A3B
 STREAM_AND_LAYER = (
     array(2560, 16, dtype=jnp.float32), array(2560, 4096), array(2560), array(2 * 9728, 2560), array(2560, 9728), array(2560),
     array(6144, 2560),
@@ -78,6 +79,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "dense_onto": ((array(128, 4096), array(2560, 4096), array(128, 2560), array(2560)), {"eps": 1e-6}),
     "dense_best": ((array(128, 2560), array(151_936, 2560)), {}),
     "add_norm": ((array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560)), {"eps": 1e-6}),
+    "add_norm_scores": (
+        (array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560), array(128, 2560)), {"eps": 1e-6},
+    ),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantised_linear": (
@@ -86,6 +90,8 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "grouped_linear": (
         (array(8 * 128, 2048), array(64, 2 * 1408, 2048), integers(8), integers()), {"gated": True},
     ),
+    "routed_experts": ((array(16, 2048), integers(16, 8), array(16, 8, dtype=jnp.float32), *EXPERTS), {}),
+    "mixture": ((array(16, 128, dtype=jnp.float32), array(16, 2048), *EXPERTS), {"taken": 8, "normed": True}),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
     "qkv_attention": ((*HEADS, *NORMS), {}),
@@ -163,7 +169,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     "op",
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
-        "quantised_linear", "grouped_linear", "layer_chain", "attention_chain",
+        "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
