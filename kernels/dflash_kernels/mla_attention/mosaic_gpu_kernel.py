@@ -129,23 +129,17 @@ class _Block(Results):
         """Scores, with other work under them, and softmax of a first tile, handed to the other warpgroup, and its left values."""
         acc, top, total = carry
         memory = self.memory
-
-        def multiply(scores):
-            self._multiply_keys(scores, 0)
-            if meanwhile is not None:
-                meanwhile()
-            return scores[...]
-
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
-        new_top, kept, weights = self._softmax(scores, tile, top, masked)
-        total = total * kept + weights.sum(axis=1)
-        weights = weights.astype(memory["q_sm"].dtype)
+        found, highest = self._scores(0, tile, masked, meanwhile)
+        new_top, kept, wide = self._softmax(found, highest, top)
+        weights = wide.astype(memory["q_sm"].dtype)
         # The rotated keys of this tile are used up: the weights take their place.
         self._together()
         memory["rotated"].at[0][...] = weights
         memory["stats"].at[TOP][...] = new_top
         plgpu.commit_smem()
         plgpu.barrier_arrive(memory["weights_in"].at[0])
+        # After the other warpgroup has what it waits for.
+        total = total * kept + wide.sum(axis=1)
         if masked:
             self._clear_unused_values(0, 0, tile)
         acc = self._rescaled(acc, kept)
@@ -162,32 +156,23 @@ class _Block(Results):
         later = self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self._widen(1, 1)
+        # The maximum is found before the first tile's weights are there: the rest of the softmax is as long as the product.
+        found, highest = self._scores(1, tile + 1, masked)
+        self._fill_rotated(1, tile + 3, coming[1])
+        acc, top, total = self._right_values(*carry[:3])
+        if masked:
+            self._clear_unused_values(1, 0, tile)
 
-        def hand_over(scores, top):
-            new_top, _, weights = self._softmax(scores, tile + 1, top, masked)
+        def hand_over():
+            new_top, _, weights = self._softmax(found, highest, top)
             memory["weights"][...] = weights.astype(memory["weights"].dtype)
             memory["stats"].at[TOP + 1][...] = new_top
-            memory["stats"].at[SUM][...] = weights.sum(axis=1)
             plgpu.commit_smem()
             plgpu.barrier_arrive(memory["weights_in"].at[1])
+            memory["stats"].at[SUM][...] = weights.sum(axis=1)
+            self._together()
 
-        def multiply(scores):
-            self._multiply_keys(scores, 1)
-            # The interpreter multiplies at once, and two accumulators are one too many for it.
-            found = scores[...] if "staged" in memory else None
-            acc, top, total = self._right_values(*carry[:3])
-            if masked:
-                self._clear_unused_values(1, 0, tile)
-
-            def softmax_meanwhile():
-                # The scores are there while the product of values goes on.
-                second = plgpu.wgmma_accumulator_load(scores, wait_n=1) if found is None else found
-                self._fill_rotated(1, tile + 3, coming[1])
-                hand_over(second, top)
-
-            return self._add_values(acc, self._first_weights, 1, 0, softmax_meanwhile), top, total
-
-        acc, top, total = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
+        acc = self._add_values(acc, self._first_weights, 1, 0, hand_over)
         self._fill_half(1, 0, tile + 2, coming[0])
         self._fill_rotated(0, tile + 2, coming[0])
         self._ask(tile + 5, later[1])
@@ -227,11 +212,22 @@ class _Block(Results):
         keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
         plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
 
-    def _softmax(self, scores, tile, top, masked):
-        """Base of the weights, `_SLACK` or less below the highest score; what is kept of sums from before; the weights."""
+    def _scores(self, stage, tile, masked, meanwhile=None):
+        """A tile's scores, with other work under them, and the highest of each row in powers of two."""
+
+        def multiply(scores):
+            self._multiply_keys(scores, stage)
+            if meanwhile is not None:
+                meanwhile()
+            return scores[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, KEYS), jnp.float32))
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        highest = scores.max(axis=1) * self.unit
+        return scores, scores.max(axis=1) * self.unit
+
+    def _softmax(self, scores, highest, top):
+        """Base of the weights, `_SLACK` or less below the highest score; what is kept of sums from before; the weights."""
         # Nearly always the maximum stays, and what was added up under it with it.
         new_top = jnp.where(highest > top + _SLACK, highest, top)
         base = _finite(new_top)
