@@ -24,10 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, precise_tanh, spread
 from dflash_kernels.ragged_attention.mosaic_gpu_block import Block
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, Launch
+from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, WARPGROUPS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
+_PART = 8  # columns of which each thread has its own: sums of so many need no exchange
 
 
 class Compute:
@@ -37,40 +38,46 @@ class Compute:
         self.launch, self.wg, self.buffers = launch, wg, buffers
         self.sinks_ref, self.slopes_ref, self.out_ref, self.lse_ref = sinks_ref, slopes_ref, out_ref, lse_ref
 
+    def start(self):
+        """The first turn is warpgroup 0's."""
+        pl.when(self.wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(self.buffers["turn"].at[0]))
+
+    def finish(self):
+        """Takes the turn that nobody needs, and waits for the output."""
+        pl.when(self.wg == 0)(lambda: plgpu.barrier_wait(self.buffers["turn"].at[0]))
+        plgpu.wait_smem_to_gmem(0)
+
     def block(self, block: Block, done):
         """All of one block of query rows; `done` tiles came before it."""
         launch = self.launch
         self.slope = None if self.slopes_ref is None else self.slopes_ref[block.head] * LOG2E
-        top, total = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        if self.sinks_ref is not None:
-            # A sink is a key that everyone sees, whose value is 0.
-            top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.ones((ROWS,), jnp.float32)
-        top, total = plgpu.layout_cast(top, _ROW), plgpu.layout_cast(total, _ROW)
-        acc = plgpu.layout_cast(jnp.zeros((ROWS, launch.value_dim), jnp.float32), _WGMMA)
-
-        @pl.when(block.tiles > 0)
-        def _():
-            plgpu.barrier_wait(self.buffers["q_in"])
-            plgpu.barrier_wait(self.buffers["k_in"].at[self._slot(block, done, block.begin)])
-            pl.when(self.wg == 1)(self._take_turns)
-
-        full_begin, full_end = block.whole(self.wg)
+        first = jnp.minimum(block.begin + 1, block.end)
+        full_begin, full_end = (jnp.maximum(edge, first) for edge in block.whole(self.wg))
         step = functools.partial(self._step, block, done, masked=False)
         masked = functools.partial(self._step, block, done, masked=True)
-        carry = (acc, top, total)
-        if launch.window[0] is not None or not launch.page_size:
-            carry = lax.fori_loop(block.begin, full_begin, masked, carry)
+        carry = lax.fori_loop(block.begin, first, functools.partial(self._first, block, done), self._nothing(block))
+        if launch.window[0] is None:
+            full_begin = first  # what is left of a sequence lies in its first tile
+        else:
+            carry = lax.fori_loop(first, full_begin, masked, carry)
         carry = lax.fori_loop(full_begin, full_end, step, carry)
-        acc, top, total = lax.fori_loop(full_end, block.end, masked, carry)
-
-        @pl.when(block.tiles > 0)
-        def _():
-            if launch.separate_out:
-                plgpu.barrier_arrive(self.buffers["q_out"])
-            pl.when(self.wg == 0)(self._take_turns)
-
-        self._finish(block, acc, top, total)
+        carry = lax.fori_loop(full_end, block.end, masked, carry)
+        last = jnp.maximum(block.end - 1, block.begin)
+        acc, _, top, total = lax.fori_loop(last, block.end, functools.partial(self._last, block, done), carry)
+        self._finish(block, acc, top, total.sum(axis=1))
         pl.when(block.tiles > 0)(self._give_back_queries)
+
+    def _nothing(self, block):
+        """Before any tile: sums, weights not yet multiplied, maximum, and the sum of weights, each thread's own part of it."""
+        launch = self.launch
+        top, total = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS, _PART), jnp.float32)
+        if self.sinks_ref is not None:
+            # A sink is a key that everyone sees, whose value is 0.
+            top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.full_like(total, 1 / _PART)
+        acc = jnp.zeros((ROWS, launch.value_dim), jnp.float32)
+        weights = jnp.zeros((ROWS, launch.keys), self.buffers["v_sm"].dtype)
+        acc, weights, total = (plgpu.layout_cast(array, _WGMMA) for array in (acc, weights, total))
+        return acc, weights, plgpu.layout_cast(top, _ROW), total
 
     def _finish(self, block, acc, top, total):
         empty = total == 0
@@ -84,58 +91,75 @@ class Compute:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(self.buffers["q_out"])
 
-    def _take_turns(self):
-        plgpu.barrier_arrive(self.buffers["turn"])
-        plgpu.barrier_wait(self.buffers["turn"])
-
     def _slot(self, block, done, tile):
         return lax.rem(done + tile - block.begin, jnp.int32(self.launch.stages))
 
-    def _step(self, block, done, tile, carry, *, masked):
-        """One tile of keys: scores, online softmax, values."""
-        acc, top, total = carry
-        slot = self._slot(block, done, tile)
+    def _multiply_keys(self, scores, slot):
+        plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[slot].transpose((1, 0)))
 
+    def _first(self, block, done, tile, carry):
+        """The first tile of keys, up to its weights."""
+        acc, _, top, total = carry
+        slot = self._slot(block, done, tile)
+        plgpu.barrier_wait(self.buffers["q_in"])
+        plgpu.barrier_wait(self.buffers["k_in"].at[slot])
+        _, weights, top, total = self._weigh(block, tile, slot, self._scores(slot), top, total, masked=True)
+        return acc, weights.astype(self.buffers["v_sm"].dtype), top, total
+
+    def _scores(self, slot):
         def multiply(scores):
-            plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[slot].transpose((1, 0)))
-            # The matrix product is on its way: the other warpgroup may start its own.
-            self._take_turns()
+            self._multiply_keys(scores, slot)
             return scores[...]
 
-        scores = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.launch.keys), jnp.float32))
-        plgpu.barrier_arrive(self.buffers["k_out"].at[slot])
-        weights, kept, top = self._softmax(block, tile, scores, top, masked)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
-        total = total * kept + weights.sum(axis=1)
-        weights = weights.astype(self.buffers["v_sm"].dtype)
-        # Keeps the sums of the softmax on this side of the wait, where the other warpgroup has the tensor cores.
-        acc, total, top, weights = lax.optimization_barrier((acc, total, top, weights))
-        plgpu.barrier_arrive(self.buffers["turn"])
-        plgpu.barrier_wait(self.buffers["v_in"].at[slot])
-        plgpu.barrier_wait(self.buffers["turn"])
+        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.launch.keys), jnp.float32))
 
-        more, coming = tile + 1 < block.end, self._slot(block, done, tile + 1)
+    def _step(self, block, done, tile, carry, *, masked):
+        """A tile of keys up to its weights, and the values of the tile before, which are multiplied beside its softmax."""
+        acc, weights, top, total = carry
+        slot, before = self._slot(block, done, tile), self._slot(block, done, tile - 1)
+        weigh = functools.partial(self._weigh, block, tile, slot, top=top, total=total, masked=masked)
+        values = self.buffers["v_sm"].at[before]
+        plgpu.barrier_wait(self.buffers["k_in"].at[slot])
+        plgpu.barrier_wait(self.buffers["turn"].at[self.wg])
 
-        def next_keys():
-            pl.when(more)(lambda: plgpu.barrier_wait(self.buffers["k_in"].at[coming]))
+        def multiply(scores, sums):
+            sums[...] = acc
+            self._multiply_keys(scores, slot)
+            plgpu.wgmma(sums, weights, values)
+            # Both products are on their way: the other warpgroup may start its own.
+            plgpu.barrier_arrive(self.buffers["turn"].at[1 - self.wg])
+            found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1)))
+            return (sums[...], *found)
 
-        acc = self._add_values(acc, weights, self.buffers["v_sm"].at[slot], next_keys)
+        if "p_sm" not in self.buffers:
+            shapes = ((ROWS, self.launch.keys), acc.shape)
+            found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+        else:
+            found = (self._add_values(acc, weights, values), *weigh(self._scores(slot)))
+            plgpu.barrier_arrive(self.buffers["turn"].at[1 - self.wg])
+        plgpu.barrier_arrive(self.buffers["v_out"].at[before])
+        # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
+        acc, kept, weights, top, total = lax.optimization_barrier(found)
+        return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), weights.astype(values.dtype), top, total
+
+    def _last(self, block, done, tile, carry):
+        """The values of the last tile."""
+        acc, weights, top, total = carry
+        slot = self._slot(block, done, tile)
+        if self.launch.separate_out:
+            plgpu.barrier_arrive(self.buffers["q_out"])
+        acc = self._add_values(acc, weights, self.buffers["v_sm"].at[slot])
         plgpu.barrier_arrive(self.buffers["v_out"].at[slot])
-        return acc, top, total
+        return acc, weights, top, total
 
-    def _add_values(self, acc, weights, values, meanwhile):
+    def _add_values(self, acc, weights, values):
         """`acc + weights @ values` with the weights and the sum in registers.
 
         Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it the weights
         go through shared memory, and the product is added afterwards.
         """
         if "p_sm" not in self.buffers:
-
-            def multiply(total):
-                plgpu.wgmma(total, weights, values)
-                meanwhile()
-
-            return pl.run_state(multiply)(plgpu.ACC.init(acc))
+            return pl.run_state(lambda total: plgpu.wgmma(total, weights, values))(plgpu.ACC.init(acc))
         staged = self.buffers["p_sm"].at[self.wg]
         staged[...] = weights
         plgpu.commit_smem()
@@ -144,9 +168,18 @@ class Compute:
             plgpu.wgmma(product, staged, values)
             return product[...]
 
-        acc += pl.run_scoped(multiply_staged, plgpu.ACC(acc.shape, jnp.float32))
-        meanwhile()
-        return acc
+        return acc + pl.run_scoped(multiply_staged, plgpu.ACC(acc.shape, jnp.float32))
+
+    def _weigh(self, block, tile, slot, scores, top, total, *, masked):
+        """The factor of what came before a tile, its weights, the new maximum and the new sum; its values are there then."""
+        plgpu.barrier_arrive(self.buffers["k_out"].at[slot])
+        weights, kept, top = self._softmax(block, tile, scores, top, masked)
+        parts = [lax.slice(weights, (0, at), (ROWS, at + _PART)) for at in range(0, self.launch.keys, _PART)]
+        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + functools.reduce(jnp.add, parts)
+        # The assembler moves no exponential over a loop, and a wait for a barrier is one; over a wait for a product it would.
+        kept, weights, top, total = lax.optimization_barrier((kept, weights, top, total))
+        plgpu.barrier_wait(self.buffers["v_in"].at[slot])
+        return kept, weights, top, total
 
     def _softmax(self, block, tile, scores, top, masked):
         """Weights of a tile's keys, the factor of what came before, and the new maximum in base 2."""
