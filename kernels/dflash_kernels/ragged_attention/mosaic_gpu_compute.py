@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, precise_tanh, spread
 from dflash_kernels.ragged_attention.mosaic_gpu_block import Block
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, WARPGROUPS, Launch
+from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -38,19 +38,11 @@ class Compute:
         self.launch, self.wg, self.buffers = launch, wg, buffers
         self.sinks_ref, self.slopes_ref, self.out_ref, self.lse_ref = sinks_ref, slopes_ref, out_ref, lse_ref
 
-    def start(self):
-        """The first turn is warpgroup 0's."""
-        pl.when(self.wg == WARPGROUPS - 1)(lambda: plgpu.barrier_arrive(self.buffers["turn"].at[0]))
-
-    def finish(self):
-        """Takes the turn that nobody needs, and waits for the output."""
-        pl.when(self.wg == 0)(lambda: plgpu.barrier_wait(self.buffers["turn"].at[0]))
-        plgpu.wait_smem_to_gmem(0)
-
     def block(self, block: Block, done):
         """All of one block of query rows; `done` tiles came before it."""
         launch = self.launch
         self.slope = None if self.slopes_ref is None else self.slopes_ref[block.head] * LOG2E
+        self._take_queries(block)
         first = jnp.minimum(block.begin + 1, block.end)
         full_begin, full_end = (jnp.maximum(edge, first) for edge in block.whole(self.wg))
         step = functools.partial(self._step, block, done, masked=False)
@@ -66,6 +58,16 @@ class Compute:
         acc, _, top, total = lax.fori_loop(last, block.end, functools.partial(self._last, block, done), carry)
         self._finish(block, acc, top, total.sum(axis=1))
         pl.when(block.tiles > 0)(self._give_back_queries)
+
+    def _take_queries(self, block):
+        """Waits for the queries. Where there is room they move to registers, and leave theirs to the next block's."""
+        pl.when(block.tiles > 0)(lambda: plgpu.barrier_wait(self.buffers["q_in"]))
+        self.queries = self.buffers["q_sm"].at[self.wg]
+        self.held = self.launch.queries_held and "p_sm" not in self.buffers
+        if self.held:
+            self.queries = plgpu.layout_cast(self.queries[...], _WGMMA)
+            if self.launch.separate_out:
+                pl.when(block.tiles > 0)(lambda: plgpu.barrier_arrive(self.buffers["q_out"]))
 
     def _nothing(self, block):
         """Before any tile: sums, weights not yet multiplied, maximum, and the sum of weights, each thread's own part of it."""
@@ -95,13 +97,12 @@ class Compute:
         return lax.rem(done + tile - block.begin, jnp.int32(self.launch.stages))
 
     def _multiply_keys(self, scores, slot):
-        plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[slot].transpose((1, 0)))
+        plgpu.wgmma(scores, self.queries, self.buffers["k_sm"].at[slot].transpose((1, 0)))
 
     def _first(self, block, done, tile, carry):
         """The first tile of keys, up to its weights."""
         acc, _, top, total = carry
         slot = self._slot(block, done, tile)
-        plgpu.barrier_wait(self.buffers["q_in"])
         plgpu.barrier_wait(self.buffers["k_in"].at[slot])
         _, weights, top, total = self._weigh(block, tile, slot, self._scores(slot), top, total, masked=True)
         return acc, weights.astype(self.buffers["v_sm"].dtype), top, total
@@ -120,14 +121,11 @@ class Compute:
         weigh = functools.partial(self._weigh, block, tile, slot, top=top, total=total, masked=masked)
         values = self.buffers["v_sm"].at[before]
         plgpu.barrier_wait(self.buffers["k_in"].at[slot])
-        plgpu.barrier_wait(self.buffers["turn"].at[self.wg])
 
         def multiply(scores, sums):
             sums[...] = acc
             self._multiply_keys(scores, slot)
             plgpu.wgmma(sums, weights, values)
-            # Both products are on their way: the other warpgroup may start its own.
-            plgpu.barrier_arrive(self.buffers["turn"].at[1 - self.wg])
             found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1)))
             return (sums[...], *found)
 
@@ -136,7 +134,6 @@ class Compute:
             found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
         else:
             found = (self._add_values(acc, weights, values), *weigh(self._scores(slot)))
-            plgpu.barrier_arrive(self.buffers["turn"].at[1 - self.wg])
         plgpu.barrier_arrive(self.buffers["v_out"].at[before])
         # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
         acc, kept, weights, top, total = lax.optimization_barrier(found)
@@ -146,7 +143,7 @@ class Compute:
         """The values of the last tile."""
         acc, weights, top, total = carry
         slot = self._slot(block, done, tile)
-        if self.launch.separate_out:
+        if self.launch.separate_out and not self.held:
             plgpu.barrier_arrive(self.buffers["q_out"])
         acc = self._add_values(acc, weights, self.buffers["v_sm"].at[slot])
         plgpu.barrier_arrive(self.buffers["v_out"].at[slot])

@@ -38,7 +38,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         "k_in": filled, "v_in": filled, "k_out": freed, "v_out": freed,
         "v_raw": plgpu.Barrier(num_arrivals=launch.copies),
         "q_in": plgpu.Barrier(num_arrivals=WARPGROUPS), "q_out": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "turn": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
     }  # fmt: skip
     if launch.separate_out:
         buffers |= {"q_sm": q, "o_sm": plgpu.RefUnion(*out)}
@@ -83,9 +82,8 @@ def attention(
         def _():
             plgpu.set_max_registers(232, action="increase")
             compute = Compute(launch, wg, sinks_ref, slopes_ref, out_ref, lse_ref, buffers)
-            compute.start()
             _each_block(launch, table_ref, compute.block)
-            compute.finish()
+            plgpu.wait_smem_to_gmem(0)
 
         @pl.when(wg == WARPGROUPS)
         def _():
