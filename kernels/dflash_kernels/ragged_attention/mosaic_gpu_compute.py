@@ -29,6 +29,13 @@ from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, Launch
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _PART = 8  # columns of which each thread has its own: sums of so many need no exchange
+_PIECE = 64  # keys whose weights and values a product takes at least
+
+
+def _folded(function, array):
+    """Each thread's own part of a reduction over columns: no exchange, and several chains of operations side by side."""
+    columns = range(0, array.shape[1], _PART)
+    return functools.reduce(function, [lax.slice(array, (0, at), (ROWS, at + _PART)) for at in columns])
 
 
 class Compute:
@@ -77,9 +84,9 @@ class Compute:
             # A sink is a key that everyone sees, whose value is 0.
             top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.full_like(total, 1 / _PART)
         acc = jnp.zeros((ROWS, launch.value_dim), jnp.float32)
-        weights = jnp.zeros((ROWS, launch.keys), self.buffers["v_sm"].dtype)
-        acc, weights, total = (plgpu.layout_cast(array, _WGMMA) for array in (acc, weights, total))
-        return acc, weights, plgpu.layout_cast(top, _ROW), total
+        piece = jnp.zeros((ROWS, _PIECE), self.buffers["v_sm"].dtype)
+        acc, piece, total = (plgpu.layout_cast(array, _WGMMA) for array in (acc, piece, total))
+        return acc, [piece] * (launch.keys // _PIECE), plgpu.layout_cast(top, _ROW), total
 
     def _finish(self, block, acc, top, total):
         empty = total == 0
@@ -104,8 +111,8 @@ class Compute:
         acc, _, top, total = carry
         slot = self._slot(block, done, tile)
         plgpu.barrier_wait(self.buffers["k_in"].at[slot])
-        _, weights, top, total = self._weigh(block, tile, slot, self._scores(slot), top, total, masked=True)
-        return acc, weights.astype(self.buffers["v_sm"].dtype), top, total
+        _, exponents, top, total = self._weigh(block, tile, slot, self._scores(slot), top, total, masked=True)
+        return (acc, *self._rest_of_weights(exponents, top, total))
 
     def _scores(self, slot):
         def multiply(scores):
@@ -125,8 +132,9 @@ class Compute:
         def multiply(scores, sums):
             sums[...] = acc
             self._multiply_keys(scores, slot)
-            plgpu.wgmma(sums, weights, values)
-            found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1)))
+            for piece, rows in self._pieces(weights, values):
+                plgpu.wgmma(sums, piece, rows)
+            found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))))
             return (sums[...], *found)
 
         if "p_sm" not in self.buffers:
@@ -136,8 +144,9 @@ class Compute:
             found = (self._add_values(acc, weights, values), *weigh(self._scores(slot)))
         plgpu.barrier_arrive(self.buffers["v_out"].at[before])
         # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
-        acc, kept, weights, top, total = lax.optimization_barrier(found)
-        return acc * lax.broadcast_in_dim(kept, acc.shape, [0]), weights.astype(values.dtype), top, total
+        acc, kept, exponents, top, total = lax.optimization_barrier(found)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        return (acc, *self._rest_of_weights(exponents, top, total))
 
     def _last(self, block, done, tile, carry):
         """The values of the last tile."""
@@ -156,9 +165,15 @@ class Compute:
         go through shared memory, and the product is added afterwards.
         """
         if "p_sm" not in self.buffers:
-            return pl.run_state(lambda total: plgpu.wgmma(total, weights, values))(plgpu.ACC.init(acc))
+
+            def multiply(sums):
+                for piece, rows in self._pieces(weights, values):
+                    plgpu.wgmma(sums, piece, rows)
+
+            return pl.run_state(multiply)(plgpu.ACC.init(acc))
         staged = self.buffers["p_sm"].at[self.wg]
-        staged[...] = weights
+        for number, piece in enumerate(weights):
+            staged.at[:, pl.ds(number * _PIECE, _PIECE)][...] = piece
         plgpu.commit_smem()
 
         def multiply_staged(product):
@@ -167,19 +182,35 @@ class Compute:
 
         return acc + pl.run_scoped(multiply_staged, plgpu.ACC(acc.shape, jnp.float32))
 
+    def _pieces(self, weights, values):
+        """Weights with the values that they multiply."""
+        return [(piece, values.at[pl.ds(number * _PIECE, _PIECE)]) for number, piece in enumerate(weights)]
+
     def _weigh(self, block, tile, slot, scores, top, total, *, masked):
-        """The factor of what came before a tile, its weights, the new maximum and the new sum; its values are there then."""
+        """A tile's first weights and the exponents of its others, with the factor of what came before, the new maximum and a sum.
+
+        Its values are there then. What is left of the exponentials is for the time after the product that is on its way: the
+        multiplications of its sums fit between them.
+        """
         plgpu.barrier_arrive(self.buffers["k_out"].at[slot])
-        weights, kept, top = self._softmax(block, tile, scores, top, masked)
-        parts = [lax.slice(weights, (0, at), (ROWS, at + _PART)) for at in range(0, self.launch.keys, _PART)]
-        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + functools.reduce(jnp.add, parts)
+        exponents, kept, top = self._softmax(block, tile, scores, top, masked)
+        first, *others = (lax.slice(exponents, (0, at), (ROWS, at + _PIECE)) for at in range(0, self.launch.keys, _PIECE))
+        first = jnp.exp2(first)
+        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + _folded(jnp.add, first)
         # The assembler moves no exponential over a loop, and a wait for a barrier is one; over a wait for a product it would.
-        kept, weights, top, total = lax.optimization_barrier((kept, weights, top, total))
+        found = lax.optimization_barrier((kept, [first, *others], top, total))
         plgpu.barrier_wait(self.buffers["v_in"].at[slot])
-        return kept, weights, top, total
+        return found
+
+    def _rest_of_weights(self, exponents, top, total):
+        """Of what `_weigh` found: all weights as the values' dtype, the maximum, and the sum of all."""
+        first, *others = exponents
+        others = [jnp.exp2(other) for other in others]
+        total = sum((_folded(jnp.add, other) for other in others), total)
+        return [piece.astype(self.buffers["v_sm"].dtype) for piece in (first, *others)], top, total
 
     def _softmax(self, block, tile, scores, top, masked):
-        """Weights of a tile's keys, the factor of what came before, and the new maximum in base 2."""
+        """Exponents of a tile's keys, the factor of what came before, and the new maximum, in base 2."""
         launch = self.launch
         unit = launch.scale * LOG2E
         if launch.soft_cap is not None:
@@ -188,11 +219,10 @@ class Compute:
             scores, unit = scores * unit + self._bias(block, tile) * self.slope, 1.0
         if masked:
             scores = jnp.where(self._mask(block, tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * unit)
+        new_top = jnp.maximum(top, _folded(jnp.maximum, scores).max(axis=1) * unit)
         # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
-        return weights, jnp.exp2(top - base), new_top
+        return scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]), jnp.exp2(top - base), new_top
 
     def _positions(self, block):
         rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
