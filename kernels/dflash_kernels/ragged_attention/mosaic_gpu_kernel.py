@@ -1,8 +1,8 @@
 """The Hopper kernel: a CTA attends with 128 query rows of one sequence and head at a time, two warpgroups computing, one copying.
 
 The third warpgroup fills a ring of tiles of keys and values in shared memory by TMA, from packed rows or from pages, and runs
-ahead into the next block of queries. The other two have 64 rows each and take turns: while one has the tensor cores, the other
-has its softmax.
+ahead into the next block of queries. The other two have 64 rows each and go through the tiles side by side, neither waiting for the
+other: each has products on their way while it has its softmax.
 """
 
 import functools
