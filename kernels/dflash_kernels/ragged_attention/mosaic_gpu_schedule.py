@@ -79,7 +79,7 @@ class Launch:
     @property
     def queries_held(self) -> bool:
         """Whether registers have room for the queries beside two accumulators."""
-        return self.head_dim + self.value_dim <= 256
+        return max(self.head_dim, self.value_dim) <= 128
 
     @property
     def section(self) -> int:
@@ -106,7 +106,8 @@ def plan(
     blocks = min((tokens + (sequences + 1) * (BLOCK - 1 + 7)) // BLOCK, tokens)
     keys = tuning.keys
     if keys is None:
-        keys = 128 if head_dim + value_dim <= 320 else 64
+        # Of larger ones, scores, weights and sums on their way at a time would not fit the registers.
+        keys = 128 if head_dim + value_dim <= 320 and value_dim <= 192 else 64
     if page_size and keys % page_size and page_size % keys:
         keys = 64
     kv_bytes, group = kv_rows * (head_dim + value_dim) * 2, heads // kv_heads
