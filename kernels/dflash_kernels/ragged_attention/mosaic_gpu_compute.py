@@ -2,14 +2,18 @@
 
 Scores, weights and sums stay in registers; the softmax is online, in base 2, in float32.
 
-What bounds it, on an H200 that was kept busy, all programs in turns in one process, TFLOP/s for two prompts of 8,192 tokens, 16
-heads of 128, bfloat16, without a causal mask: 566; without exponentials (a maximum and a subtraction in their place) 621; without
-any softmax 660, which is what two warpgroups in turns make of the products alone; cuDNN 588 and jax's own kernel (float16) 560.
-With the mask: 549, cuDNN 497, jax's own 504. Elsewhere, while the clock stayed at its highest, 638 without and 626 with the mask.
+A warpgroup starts the scores of a tile and the values of the tile before together, has the softmax of the scores while the values
+are multiplied (FlashAttention-3, arXiv 2407.08608, section 3.2), and waits for them halfway through its exponentials, so that the
+multiplications of the sums fill the other half.
 
-Tried there and not kept: scores of the next tile on their way beside this tile's values, within one warpgroup (514, although the
-compiled code has them in flight), no turns (491 with the mask), three stages and two or four key heads at once (the same within
-a fiftieth).
+What bounds it, on an H200 that was kept busy, which its 690 W hold at 1.65 to 1.7 GHz, all programs in turns in one process,
+TFLOP/s for two prompts of 8,192 tokens, 16 heads of 128, bfloat16: 613 without and 580 with a causal mask, where one product at a
+time with warpgroups that take turns made 558 and 526. Without any softmax it was 755. A sample of where a warpgroup is, before
+maxima had four chains and exponentials two halves: of 2,720 cycles for a tile of 128 keys 605 hand over its 16 matrix
+instructions, 125 wait for scores, none for values, and the softmax takes the rest; the tensor cores were in use for 75 of 100.
+
+Tried there and not kept: turns of the two warpgroups (578 for 596), queries in registers (612 and 560), three warpgroups of 64
+rows (2.92 million cycles for 2.74), tiles of 192 keys (557 for 568, when products came one at a time).
 """
 
 # Pallas declares ACC less public than it documents it.
@@ -49,7 +53,7 @@ class Compute:
         """All of one block of query rows; `done` tiles came before it."""
         launch = self.launch
         self.slope = None if self.slopes_ref is None else self.slopes_ref[block.head] * LOG2E
-        self._take_queries(block)
+        pl.when(block.tiles > 0)(lambda: plgpu.barrier_wait(self.buffers["q_in"]))
         first = jnp.minimum(block.begin + 1, block.end)
         full_begin, full_end = (jnp.maximum(edge, first) for edge in block.whole(self.wg))
         step = functools.partial(self._step, block, done, masked=False)
@@ -65,16 +69,6 @@ class Compute:
         acc, _, top, total = lax.fori_loop(last, block.end, functools.partial(self._last, block, done), carry)
         self._finish(block, acc, top, total.sum(axis=1))
         pl.when(block.tiles > 0)(self._give_back_queries)
-
-    def _take_queries(self, block):
-        """Waits for the queries. Where there is room they move to registers, and leave theirs to the next block's."""
-        pl.when(block.tiles > 0)(lambda: plgpu.barrier_wait(self.buffers["q_in"]))
-        self.queries = self.buffers["q_sm"].at[self.wg]
-        self.held = self.launch.queries_held and "p_sm" not in self.buffers
-        if self.held:
-            self.queries = plgpu.layout_cast(self.queries[...], _WGMMA)
-            if self.launch.separate_out:
-                pl.when(block.tiles > 0)(lambda: plgpu.barrier_arrive(self.buffers["q_out"]))
 
     def _nothing(self, block):
         """Before any tile: sums, weights not yet multiplied, maximum, and the sum of weights, each thread's own part of it."""
@@ -104,7 +98,7 @@ class Compute:
         return lax.rem(done + tile - block.begin, jnp.int32(self.launch.stages))
 
     def _multiply_keys(self, scores, slot):
-        plgpu.wgmma(scores, self.queries, self.buffers["k_sm"].at[slot].transpose((1, 0)))
+        plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[slot].transpose((1, 0)))
 
     def _first(self, block, done, tile, carry):
         """The first tile of keys, up to its weights."""
@@ -152,7 +146,7 @@ class Compute:
         """The values of the last tile."""
         acc, weights, top, total = carry
         slot = self._slot(block, done, tile)
-        if self.launch.separate_out and not self.held:
+        if self.launch.separate_out:
             plgpu.barrier_arrive(self.buffers["q_out"])
         acc = self._add_values(acc, weights, self.buffers["v_sm"].at[slot])
         plgpu.barrier_arrive(self.buffers["v_out"].at[slot])
@@ -194,7 +188,9 @@ class Compute:
         """
         plgpu.barrier_arrive(self.buffers["k_out"].at[slot])
         exponents, kept, top = self._softmax(block, tile, scores, top, masked)
-        first, *others = (lax.slice(exponents, (0, at), (ROWS, at + _PIECE)) for at in range(0, self.launch.keys, _PIECE))
+        first, *others = (
+            lax.slice(exponents, (0, at), (ROWS, at + _PIECE)) for at in range(0, self.launch.keys, _PIECE)
+        )
         first = jnp.exp2(first)
         total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + _folded(jnp.add, first)
         # The assembler moves no exponential over a loop, and a wait for a barrier is one; over a wait for a product it would.

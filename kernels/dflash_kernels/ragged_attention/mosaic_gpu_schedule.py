@@ -77,11 +77,6 @@ class Launch:
         return self.heads // self.kv_heads
 
     @property
-    def queries_held(self) -> bool:
-        """Whether registers have room for the queries beside two accumulators."""
-        return max(self.head_dim, self.value_dim) <= 128
-
-    @property
     def section(self) -> int:
         """Blocks of the heads of a section."""
         return self.blocks * self.heads_at_once
