@@ -136,19 +136,21 @@ class _Cta:
         def bring(stage, before, group, tile):
             expert, _, _ = self._group(group)
             if stage == GATED:
-                source, first = self.refs["gate_up"], expert * (2 * plan.inner) + tile * ROWS
+                source, rows = self.refs["gate_up"], plan.gated_rows
+                first = expert * (2 * plan.inner) + tile * rows
                 second = first + plan.inner
             else:
-                source, first = self.refs["down"], expert * plan.hidden + tile * (2 * ROWS)
-                second = first + ROWS
+                source, rows = self.refs["down"], ROWS
+                first = expert * plan.hidden + tile * (2 * rows)
+                second = first + rows
 
             def block(step, _):
                 index = before * UNIT + step
                 slot = rem(index, plan.slots)
                 pl.when(index >= plan.slots)(lambda: plgpu.barrier_wait(left.at[slot]))
                 for half, row in enumerate((first, second)):
-                    tile = source.at[pl.ds(row, ROWS), pl.ds(step * BLOCK, BLOCK)]
-                    plgpu.copy_gmem_to_smem(tile, target.at[slot, pl.ds(half * ROWS, ROWS)], arrived.at[slot])
+                    tile = source.at[pl.ds(row, rows), pl.ds(step * BLOCK, BLOCK)]
+                    plgpu.copy_gmem_to_smem(tile, target.at[slot, pl.ds(half * ROWS, rows)], arrived.at[slot])
 
             lax.fori_loop(0, self._units(stage) * UNIT, block, None)
 
@@ -207,7 +209,8 @@ class _Cta:
         upper, lower = self._product(self._units(stage), before)
         if stage == GATED:
             inner = upper * sigmoid(upper) * lower
-            ops.put_inner(self.refs["inner"], inner, first, live, tile * ROWS, self.interpret)
+            rows = self.plan.gated_rows
+            ops.put_inner(self.refs["inner"], inner, first, live, tile * rows, rows=rows, interpret=self.interpret)
             if "ready" in self.refs:
                 ops.announce_tile(self.refs["ready"], group)
             return

@@ -69,15 +69,15 @@ def copy_entries(source, column, target, order, first, live, *, taken: int, inte
     start(source, jnp.asarray(column, jnp.int32), target, order, *_scalars(first, live))
 
 
-def put_inner(target, tile, first, live, feature, interpret: Any) -> None:
-    """`target[first + column, feature + row] = tile[row, column]` for the `live` first columns, in the target's dtype."""
+def put_inner(target, tile, first, live, feature, *, rows: int, interpret: Any) -> None:
+    """`target[first + column, feature + row] = tile[row, column]` for the first rows and `live` columns, in the target's dtype."""
     tile = tile.astype(target.dtype)
     if interpret is not None:
         for column in range(tile.shape[1]):
 
             @pl.when(column < live)
             def _(column=column):
-                target.at[first + column, pl.ds(feature, tile.shape[0])][...] = tile[:, column]
+                target.at[first + column, pl.ds(feature, rows)][...] = tile[:rows, column]
 
         return
     pitch = target.shape[1]
@@ -90,11 +90,13 @@ def put_inner(target, tile, first, live, feature, interpret: Any) -> None:
         def store(value, position):
             row, column = (arith.index_cast(ir.IntegerType.get_signless(32), place) for place in position)
             element = arith.addi(times(arith.addi(first, column), pitch), arith.addi(feature, row))
+            there = arith.cmpi(arith.CmpIPredicate.ult, column, live)
+            if rows < tile.shape[0]:
+                there = arith.andi(there, arith.cmpi(arith.CmpIPredicate.ult, row, number(rows)))
             bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
             mgpu.utils.inline_ptx(
-                "st.global.b16 [$0], $1;", offset(base, times(element, 2)), bits, has_side_effects=True,
-                predicate=arith.cmpi(arith.CmpIPredicate.ult, column, live),
-            )  # fmt: skip
+                "st.global.b16 [$0], $1;", offset(base, times(element, 2)), bits, has_side_effects=True, predicate=there
+            )
 
         tile.foreach(store)
 

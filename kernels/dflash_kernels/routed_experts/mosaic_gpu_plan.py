@@ -35,6 +35,7 @@ class Plan:
       experts: E.
       hidden, inner: D and F.
       columns: of a group's products.
+      gated_rows: gate rows of an item, and as many up rows.
       slots, x_slots: of the rings of weights and of activations.
       ctas: CTAs, which share the items.
       choice: how experts are chosen by the kernel itself; None where they are given.
@@ -46,6 +47,7 @@ class Plan:
     hidden: int
     inner: int
     columns: int
+    gated_rows: int
     slots: int
     x_slots: int
     ctas: int
@@ -72,7 +74,7 @@ class Plan:
 
     @property
     def gated_tiles(self) -> int:
-        return self.inner // ROWS
+        return self.inner // self.gated_rows
 
     @property
     def down_tiles(self) -> int:
@@ -105,4 +107,27 @@ def plan(
     groups = min(experts, entries) + entries // columns
     tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
     slots = min((SHARED - tables - x_slots * x_slot) // (2 * ROWS * BLOCK * 2), 12)
-    return Plan(tokens, taken, experts, hidden, inner, columns, slots, x_slots, ctas, choice)
+    return Plan(
+        tokens,
+        taken,
+        experts,
+        hidden,
+        inner,
+        columns,
+        _gated_rows(tokens, taken, experts, inner, ctas),
+        slots,
+        x_slots,
+        ctas,
+        choice,
+    )
+
+
+def _gated_rows(tokens: int, taken: int, experts: int, inner: int, ctas: int) -> int:
+    """Fewer than a matrix instruction takes where far fewer CTAs are idle for it in their last turn, at random choices."""
+    distinct = round(experts * (1 - (1 - taken / experts) ** tokens))
+
+    def longest(rows: int) -> int:
+        return -(-distinct * inner // rows // ctas) * rows
+
+    fewer = ROWS * 3 // 4
+    return fewer if inner % fewer == 0 and longest(fewer) <= 0.8 * longest(ROWS) else ROWS
