@@ -68,7 +68,7 @@ def check(call: dict[str, Any], found: jax.Array) -> None:
 @pytest.mark.parametrize(
     ("choices", "count", "hidden", "inner", "dtype"),
     [
-        ([[3]], 5, 128, 128, jnp.bfloat16),
+        ([[3]], 5, 128, 384, jnp.bfloat16),
         ([[1, 0], [1, 2], [0, 1]], 4, 256, 128, jnp.float16),
         ([[2, 0]] * 19, 3, 128, 128, jnp.bfloat16),
         ([[4, 4], [0, 4]], 5, 128, 384, jnp.bfloat16),
@@ -80,6 +80,13 @@ def test_kernel(choices: Any, count: int, hidden: int, inner: int, dtype: Any) -
     """More items than CTAs, rings that turn, experts that nobody takes, groups that are not full and experts with several."""
     call = make(choices, count, hidden, inner, dtype)
     check(call, launch(**call, ctas=5, interpret=INTERPRET))
+
+
+def test_one_token_has_an_item_for_nearly_every_multiprocessor() -> None:
+    for tokens, items in ((1, 128), (16, 12 * 8 * 16)):
+        made = plan(tokens, 8, 128, 2048, 768, 132)
+        assert 8 * tokens * made.gated_tiles == items
+        assert made.gated_tiles * made.gated_rows == 768
 
 
 @pytest.mark.parametrize("normed", [True, False])
