@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.attention_chain import mosaic_gpu_ops as ops
 from dflash_kernels.attention_chain.mosaic_gpu_plan import KEYS
 from dflash_kernels.layer_chain.mosaic_gpu_ops import div, rem
+from dflash_kernels.mla_attention.mosaic_gpu_lanes import touch_row
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, add_values, spread
 
 _WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -30,6 +31,9 @@ class Item:
         self.sequence_head, self.split = div(self.item, attention.splits), rem(self.item, attention.splits)
         self.sequence = div(self.sequence_head, attention.kv_heads)
         self.head = rem(self.sequence_head, attention.kv_heads)
+        if share.syncs:
+            # Before it is known which pages are needed.
+            touch_row(self.refs["table"].at[self.sequence])
         seq_len, self.q_len = self.refs["seq_lens"][self.sequence], self.refs["q_lens"][self.sequence]
         # A sequence longer than its table is cut to it; positions still count from the true length.
         self.first = seq_len - self.q_len

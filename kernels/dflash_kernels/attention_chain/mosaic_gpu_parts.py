@@ -62,8 +62,10 @@ def put_together(attention: Attention, parts, lses, target, first_item, sequence
             th.add(th.address(ref), th.mul(th.widen_index(of), 4)) for ref, of in ((lses, of_lse), (parts, of_part))
         )
         wanted = arith.select(exists, busy, utils.c(0, th.i32()))
-        low, high = packed(_weighted(_take_parts(attention, lse, values, wanted, lane)))
+        low, high = packed(_weighted(_take_parts(attention, lse, values, wanted)))
         th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};", address, low, high)
+        # Only now: others wait for the row.
+        _empty_parts(attention, lse, values, wanted, lane)
 
 
 def empty_heads(attention: Attention, target, sequence, head, split) -> None:
@@ -93,14 +95,14 @@ def _quads(attention: Attention, target, sequence, head, split):
         yield exists, row, column, th.add(th.address(target), th.mul(th.widen_index(offset), 4))
 
 
-def _take_parts(attention: Attention, lse, values, busy, lane) -> list[list]:
+def _take_parts(attention: Attention, lse, values, busy) -> list[list]:
     """A row's lse and a thread's four columns of the first `busy` parts, as soon as all are there; -inf and anything of the others.
 
     Args:
       lse, values: addresses in the first part.
     """
     count, f32 = attention.splits, ir.F32Type.get()
-    strides = 4 * KEYS, 4 * attention.rows * HEAD_DIM
+    strides = _strides(attention)
     lines = ["{", f".reg .pred p, q<{count}>; .reg .b32 m, busy; .reg .b64 l, v;"]
     lines += [f"mov.b64 l, ${5 * count}; mov.b64 v, ${5 * count + 1}; mov.b32 busy, ${5 * count + 2};"]
     for part in range(count):
@@ -116,13 +118,23 @@ def _take_parts(attention: Attention, lse, values, busy, lane) -> list[list]:
     found = utils.inline_ptx(
         "\n".join(lines), lse, values, busy, result_types=[th.i32()] * (5 * count), has_side_effects=True
     )
+    return [[utils.bitcast(word, f32) for word in found[5 * part : 5 * part + 5]] for part in range(count)]
+
+
+def _empty_parts(attention: Attention, lse, values, busy, lane) -> None:
+    """Makes the words EMPTY again that `_take_parts` has read."""
+    strides = _strides(attention)
     empty, first_lane = utils.c(EMPTY, th.i32()), arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, th.i32()))
-    for part in range(count):
+    for part in range(attention.splits):
         there = arith.cmpi(arith.CmpIPredicate.sgt, busy, utils.c(part, th.i32()))
         th.when(there, "st.global.v4.b32 [$0], {$1, $1, $1, $1};", th.add(values, part * strides[1]), empty)
         one = arith.andi(there, first_lane)
         th.when(one, "st.global.b32 [$0], $1;", th.add(lse, part * strides[0]), empty)
-    return [[utils.bitcast(word, f32) for word in found[5 * part : 5 * part + 5]] for part in range(count)]
+
+
+def _strides(attention: Attention) -> tuple[int, int]:
+    """Bytes from one part's lse and values to the next one's."""
+    return 4 * KEYS, 4 * attention.rows * HEAD_DIM
 
 
 def _weighted(found: list[list]) -> list:

@@ -2,6 +2,8 @@
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -133,22 +135,31 @@ class Bring:
         """Brings a matrix of `pitch` columns that other CTAs hand over at a word of `area`, several slots at a time."""
         group, units = self.plan.x_group, self._units(product)
 
-        def bring(first, count: int):
-            slots = [self._free_x(taken + first + unit) for unit in range(count)]
+        def bring(index, _):
+            first = index * group
+            count = jnp.minimum(units - first, group)
+            slots = []
+            for unit in range(group):
+                place = taken + first + unit
+                pl.when(unit < count)(functools.partial(self._await_free_x, place))
+                slots.append(rem(place, self.plan.x_slots))
             column = self._first_column(product) + first * (self.plan.x_blocks * BLOCK)
-            exchange.take_rows(area, word, column, self.buffers["x_sm"], slots, rows=self.plan.live, pitch=pitch)
-            for unit in range(count):
-                self._ready_x(taken + first + unit)
+            exchange.take_rows(
+                area, word, column, self.buffers["x_sm"], slots, count, index == 0, rows=self.plan.live, pitch=pitch
+            )
+            for unit in range(group):
+                pl.when(unit < count)(functools.partial(self._ready_x, taken + first + unit))
 
-        groups = div(units, group)
-        lax.fori_loop(0, groups, lambda index, _: bring(index * group, group), None)
-        lax.fori_loop(groups * group, units, lambda unit, _: bring(unit, 1), None)
+        lax.fori_loop(0, div(units + (group - 1), group), bring, None)
 
     def _free_x(self, index):
         """The slot of activations number `index`, once it is free."""
+        self._await_free_x(index)
+        return rem(index, self.plan.x_slots)
+
+    def _await_free_x(self, index):
         slot = rem(index, self.plan.x_slots)
         pl.when(index >= self.plan.x_slots)(lambda: plgpu.barrier_wait(self.buffers["x_out"].at[slot]))
-        return slot
 
     def _ready_x(self, index):
         plgpu.barrier_arrive(self.buffers["x_in"].at[rem(index, self.plan.x_slots)])

@@ -109,53 +109,57 @@ def put_turned(area, word, first_feature, tile, *, rows: int, tokens: int, pitch
     put(area, *arguments, tile.astype(jnp.bfloat16))
 
 
-def take_rows(area, word, column, target, slots, *, rows: int, pitch: int) -> None:
+def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pitch: int) -> None:
     """Copies columns of a matrix that others hand over with `put_turned` to shared memory, as soon as they are there.
 
     Args:
       column: the first one, int32 scalar.
       target: `[slots, blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
-      slots: where each `blocks * 64` columns go, int32 scalars.
+      slots: where each `blocks * 64` columns go, int32 scalars; count: how many of them are filled, the first ones.
+      waits: whether a few threads ask first, where others may not have written yet. What has been there for long is read at once.
       rows: how many tokens count; the others become zeros.
     """
     _, blocks, tokens, width = target.shape
     chunks, size = blocks * tokens * width // 8, blocks * tokens * width * 2
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType(TILED), *[_SCALAR] * len(slots)))
-    def take(_, area, word, column, target, *slots):
+    scalars = [_SCALAR] * (2 + len(slots))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType(TILED), *scalars))
+    def take(_, area, word, column, target, count, waits, *slots):
+        count, waits = count.registers.item(), waits.registers.item()
         base, i32 = memory.address(area, word.registers.item()), ir.IntegerType.get_signless(32)
         shared, wanted, sources = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)), [], []
         for unit, slot in enumerate(slots):
+            filled = arith.cmpi(arith.CmpIPredicate.ult, memory.number(unit), count)
+            # What is not wanted is read where the first one is, which costs nothing.
+            columns = arith.select(filled, memory.number(unit * blocks * width), memory.number(0))
             for start in range(0, chunks, memory.WARPGROUP):
                 chunk = arith.addi(memory.thread(), memory.number(start))
                 line, place = arith.divui(chunk, memory.number(8)), arith.remui(chunk, memory.number(8))
                 block, token = arith.divui(line, memory.number(tokens)), arith.remui(line, memory.number(tokens))
                 there = arith.cmpi(arith.CmpIPredicate.ult, token, memory.number(rows))
-                # Rows that do not count are read where the first one is, which costs nothing.
                 element = arith.addi(
                     memory.times(arith.select(there, token, memory.number(0)), pitch), column.registers.item()
                 )
-                element = arith.addi(
-                    element, arith.addi(memory.times(block, width), memory.number(unit * blocks * width))
-                )
+                element = arith.addi(element, arith.addi(memory.times(block, width), columns))
                 sources.append(memory.offset(base, arith.addi(memory.times(element, 2), memory.times(place, 16))))
                 swizzled = memory.times(arith.xori(place, arith.remui(token, memory.number(8))), 16)
                 first = arith.addi(shared, memory.times(slot.registers.item(), size))
-                wanted.append((there, arith.addi(arith.addi(first, memory.times(line, width * 2)), swizzled)))
-        memory.await_first(
-            memory.offset(base, memory.times(column.registers.item(), 2)), len(slots) * blocks, width * 2
-        )
+                wanted.append((filled, there, arith.addi(arith.addi(first, memory.times(line, width * 2)), swizzled)))
+        asked = arith.select(waits, memory.times(count, blocks), memory.number(0))
+        memory.await_first(memory.offset(base, memory.times(column.registers.item(), 2)), asked, width * 2)
         found = memory.await_all(sources, "u16x2")
-        for index, (there, to) in enumerate(wanted):
+        for index, (filled, there, to) in enumerate(wanted):
             words = [
                 arith.select(there, value, memory.number(0))
                 for value in found[index * memory.VECTOR : (index + 1) * memory.VECTOR]
             ]
-            mgpu.utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
+            with memory.when(filled):
+                mgpu.utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
-    scalars = [jnp.asarray(value, jnp.int32) for value in (word, column)]
-    take(area, *scalars, target, *[jnp.asarray(slot, jnp.int32) for slot in slots])
+    word, column, count, *slots = (jnp.asarray(value, jnp.int32) for value in (word, column, count, *slots))
+    take(area, word, column, target, count, jnp.asarray(waits), *slots)
 
 
 def put_columns(area, word, values) -> None:
@@ -192,7 +196,7 @@ def take_columns(area, word, *, rows: int, tokens: int):
             there.append(arith.cmpi(arith.CmpIPredicate.ult, row, memory.number(rows)))
             place = arith.addi(memory.times(arith.select(there[-1], row, memory.number(0)), tokens), column)
             addresses.append(memory.address(area, arith.addi(word.registers.item(), place)))
-        memory.await_first(memory.address(area, word.registers.item()), rows, tokens * 4)
+        memory.await_first(memory.address(area, word.registers.item()), memory.number(rows), tokens * 4)
         found, registers = memory.await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
         for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
             old: Any = zero.registers[place]

@@ -13,12 +13,12 @@ WARPGROUP = 128
 VECTOR = 4  # words that one thread moves at once
 
 
-def await_first(base, count: int, pitch: int) -> None:
-    """Waits for `count` words, each `pitch` bytes after the one before, with as many threads.
+def await_first(base, count, pitch: int) -> None:
+    """Waits for `count` words (int32), each `pitch` bytes after the one before, with as many threads.
 
     All threads of all CTAs, reading again and again, would be in the way of what they wait for.
     """
-    with when(arith.cmpi(arith.CmpIPredicate.ult, thread(), number(count))):
+    with when(arith.cmpi(arith.CmpIPredicate.ult, thread(), count)):
         mgpu.utils.inline_ptx(
             "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.relaxed.gpu.global.b32 w, [a]; "
             "setp.eq.u32 p, w, 0xffffffff; @p bra again; }",
