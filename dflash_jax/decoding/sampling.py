@@ -6,6 +6,7 @@ target's very choice far more often than with noise of its own; and whatever is 
 sample, so drafting cannot change the law of the text.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, no_type_check
 
@@ -109,4 +110,6 @@ def choose(
 
 def is_stop(tokens: Int[Array, "B T"], stop_ids: Int[Array, "B E"]) -> Bool[Array, "B T"]:
     """Whether each token ends its request."""
-    return jnp.any(tokens[:, :, None] == stop_ids[:, None, :], axis=-1)
+    # One id after the other: a reduction would be a launch of its own.
+    found = [tokens == stop_ids[:, i, None] for i in range(stop_ids.shape[1])]
+    return functools.reduce(jnp.logical_or, found, jnp.zeros(tokens.shape, jnp.bool_))
