@@ -28,7 +28,6 @@ from dflash_jax.models import chain
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
-from dflash_jax.models.rows import multiplied
 
 
 class PagedAttend:
@@ -184,14 +183,17 @@ def write_context(
     drafter: DFlash,
     pages: Pages,
     page_table: Int[Array, "B W"],
-    context: Float[Array, "B C D"],
+    products: Float[Array, "B C F"],
     positions: Int[Array, "B C"],
     live: Bool[Array, "B C"],
 ) -> Pages:
-    """The drafter's pools with the keys and values of all its layers for context states; tokens that are not live write nothing."""
+    """The drafter's pools with the keys and values of all its layers, from `drafter.context_products`.
+
+    Tokens that are not live write nothing.
+    """
     slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
     with jax.named_scope("draft_context"):
-        projected = (multiplied(drafter.context_kv_proj, context), *drafter.rotary(positions))
+        projected = (products, *drafter.rotary(positions))
         kv, cos, sin = (x.reshape(slots.shape[0], x.shape[-1]) for x in projected)
         k, v, _ = kv_write(
             pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps

@@ -27,6 +27,7 @@ class Exchanges(NamedTuple):
 
     target: Any = None
     draft: Any = None
+    context: Any = None
 
 
 def cycle(
@@ -56,7 +57,7 @@ def cycle(
     ids, draft_logits, draft_pages = state.pending[:, None], None, state.draft_pages
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
-        draft_pages = commit_context(drafter, state, page_table)
+        draft_pages = commit_context(drafter, state, page_table, exchanges.context)
         if setup.width > 1:
             block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, exchanges.draft)
             with jax.named_scope("propose"):
@@ -135,11 +136,13 @@ def cycle_exchanges(setup: Setup, weights: Weights, page_table: Int[Array, "B W"
     ids = jax.ShapeDtypeStruct((slots, setup.width), jnp.int32)
     ours = of(target, state.target_pages, jax.eval_shape(target.embed, ids))
     if setup.draft is None or setup.width == 1:
+        # Without a draft between them context and target could run side by side, and each waits for the whole GPU.
         return Exchanges(ours)
     drafter = bind(setup.draft, weights["draft"])
+    context = drafter.context_exchange(slots * setup.width, state.features.dtype)
     x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
     theirs = of(drafter, state.draft_pages, x)
-    return Exchanges(ours, ours if _alike(ours, theirs) else theirs)
+    return Exchanges(ours, ours if _alike(ours, theirs) else theirs, context)
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
@@ -147,14 +150,14 @@ def _alike(ours: Any, theirs: Any) -> bool:
     return found[0] == found[1]
 
 
-def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"]):
+def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"], exchange: Any = None):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
         rows = jnp.arange(state.features.shape[1])
         positions = (state.seq_lens - state.fresh)[:, None] + rows
         live = (rows < state.fresh[:, None]) & ~state.done[:, None]
-        context = drafter.context(state.features, decodes=True)
-        return write_context(drafter, state.draft_pages, page_table, context, positions, live)
+        products = drafter.context_products(state.features, decodes=True, exchange=exchange)
+        return write_context(drafter, state.draft_pages, page_table, products, positions, live)
 
 
 def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None):

@@ -38,7 +38,9 @@ def prefill_chunk(
         drafter = bind(setup.draft, weights["draft"])
         live = (rows < length)[None]
         features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
-        draft_pages = write_context(drafter, draft_pages, page_table, drafter.context(features), positions, live)
+        draft_pages = write_context(
+            drafter, draft_pages, page_table, drafter.context_products(features), positions, live
+        )
     return (attend.pages, draft_pages), logits
 
 

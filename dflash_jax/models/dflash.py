@@ -5,8 +5,11 @@ extra keys and values; every slot's hidden state predicts the token at that slot
 """
 
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from dflash_kernels import linear_chain, linear_chain_exchange, linear_chain_refusal
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -55,6 +58,32 @@ class DFlash(nnx.Module):
         `decodes`: nobody takes gradients.
         """
         return self.hidden_norm(multiplied(self.fc, features) if decodes else self.fc(features))
+
+    def context_products(
+        self, features: Float[Array, "... nD"], *, decodes: bool = False, exchange: Any = None
+    ) -> Float[Array, "... F"]:
+        """Tapped features to keys and values of all layers, side by side as `context_kv_proj` has them, not normed yet.
+
+        Args:
+          decodes: as for `context`.
+          exchange: what `context_exchange` gave for as many rows.
+        """
+        if exchange is None:
+            return multiplied(self.context_kv_proj, self.context(features, decodes=decodes))
+        first, norm, second = self.fc.weight[...], self.hidden_norm, self.context_kv_proj.weight[...]
+        rows = features.reshape(-1, features.shape[-1])
+        products = linear_chain(rows, first, norm.weight[...], second, exchange=exchange, eps=norm.eps)
+        return products.reshape(*features.shape[:-1], -1)
+
+    def context_exchange(self, rows: int, dtype: Any) -> Any:
+        """A Ref with which `context_products` of few rows is one operation; None where there is none, or it is slower."""
+        first, second = self.fc.weight[...], self.context_kv_proj.weight[...]
+        if isinstance(first, Quantised) or isinstance(second, Quantised) or self.context_kv_proj.bias is not None:
+            return None
+        sizes = {"depth": first.shape[1], "hidden": first.shape[0], "features": second.shape[0]}
+        if linear_chain_refusal(rows, dtype, **sizes) is not None:
+            return None
+        return jax.new_ref(linear_chain_exchange(rows, **sizes))
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]

@@ -30,6 +30,7 @@ from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent
 from dflash_kernels.latent_expand.api import latent_expand
 from dflash_kernels.latent_gather.api import latent_gather
 from dflash_kernels.layer_chain.api import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.linear_chain.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.merge_states.api import merge_states
 from dflash_kernels.mla_attention.api import mla_attention
 from dflash_kernels.paged_attention.api import paged_attention
@@ -52,7 +53,8 @@ __all__ = [
     "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts", "dense_refusal",
     "dense_scores", "embed_norm", "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode",
     "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
-    "layer_chain_refusal", "merge_states", "mixture", "mla_attention", "mla_write", "paged_attention", "paged_schedule",
+    "layer_chain_refusal", "linear_chain", "linear_chain_exchange", "linear_chain_refusal", "merge_states", "mixture",
+    "mla_attention", "mla_write", "paged_attention", "paged_schedule",
     "qkv_attention", "qkv_attention_refusal", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor",
     "quantised_linear", "ragged_attention", "ragged_paged_attention", "routed_experts", "routed_experts_exchange",
     "routed_experts_refusal", "schedule_helps", "stream_norm", "swizzle_scales",

@@ -94,6 +94,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mixture": ((array(16, 128, dtype=jnp.float32), array(16, 2048), *EXPERTS), {"taken": 8, "normed": True}),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
+    "linear_chain": ((array(16, 12800), array(2560, 12800), array(2560), array(10240, 2560)), {}),
     "qkv_attention": ((*HEADS, *NORMS), {}),
     "latent_pack": ((array(64, 576),), {"kv_lora_rank": 512}),
     "latent_unpack": ((array(64, 656, dtype=jnp.uint8),), {"kv_lora_rank": 512}),
@@ -118,10 +119,17 @@ def attention_chain(*arrays: Any) -> Any:
     return dflash_kernels.attention_chain(*arrays, q_norm=norm, k_norm=norm, exchange=exchange)
 
 
+def linear_chain(*arrays: Any) -> Any:
+    (rows, depth), (hidden, _), _, (features, _) = (array.shape for array in arrays)
+    exchange = dflash_kernels.linear_chain_exchange(rows, depth=depth, hidden=hidden, features=features)
+    return dflash_kernels.linear_chain(*arrays, exchange=jax.new_ref(exchange), eps=1e-6)
+
+
 # Of calls that need more than arrays in order.
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "layer_chain": layer_chain,
     "attention_chain": attention_chain,
+    "linear_chain": linear_chain,
     "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
 }
@@ -170,6 +178,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
+        "linear_chain",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

@@ -197,7 +197,7 @@ class Share(Bring):
     def _add(self, product: Product, norm: str, tile_index, tile):
         first, last = tile_index * ROWS, norm == "next" and len(self.plan.products) == 3
         rows = pl.ds(first, ROWS)
-        stream = rows_of(self.refs["before" if norm == "post" else "stream"].at[rows], _WGMMA)
+        stream = self._stream(norm, rows)
         weight = jnp.zeros((ROWS,)) if last else rows_of(self.refs[f"{norm}_norm"].at[rows], _WGMMA.reduce(1))
         if tile is None:
             tile = rows_of(self.refs["parts"].at[0, rows], _WGMMA)
@@ -216,6 +216,13 @@ class Share(Bring):
                 exchange.put_columns(self.refs["exchange"], word, squares)
             else:
                 self.refs["squares"].at[tile_index][...] = squares
+        self._keep(rows, stream)
+
+    def _stream(self, norm: str, rows):
+        """The residual stream so far."""
+        return rows_of(self.refs["before" if norm == "post" else "stream"].at[rows], _WGMMA)
+
+    def _keep(self, rows, stream):
         self.refs["stream"].at[rows][...] = stream
 
     def _factors(self, product: Product):

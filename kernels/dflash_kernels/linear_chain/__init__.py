@@ -1,0 +1,1 @@
+"""Two products with a norm between them, for a few tokens."""
