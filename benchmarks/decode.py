@@ -78,17 +78,17 @@ def stored(weights: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
 
 
-def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
-    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft; of experts
-    those that so many tokens take on average where every choice is as likely.
+def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float | None:
+    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft.
+
+    None with experts: how many of them tokens of random weights take is not known.
     """
     target, drafter = engine.target, engine.draft
+    if hasattr(target, "num_experts"):
+        return None
     read = stored(engine.weights["target"])
     if not target.tie_embeddings:  # a few rows of the table are looked up
         read -= stored(engine.weights["target"]["embed.weight"])
-    if experts := getattr(target, "num_experts", 0):
-        left = (1 - target.experts_per_token / experts) ** (batch * (drafter.block_size if draft else 1))
-        read -= left * stored([array for name, array in engine.weights["target"].items() if ".experts." in name])
     read += batch * context * page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
@@ -97,7 +97,7 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float:
             stored(engine.weights["draft"]) + stored(head) - stored(engine.weights["draft"]["context_kv_proj.weight"])
         )
         read += batch * context * page_bytes(drafter, 1, engine.dtype)
-    return read / BANDWIDTH * 1e3
+    return round(read / BANDWIDTH * 1e3, 3)
 
 
 def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> Run:
@@ -211,7 +211,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
             peers = PEER.get((name, kind), {}) if context == 1024 else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
-                round(statistics.median(times), 3), "ms", floor=round(floor_ms(engine, draft=draft, **size), 3),
+                round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size),
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
