@@ -10,7 +10,8 @@ ahead of the other, so that it writes its results while the other multiplies, an
 A product of 128 rows waits for memory, and hardly less for the way into a multiprocessor, 95 KB/us: of weights [2560, 9728], which
 memory has in 11.7 us, a CTA brings 1.09 MB with its x, in 11.5. So 12 MB of gate_up's weights that are in the cache already save
 1 us of 31; gate_up and down in one launch, whose CTAs meet while down's weights come, take 48 us as two launches do; and pairs of
-CTAs with other features that share x gain nothing: of gate_up's 29 us from start to start 27 are left without x and products.
+CTAs with other features that share x gain nothing: of gate_up's 29 us from start to start 27 are left without products and with
+hardly any of x.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
