@@ -45,7 +45,7 @@ def _open_drafter(
     path: Any, target: Checkpoint, draft: str | Path | bool | None, revision: str | None
 ) -> Checkpoint | None:
     if draft is False:
-        return None
+        return _no_drafter("none is wanted", revision)
     if draft is None or draft is True:
         beside = target.folder / "draft"
         known = KNOWN_DRAFTERS.get(str(path))
@@ -57,11 +57,16 @@ def _open_drafter(
             known_ids = ", ".join(f"{theirs} for {ours}" for ours, theirs in KNOWN_DRAFTERS.items())
             raise PairError(f"no drafter is known for {path}; known: {known_ids}. Name one as draft=")
         else:
-            return None
+            return _no_drafter(f"none is known for {path}", revision)
     drafter = open_checkpoint(draft, revision=revision)
     if drafter.family.role != "draft":
         raise PairError(f"{draft} is a {drafter.family.name} target, not a DFlash drafter")
     return drafter
+
+
+def _no_drafter(why: str, revision: str | None) -> None:
+    if revision is not None:
+        raise PairError(f"draft_revision={revision!r} is for a drafter, and {why}: name one as draft=, or leave it out")
 
 
 def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:

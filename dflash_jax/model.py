@@ -148,7 +148,7 @@ def load(
 
     Raises:
       CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
-      PairError: target and drafter do not belong together.
+      PairError: target and drafter do not belong together, or `draft_revision` is given and there is no drafter.
       ParameterError: an option is outside its range.
       CapacityError: the device has no room for weights and pages, with the numbers.
     """

@@ -86,6 +86,12 @@ def test_pairs_that_do_not_fit(tmp_path, target, change, said):
         dj.load(target, draft=draft)
 
 
+@pytest.mark.parametrize(("draft", "why"), [(False, "none is wanted"), (None, "none is known")])
+def test_a_revision_of_no_drafter_is_refused(target, draft, why):
+    with pytest.raises(dj.PairError, match=f"draft_revision='main' is for a drafter, and {why}"):
+        dj.load(target, draft=draft, draft_revision="main")
+
+
 def test_wrong_roles_and_options(tmp_path, target):
     draft = write(tmp_path / "draft", DRAFT)
     with pytest.raises(dj.PairError, match="is a drafter"):
