@@ -30,6 +30,7 @@ def add(record: Record, case: str, figures: Figures) -> None:
     record.add(case, "tokens of all users", figures.tokens_per_s, "tokens/s", figures=figures.to_dict())
     record.add(case, "first token, median", figures.time_to_first_token_ms["p50"], "ms")
     record.add(case, "next token, median", figures.inter_token_ms["p50"], "ms")
+    record.add(case, "longest wait for the next tokens", figures.longest_wait_ms, "ms")
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--input-length", type=int, default=512)
     parser.add_argument("--output-length", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=None, help="of each run (default: 2 for each user, at least 8)")
+    parser.add_argument("--requests", type=int, default=None, help="of each run (default: 8 for each user, 16 to 256)")
     parser.add_argument("--imposed-acceptance", type=float, default=6.0)
     parser.add_argument(
         "--kinds", nargs="+", default=[name for name, _, _ in KINDS], choices=[kind[0] for kind in KINDS]
@@ -67,7 +68,8 @@ def main() -> None:
     for users, name, length, draft, workload in plan:
         model.engine.verify_length = length
         figures = measure(
-            model, workload, concurrency=users, requests=options.requests or max(8, 2 * users), draft=draft,
+            model, workload, concurrency=users, requests=options.requests or min(max(16, 8 * users), 256),
+            draft=draft,
             imposed_acceptance=options.imposed_acceptance if draft else None,
         )  # fmt: skip
         add(record, f"bench {options.shapes} in{options.input_length} U{users} {name}", figures)

@@ -41,6 +41,7 @@ class Figures:
       tokens_per_s: all produced tokens over the whole time, prompts included.
       time_to_first_token_ms: percentiles over requests, from sending to the first token.
       inter_token_ms: percentiles over tokens after the first; tokens that arrive together share the time since the last ones.
+      longest_wait_ms: the longest that anybody waited for the next tokens after the first.
       tokens_per_cycle: mean; 0 without a cycle.
       verify_lengths: cycles of the timed run by the number of tokens they verified; empty without a drafter.
       acceptance_by_position: share of cycles in which the n-th drafted token stood.
@@ -59,6 +60,7 @@ class Figures:
     tokens_per_s: float
     time_to_first_token_ms: dict[str, float]
     inter_token_ms: dict[str, float]
+    longest_wait_ms: float
     tokens_per_cycle: float
     verify_lengths: dict[int, int]
     acceptance_by_position: list[float]
@@ -124,7 +126,7 @@ def measure(
     finally:
         engine.imposed_acceptance, engine.share_prefixes = None, shared
     counts = [count for trace in traces for count in trace.counts]
-    gaps = [gap for trace in traces for gap in _gaps(trace)]
+    waits = [wait for trace in traces for wait in _waits(trace)]
     drafts = model.draft.num_drafts if model.draft is not None and draft else 0
     memory = jax.local_devices()[0].memory_stats() or {}
     return Figures(
@@ -138,7 +140,8 @@ def measure(
         imposed_acceptance=imposed_acceptance,
         tokens_per_s=round(sum(size for trace in traces for _, size in trace.arrivals) / seconds, 1),
         time_to_first_token_ms=_percentiles([trace.arrivals[0][0] - trace.sent for trace in traces]),
-        inter_token_ms=_percentiles(gaps),
+        inter_token_ms=_percentiles([wait / tokens for wait, tokens in waits for _ in range(tokens)]),
+        longest_wait_ms=round(max((wait for wait, _ in waits), default=0.0) * 1e3, 3),
         tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
         verify_lengths=dict(sorted(verified.items())) if drafts else {},
         acceptance_by_position=[round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1)],
@@ -206,9 +209,10 @@ def _requests(workload: Workload, count: int) -> Iterator[Request]:
         yield Request(index, workload.prompts[index % len(workload.prompts)], params)
 
 
-def _gaps(trace: _Trace) -> Iterator[float]:
+def _waits(trace: _Trace) -> Iterator[tuple[float, int]]:
+    """Seconds until tokens came, and how many they were, from the second arrival on."""
     for (before, _), (now, tokens) in itertools.pairwise(trace.arrivals):
-        yield from [(now - before) / tokens] * tokens
+        yield now - before, tokens
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float]:

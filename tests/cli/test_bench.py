@@ -33,6 +33,7 @@ def test_figures_of_a_closed_loop(model, workload) -> None:
     assert figures.compile_s > again.compile_s  # a second run only looks for its programs
     for percentiles in (figures.time_to_first_token_ms, figures.inter_token_ms):
         assert 0 < percentiles["p50"] <= percentiles["p90"] <= percentiles["p99"]
+    assert figures.inter_token_ms["p99"] <= figures.longest_wait_ms
     shares = figures.acceptance_by_position
     assert len(shares) == model.draft.num_drafts
     assert sorted(shares, reverse=True) == shares
