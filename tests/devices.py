@@ -1,6 +1,8 @@
 """GPUs that need not be here: inside one of these contexts, programs are traced and lowered for it."""
 
 import contextlib
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,3 +16,10 @@ def on(kind: str) -> contextlib.AbstractContextManager[Any]:
 
 def h200() -> contextlib.AbstractContextManager[Any]:
     return on("NVIDIA H200")
+
+
+def custom_calls(function: Callable[..., Any], *arrays: Any, kind: str = "NVIDIA H200") -> list[str]:
+    """Names of the custom calls, in order, of a function lowered for a GPU."""
+    with on(kind):
+        text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"custom_call @(\w+)", text)

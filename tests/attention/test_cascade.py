@@ -1,6 +1,7 @@
 """Shared beginnings read once: the same result as without, whatever shares them, and the rule for when it pays."""
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -13,7 +14,9 @@ from dflash_kernels import paged_attention
 
 from dflash_jax.attention.cascade import cascade_attention, cascade_pays, shared_pages
 
+from ..devices import custom_calls
 from ..kernels.attention_oracle import Case, make_case, oracle
+from .dense_oracle import assert_as_good_as, paged_oracle
 
 PAGE, SHARED, T = 8, 3, 4
 # Long, idle, just past the shared pages, one query, two, none.
@@ -29,10 +32,13 @@ def case_with_shared_pages(seq_lens=SEQ_LENS, q_lens=Q_LENS, **options: Any) -> 
     return case.rows([1, *(row for row in range(len(seq_lens)) if row != 1)])
 
 
+def options_of(case: Case) -> dict[str, Any]:
+    return {name: value if np.ndim(value) == 0 else jnp.asarray(value) for name, value in case.options.items()}
+
+
 def cascaded(case: Case, shared: int = SHARED, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, table, lens, q_lens = case.arrays()
-    options = {name: value if np.ndim(value) == 0 else jnp.asarray(value) for name, value in case.options.items()}
-    given = {"shared": shared, "q_lens": q_lens, "return_lse": True} | options | changes
+    given = {"shared": shared, "q_lens": q_lens, "return_lse": True} | options_of(case) | changes
     out, lse = jax.jit(lambda *arrays: cascade_attention(*arrays, **given))(q, k, v, table, lens)
     return np.asarray(out), np.asarray(lse)
 
@@ -69,6 +75,43 @@ def test_half_precision_costs_one_more_rounding_of_each_part() -> None:
     whole = np.asarray(paged_attention(q, k, v, table, lens, q_lens=q_lens), np.float64)
     out = cascaded(case)[0].astype(np.float64)
     assert np.abs(out - true).max() <= np.abs(whole - true).max() + np.abs(true).max() * 2**-7
+
+
+# What is stored and asked for, and the queries' dtype: Qwen3-8B's heads in pages of 64 tokens.
+LARGE: dict[str, dict[str, Any]] = {
+    "bfloat16": {},
+    "float16": {"dtype": np.float16},
+    "sinks-cap": {"sinks": np.linspace(-2, 4, 32, dtype=np.float32), "soft_cap": 20.0},
+    "fp8": {"stored": ml_dtypes.float8_e4m3fn},
+    "int8": {"stored": np.int8},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("t", [1, 16])
+@pytest.mark.parametrize("name", LARGE)
+def test_real_sizes_on_a_gpu(name: str, t: int) -> None:
+    """1,024 shared keys; rows just past them, with fewer queries, without any and idle. NaN wherever nobody may look."""
+    pages = 16
+    lens, q_lens = [1600, 0, 1024 + t, 1100, 1025, 1911, 1500, 1024 + 64], [t, t, t, 1, 1, t, 0, min(t, 7)]
+    made = {"dtype": ml_dtypes.bfloat16} | LARGE[name]
+    case = make_case(lens, q_lens, t=t, kv_heads=8, group=4, head_dim=128, page_size=64, seed=t, **made)
+    case.q *= np.asarray(4, case.q.dtype)  # weights that a few keys have for themselves: one too many or too few shows
+    case.page_table[np.array(lens) > 0, :pages] = case.page_table[0, :pages]
+    q, k, v, table, seq_lens, counts = case.arrays()
+    whole = paged_attention(q, k, v, table, seq_lens, q_lens=counts, implementation="xla", **options_of(case))
+    out, _ = cascaded(case, pages)
+    true = paged_oracle(case)
+    # The two parts are rounded once before they are joined; eight bits with their scale in them once more, to be multiplied.
+    assert_as_good_as(out, whole, true, ulps=4 if "stored" in made else 2)
+    assert not out[true == 0].any()
+
+
+def test_both_parts_are_kernels_on_an_h200() -> None:
+    q, pool = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16, 32, 128), (99, 8, 64, 128)))
+    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,)))
+    call = functools.partial(cascade_attention, shared=16)
+    assert custom_calls(call, q, pool, pool, table, lens) == ["mosaic_gpu_v2"] * 2
 
 
 def test_a_batch_without_a_live_row() -> None:

@@ -1,13 +1,18 @@
 """A decoder's queries over an encoder's tokens: written once, seen whole in every step."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from dflash_jax.attention.cross import cross_attention, write_encoded
 
+from ..devices import custom_calls
 from ..kernels.attention_oracle import make_case, oracle
+from .dense_oracle import assert_as_good_as, dense_oracle
 
 PAGE = 4
 LENS = [9, 0, 5, 12]
@@ -70,13 +75,56 @@ def test_every_step_sees_the_whole_encoder() -> None:
         out = np.asarray(cross_attention(*arrays, q_lens=jnp.asarray(q_lens, jnp.int32), scale=0.2))
         true = np.zeros((4, t, 4, 16))
         for row, count in enumerate(q_lens):
-            for head in range(4 if LENS[row] else 0):
-                keys, values = tokens[:, row, : LENS[row], head // 2].astype(np.float64)
-                scores = q[row, :count, head].astype(np.float64) @ keys.T * 0.2
-                weights = np.exp(scores - scores.max(-1, keepdims=True))
-                true[row, :count, head] = weights @ values / weights.sum(-1, keepdims=True)
+            true[row, :count] = dense_oracle(q[row, :count], *tokens[:, row, : LENS[row]], scale=0.2)
         np.testing.assert_allclose(out, true, rtol=0, atol=4e-6)
         assert not out[1].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page_size", "dtype"),
+    [(20, 20, 64, 64, ml_dtypes.bfloat16), (32, 8, 128, 16, np.float16)],  # Whisper large's; grouped
+    ids=["one-to-one", "grouped"],
+)
+@pytest.mark.parametrize("t", [1, 16])
+def test_real_sizes_on_a_gpu(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: Any, t: int) -> None:
+    """Half a minute of sound, less, and none; written in two steps, NaN wherever nothing was written."""
+    lens, q_lens = [1500, 0, 448, 1, 1499, 777, 64, 1500], [t, t, t, t, 1, 0, t, min(t, 5)]
+    rng, shape = np.random.default_rng(heads), (8, 1500, kv_heads, head_dim)
+    k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(2))
+    q = (4 * rng.standard_normal((8, t, heads, head_dim), np.float32)).astype(dtype)
+    needed = [-(-length // page_size) for length in lens]
+    order, width = rng.permutation(sum(needed) + 3), max(needed) + 1
+    table = np.full((8, width), 2_147_480_000, np.int32)
+    for row, count in enumerate(needed):
+        table[row, :count], order = order[:count], order[count:]
+    pools = [jnp.full((sum(needed) + 3, kv_heads, page_size, head_dim), jnp.nan, dtype) for _ in range(2)]
+    encoder_lens = jnp.asarray(lens, jnp.int32)
+    for fresh in (np.arange(8) % 2 == 0, np.arange(8) % 2 == 1):
+        packed = [np.concatenate([x[row, : lens[row]] for row in np.flatnonzero(fresh)]) for x in (k, v)]
+        rows = [np.concatenate([part, np.full((9, *part.shape[1:]), np.nan, dtype)]) for part in packed]
+        pools = jax.jit(write_encoded)(*pools, *rows, table, encoder_lens, fresh)
+    for row, count in enumerate(q_lens):
+        q[row, count:] = np.nan
+    given = (jnp.asarray(q), *pools, jnp.asarray(table), encoder_lens)
+    counts = jnp.asarray(q_lens, jnp.int32)
+    out, reference = (cross_attention(*given, q_lens=counts, implementation=name) for name in (None, "xla"))
+    true = np.zeros(q.shape)
+    for row, count in enumerate(q_lens):
+        keys, values = k[row, : lens[row]], v[row, : lens[row]]
+        true[row, :count] = dense_oracle(q[row, :count], keys, values, scale=head_dim**-0.5)
+    assert_as_good_as(out, reference, true)
+    assert not np.asarray(out)[1].any()
+
+
+def test_writing_and_attending_are_kernels_on_an_h200() -> None:
+    pool, rows = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((99, 20, 64, 64), (3000, 20, 64)))
+    table, lens, fresh = (
+        jax.ShapeDtypeStruct(*array) for array in (((8, 24), jnp.int32), ((8,), jnp.int32), ((8,), bool))
+    )
+    assert custom_calls(write_encoded, pool, pool, rows, rows, table, lens, fresh) == ["mosaic_gpu_v2"]
+    q = jax.ShapeDtypeStruct((8, 1, 20, 64), jnp.bfloat16)
+    assert set(custom_calls(cross_attention, q, pool, pool, table, lens)) == {"mosaic_gpu_v2"}
 
 
 def test_more_queries_than_encoder_tokens() -> None:

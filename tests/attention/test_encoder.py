@@ -1,5 +1,6 @@
 """Attention both ways over packed texts and batches of pictures, against loops in float64."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 
 from dflash_jax.attention.encoder import batch_encoder_attention, encoder_attention
 
+from ..devices import custom_calls
 from ..kernels.ragged_oracle import make_case, oracle
+from .dense_oracle import assert_as_good_as, dense_oracle
 
 
 @pytest.mark.parametrize("window", [None, 1, 4])
@@ -40,14 +43,6 @@ def test_a_token_sees_what_comes_after_it() -> None:
         encoder_attention(q, q, v, bounds, window=0)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Rows `[S, N, H]` over `[S, K, H]` in float64, every row over all."""
-    k, v = (np.repeat(x.astype(np.float64), q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    scores = np.einsum("tnh,snh->nts", q.astype(np.float64), k) * scale
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v)
-
-
 @pytest.mark.parametrize("flat", [False, True], ids=["heads", "flat"])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
 def test_batches_of_pictures(flat: bool, dtype: Any) -> None:
@@ -61,14 +56,60 @@ def test_batches_of_pictures(flat: bool, dtype: Any) -> None:
     out = batch_encoder_attention(*given, head_dim=72, scale=0.1)
     assert out.shape == given[0].shape
     assert out.dtype == dtype
-    true = np.stack([attention(*rows, 0.1) for rows in zip(q, k, v, strict=True)])
+    true = np.stack([dense_oracle(*rows, scale=0.1) for rows in zip(q, k, v, strict=True)])
     np.testing.assert_allclose(np.asarray(out, np.float64).reshape(q.shape), true, rtol=0, atol=allowed)
 
     bounds = [0, 4, 12, 18]
     out = batch_encoder_attention(*given, head_dim=72, cu_lens=jnp.asarray(bounds, jnp.int32))
     rows = [x.reshape(18, -1, 72) for x in arrays]
-    true = np.concatenate([attention(*(x[a:b] for x in rows), 72**-0.5) for a, b in itertools.pairwise(bounds)])
+    true = np.concatenate(
+        [dense_oracle(*(x[a:b] for x in rows), scale=72**-0.5) for a, b in itertools.pairwise(bounds)]
+    )
     np.testing.assert_allclose(np.asarray(out, np.float64).reshape(true.shape), true, rtol=0, atol=allowed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 65])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_texts_of_real_sizes_on_a_gpu(window: int | None, dtype: Any) -> None:
+    """ModernBERT's twelve heads of 64 and its local layers' reach; texts of one token and of none, NaN in the padding."""
+    lens = [512, 1, 0, 1024, 777, 64]
+    rng, cu_lens = np.random.default_rng(1), np.cumsum([0, *lens])
+    q, k, v = (rng.standard_normal((sum(lens) + 50, 12, 64), np.float32).astype(dtype) for _ in range(3))
+    q *= np.asarray(4, dtype)
+    for array in (q, k, v):
+        array[cu_lens[-1] :] = np.nan
+    given = [jnp.asarray(array) for array in (q, k, v, cu_lens.astype(np.int32))]
+    out, reference = (encoder_attention(*given, window=window, implementation=name) for name in (None, "xla"))
+    true = np.zeros(q.shape)
+    for first, last in itertools.pairwise(cu_lens):
+        apart = np.abs(np.arange(last - first)[:, None] - np.arange(last - first))
+        seen = None if window is None else apart < window
+        true[first:last] = dense_oracle(q[first:last], k[first:last], v[first:last], seen, scale=64**-0.5)
+    assert_as_good_as(out, reference, true)
+    assert not np.asarray(out)[cu_lens[-1] :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_pictures_of_real_sizes_on_a_gpu(head_dim: int) -> None:
+    """Sixteen heads in the flat rows of a projection: SigLIP's 729 patches, and Qwen2-VL's heads in pictures of any size."""
+    rng = np.random.default_rng(head_dim)
+    q, k, v = (rng.standard_normal((3, 729, 16 * head_dim), np.float32).astype(ml_dtypes.bfloat16) for _ in range(3))
+    bounds = None if head_dim == 72 else [0, 64, 900, 901, 3 * 729]
+    options = {"head_dim": head_dim, "cu_lens": None if bounds is None else jnp.asarray(bounds, jnp.int32)}
+    given = [jnp.asarray(array) for array in (q, k, v)]
+    out, reference = (batch_encoder_attention(*given, **options, implementation=name) for name in (None, "xla"))
+    rows = [array.reshape(3 * 729, 16, head_dim) for array in (q, k, v)]
+    edges = itertools.pairwise(bounds or [0, 729, 1458, 2187])
+    true = [dense_oracle(*(x[a:b] for x in rows), scale=head_dim**-0.5) for a, b in edges]
+    assert_as_good_as(out, reference, np.concatenate(true).reshape(q.shape))
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+def test_a_kernel_on_an_h200(head_dim: int) -> None:
+    x, bounds = jax.ShapeDtypeStruct((2187, 16, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((6,), jnp.int32)
+    assert custom_calls(functools.partial(encoder_attention, window=65), x, x, x, bounds) == ["mosaic_gpu_v2"]
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 100), (2, 5, 4, 32)])

@@ -12,22 +12,19 @@ from dflash_kernels import paged_attention, ragged_paged_attention
 
 from dflash_jax.attention.static_sinks import with_static_sinks, write_static_sinks
 
-PAGE, T, GROUP = 4, 3, 2
+from .dense_oracle import assert_as_good_as, dense_oracle
+
+PAGE, T = 4, 3
 SEQ_LENS, Q_LENS = [9, 0, 3, 14], [3, 3, 2, 1]
 
 
-def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_lens: Any, window: int | None = None) -> np.ndarray:
+def dense(q: np.ndarray, k: Any, v: Any, q_lens: Any, window: int | None = None) -> np.ndarray:
     """Float64 over lists of whole sequences' keys and values, sinks included; the queries are their last tokens."""
     out = np.zeros((*q.shape[:3], v[0].shape[-1]))
     for row, count in enumerate(q_lens):
-        for i in range(count if len(k[row]) else 0):
-            position = len(k[row]) - count + i
-            first = 0 if window is None else max(position - window, 0)
-            for head in range(q.shape[2]):
-                keys, values = (x[row][first : position + 1, head // GROUP].astype(np.float64) for x in (k, v))
-                scores = keys @ q[row, i, head].astype(np.float64) * q.shape[-1] ** -0.5
-                weights = np.exp(scores - scores.max())
-                out[row, i, head] = weights @ values / weights.sum()
+        distance = len(k[row]) - count + np.arange(count)[:, None] - np.arange(len(k[row]))
+        seen = (distance >= 0) & (distance <= (len(k[row]) if window is None else window))
+        out[row, :count] = dense_oracle(q[row, :count], k[row], v[row], seen, scale=q.shape[-1] ** -0.5)
     return out
 
 
@@ -36,7 +33,7 @@ class Setup:
 
     def __init__(self, value_dim: int = 16, sink_dtype: Any = np.float32):
         rng = np.random.default_rng(value_dim)
-        self.q = rng.standard_normal((4, T, 2 * GROUP, 16)).astype(np.float32)
+        self.q = rng.standard_normal((4, T, 4, 16)).astype(np.float32)
         sinks = [rng.standard_normal((2 * PAGE, 2, dim)).astype(sink_dtype) for dim in (16, value_dim)]
         tokens = [rng.standard_normal((4, 14, 2, dim)).astype(np.float32) for dim in (16, value_dim)]
         self.table, order = np.full((4, 5), 2_147_480_000, np.int32), iter(rng.permutation(14))
@@ -72,6 +69,49 @@ def test_queries_see_the_sinks_ahead_of_their_sequence(window: int | None) -> No
     out = paged_attention(jnp.asarray(setup.q), *setup.written(), *setup.sunk(), q_lens=q_lens, window=mask)
     np.testing.assert_allclose(out, dense(setup.q, *setup.whole, Q_LENS, window), rtol=0, atol=4e-6)
     assert not np.asarray(out[1]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("t", [1, 16])
+def test_real_sizes_on_a_gpu(t: int, window: int | None) -> None:
+    """128 sinks ahead of Qwen3-8B's heads, in bfloat16, and of values narrower than their keys, which packed queries have."""
+    lens, q_lens = [1500, 0, t, 777, 64, 2000], [t, t, t, 1, min(t, 3), t]
+    rng, longest, page, dtype = np.random.default_rng(t), 2000, 64, ml_dtypes.bfloat16
+    needed = [-(-length // page) for length in lens]
+    order = rng.permutation(sum(needed) + 4).astype(np.int32)
+    sink_pages, table = order[:2], np.full((6, max(needed)), 2_147_480_000, np.int32)
+    q = (4 * rng.standard_normal((6, t, 32, 128), np.float32)).astype(dtype)
+    for row, count in enumerate(q_lens):
+        q[row, count:] = np.nan
+    mask = None if window is None else (window, 0)
+    for value_dim in (128, 64):
+        wide = [rng.standard_normal((6, longest, 8, dim), np.float32).astype(dtype) for dim in (128, value_dim)]
+        sinks = [rng.standard_normal((2 * page, 8, dim), np.float32).astype(dtype) for dim in (128, value_dim)]
+        pools = [np.full((len(order), 8, page, dim), np.nan, dtype) for dim in (128, value_dim)]
+        for row, length in enumerate(lens):
+            own = order[2 + sum(needed[:row]) :][: needed[row]]
+            table[row, : len(own)] = own
+            for pool, tokens in zip(pools, wide, strict=True):
+                held = np.full((len(own) * page, *tokens.shape[2:]), np.nan, dtype)
+                held[:length] = tokens[row, :length]
+                pool[own] = np.swapaxes(held.reshape(-1, page, *held.shape[1:]), 1, 2)
+        pages = jax.jit(write_static_sinks)(*pools, *sinks, sink_pages)
+        seen = with_static_sinks(jnp.asarray(table), jnp.asarray(lens, jnp.int32), jnp.asarray(sink_pages), page)
+        whole = [[np.concatenate([sink, x[row, :n]]) if n else x[row, :0] for row, n in enumerate(lens)]
+                 for sink, x in zip(sinks, wide, strict=True)]  # fmt: skip
+        true = dense(q, *whole, q_lens, window)
+        found = {}
+        for name in (None, "xla"):
+            if value_dim == 128:
+                given = {"q_lens": jnp.asarray(q_lens, jnp.int32), "window": mask, "implementation": name}
+                found[name] = paged_attention(jnp.asarray(q), *pages, *seen, **given)
+            else:
+                live, bounds = np.arange(t) < np.array(q_lens)[:, None], jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
+                given = {"window": mask, "implementation": name}
+                packed = ragged_paged_attention(jnp.asarray(q[live]), *pages, bounds, *seen, **given)
+                found[name] = jnp.zeros(true.shape, packed.dtype).at[live].set(packed)
+        assert_as_good_as(found[None], found["xla"], true)
 
 
 def test_values_of_another_width() -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from dflash_kernels.target import target
 
-from ..devices import on
+from ..devices import custom_calls, on
 
 BATCH, TOKENS, TABLE = 4, 16, 64
 # jax-triton cannot be imported without a CUDA build of JAX; those GPUs then run on XLA.
@@ -141,9 +140,7 @@ def lowered(op: str, kind: str) -> list[str]:
     arrays, options = OPS[op]
     name = op.split()[0]
     call = WRITTEN_OUT.get(name) or getattr(dflash_kernels, name)
-    with on(kind):
-        function = jax.jit(lambda *arrays: call(*arrays, **options))
-        return re.findall(r"custom_call @(\w+)", function.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text())
+    return custom_calls(lambda *arrays: call(*arrays, **options), *arrays, kind=kind)
 
 
 def test_every_op_is_here() -> None:
