@@ -10,7 +10,10 @@ import pytest
 from flax import nnx
 
 from dflash_jax.models.moe import Experts, MoE, Router, _blocks, route
+from dflash_jax.models.presets import MOE_TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+
+from ..devices import custom_calls
 
 SMALL = dataclasses.replace(
     DEEPSEEK_TARGETS["DeepSeek-V3"], hidden_size=24, moe_intermediate_size=10, num_experts=8, experts_per_token=3,
@@ -74,6 +77,22 @@ def test_few_tokens_read_their_experts_alone() -> None:
     for tokens, gathers in ((2, True), (3, False)):
         arguments = jnp.ones((tokens, 24)), jnp.zeros((tokens, 3), jnp.int32), jnp.ones((tokens, 3))
         assert ("gather" in str(jax.make_jaxpr(module)(*arguments))) == gathers
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(1, 0), (2, 1), (512, 1), (513, 2)])
+def test_ways_on_an_h200(tokens: int, kernels: int) -> None:
+    """One token gathers its experts, some hundred stream them in one launch, more go in blocks, a launch for each product."""
+    config = MOE_TARGETS["Qwen3-30B-A3B"]
+
+    def call(gate_up: jax.Array, down: jax.Array, *args: jax.Array) -> jax.Array:
+        module = nnx.eval_shape(lambda: Experts(config))
+        module.gate_up_proj.weight, module.down_proj.weight = nnx.Param(gate_up), nnx.Param(down)
+        return module(*args)
+
+    rows = [(128 * 2 * 768, 2048), (128 * 2048, 768), (tokens, 2048)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in rows]
+    routes = [jax.ShapeDtypeStruct((tokens, 8), dtype) for dtype in (jnp.int32, jnp.float32)]
+    assert custom_calls(call, *arrays, *routes).count("mosaic_gpu_v2") == kernels
 
 
 def test_an_expert_that_overflows_harms_only_its_own_tokens() -> None:
