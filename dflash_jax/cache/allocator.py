@@ -111,11 +111,14 @@ class PageAllocator:
 
     def reclaim(self) -> None:
         """Takes every owner from every page, whatever state an interrupted call has left; published pages can still be found."""
-        self._keys = {page: key for page, key in self._keys.items() if self._pages.get(key) == page}
-        self._pages = {key: page for page, key in self._keys.items()}
-        self._owners = [0] * self.num_pages
-        self._idle = dict.fromkeys(self._keys)
-        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in self._keys]
+        keys = {page: key for page, key in self._keys.items() if self._pages.get(key) == page}
+        # Those of running sequences are given up after those that were free before, their last ones first.
+        idle = [page for page in self._idle if page in keys]
+        idle += [page for page in reversed(keys) if page not in self._idle]
+        free = [page for page in range(self.num_pages - 1, -1, -1) if page not in keys]
+        pages, owners = {key: page for page, key in keys.items()}, [0] * self.num_pages
+        # At once: another interrupt finds the account as it was, or whole.
+        self._keys, self._pages, self._owners, self._idle, self._free = keys, pages, owners, dict.fromkeys(idle), free
 
     def _owned(self, page: int) -> bool:
         # -1 stands for no page in tables; as an index it would be the last one.

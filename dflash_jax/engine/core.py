@@ -1,5 +1,6 @@
 """What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,6 +88,7 @@ class Core:
             self.num_pages = self.max_batch * self.buckets.width[-1]
         self.allocator = PageAllocator(self.num_pages)
         self._pools: tuple[Pages, Pages] | None = None
+        self._making = threading.Lock()  # of pools: one thread may compile ahead while another one begins to serve
         self._filled_by = self.weights
         self._lengths: VerifyLength | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
@@ -156,12 +158,23 @@ class Core:
 
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""
-        if self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools)):
-            self._pools = self._make_pools()
+        with self._making:
+            return self._newest_pools()
+
+    def ready_pools(self) -> None:
+        """Makes the page pools before anybody takes them; leaves them to a run that has them."""
+        with self._making:
+            if not self._busy:
+                self._newest_pools()
+
+    def _newest_pools(self) -> tuple[Pages, Pages]:
+        lost = self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools))
+        if lost or self._filled_by is not self.weights:
+            # First of all: after an interrupt nobody may find in new pools what was in the old ones.
             self.allocator.forget()
-        if self._filled_by is not self.weights:
+            self._pools = self._make_pools() if lost else self._pools
             self._filled_by = self.weights
-            self.allocator.forget()
+        assert self._pools is not None
         return self._pools
 
     def pool_shapes(self) -> tuple[Pages, Pages]:

@@ -101,6 +101,9 @@ class Run:
             )
         core._busy = True
         try:
+            if core.allocator.num_free < core.allocator.num_pages:
+                # Nobody else runs: an interrupt came while a run that was interrupted gave its pages back.
+                core.allocator.reclaim()
             with named_memory_errors("requests were served"):
                 yield from self._turns()
         except BaseException:

@@ -31,7 +31,7 @@ def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
 
 def warmup_jobs(core: Core, setups: Iterable[Setup], batch: Iterable[int] | None) -> Iterator[Callable[[], object]]:
     """See `Engine.warmup_jobs`."""
-    yield core.take_pools
+    yield core.ready_pools
     buckets = core.buckets
     sizes = sorted({round_up(size, buckets.batch) for size in (buckets.batch if batch is None else batch)})
     for setup in setups:

@@ -30,6 +30,7 @@ class Outcome:
     cancelled: int = 0
     interrupted: int = 0
     moved: int = 0
+    behind: int = 0
 
 
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
@@ -55,6 +56,7 @@ class Interrupter:
         self.left = at
         places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
         places += [(run, "admit"), (run, "_make_room"), (run, "account"), (engine, "keep_pools")]
+        places += [(run.ahead, "follow"), (run.ahead, "take"), (run.ahead, "seconds"), (run, "drop_cancelled")]
         for owner, name in places:
             patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 
@@ -86,19 +88,31 @@ def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, run: Run) -> None:
     patch.setattr(engine.programs, "call", watched)
 
 
+def ended_by_a_token(rng: random.Random, text: Text) -> Text:
+    """The same, ended by one of its own tokens."""
+    stop = rng.choice(text.expected)
+    ends = text.expected.index(stop) + 1
+    return Text(text.prompt, replace(text.params, stop_token_ids=(stop,)), text.expected[:ends])
+
+
 def play(
-    engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[int | None] = (None,)
-) -> Outcome:
+    engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[int | None] = (None,),
+    ahead: bool = False,
+) -> Outcome:  # fmt: skip
     """One schedule; fails unless every request that was not cancelled has the tokens it has alone, no running one waits longer than
     a chunk, and every page is back.
 
     Args:
       lengths: one of these is verified in the next cycles, another one each time.
+      ahead: cycles are started before the results of others are looked at. All requests are there from the beginning, some ended by
+        a token, and more are cancelled.
     """
     rng, outcome = random.Random(seed), Outcome()
     chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
     chosen[0] = rng.choice([text for text in texts if text.params.temperature > 0])  # one mode, one set of programs
     longest = max(len(text.expected) for text in texts)
+    if ahead:
+        chosen = [ended_by_a_token(rng, text) if rng.random() < 0.3 else text for text in chosen]
     requests = [
         Request(i, text.prompt, replace(text.params, max_tokens=rng.randint(1, longest)))
         for i, text in enumerate(chosen)
@@ -107,8 +121,10 @@ def play(
     # The pools stay as they are, so that nothing is compiled again; the account knows fewer pages.
     engine.take_pools()
     engine.allocator = PageAllocator(min(engine.num_pages, needed + rng.choice([0, 1, 2, 4, 8, 40])))
-    arrived = rng.randint(1, len(requests))
-    run = engine.run(requests[:arrived], cycles=rng.choice([1, 1, 1, 2, 5, 32]), slots=rng.randint(1, 4))
+    arrived = len(requests) if ahead else rng.randint(1, len(requests))
+    engine.goes_ahead = ahead
+    cycles, slots = rng.choice([1, 2, 3] if ahead else [1, 1, 1, 2, 5, 32]), rng.randint(2 if ahead else 1, 4)
+    run = engine.run(requests[:arrived], cycles=cycles, slots=slots)
     got = {request.index: [] for request in requests}
     ended, cancelled, slots = set(), set(), len(run.slots.jobs)
     with pytest.MonkeyPatch.context() as patch:
@@ -118,12 +134,13 @@ def play(
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:
                 assert update.index not in cancelled | ended
+                outcome.behind += run.ahead.call is not None
                 outcome.moved, slots = outcome.moved + (len(run.slots.jobs) != slots), len(run.slots.jobs)
                 engine.verify_length = random.Random(hash((seed, update.index, len(got[update.index])))).choice(lengths)
                 got[update.index] += update.tokens
                 if update.finish_reason is not None:
                     ended.add(update.index)
-                if rng.random() < 0.03:
+                if rng.random() < (0.08 if ahead else 0.03):
                     cancelled.add(victim := rng.choice(requests[:arrived]).index)
                     run.cancel(victim)
                 while arrived < len(requests) and (rng.random() < 0.4 or len(ended | cancelled) == arrived):
@@ -132,7 +149,7 @@ def play(
         except KeyboardInterrupt:
             outcome.interrupted = 1
     run.close()
-    engine.verify_length = None
+    engine.verify_length, engine.goes_ahead = None, None
     engine.allocator.check_integrity()
     assert engine.allocator.num_free == engine.allocator.num_pages
     for request, text in zip(requests, chosen, strict=True):
