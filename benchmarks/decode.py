@@ -26,7 +26,9 @@ from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
 from dflash_jax.bench.workload import SHAPES
-from dflash_jax.cache import page_bytes
+from dflash_jax.cache import CacheScales, page_bytes
+from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
+from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
@@ -61,8 +63,14 @@ def build(
         weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
-        max_batch=batch, cache_dtype=cache_dtype,
+        max_batch=batch, cache_dtype=cache_dtype, cache_scales=scales(target) if cache_dtype == "int8" else None,
     )  # fmt: skip
+
+
+def scales(target: DecoderConfig) -> CacheScales:
+    """Of int8 pages: random weights make about normal values, whose largest of a text are some four deviations."""
+    of_channels = np.full((target.num_kv_heads, target.head_dim), 4 / INT8_CALIBRATED_TO, np.float32)
+    return CacheScales((), (of_channels,) * target.num_layers)
 
 
 def resized(engine: Engine, context: int) -> Engine:
@@ -151,7 +159,7 @@ def main() -> None:
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     parser.add_argument(
-        "--cache-dtype", default=None, choices=["fp8"], help="the target's keys and values in eight bits, scales of 1"
+        "--cache-dtype", default=None, choices=list(CALIBRATED), help="the target's keys and values in eight bits"
     )
     parser.add_argument(
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"

@@ -132,9 +132,9 @@ def load(
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
       cache_dtype: None keeps the target's pages in `dtype`, "fp8" in eight bits, "int8" (keys and values of heads) with a scale of
-        each key and of each channel of the values, "fp8_packed" (latent attention) in eight bits with scales in each row. Texts may
-        differ from those of unquantised pages; drafting changes them no more than before, but for numbers that lie on the border
-        between two roundings.
+        each key and of each channel of the values, "fp8_packed" (latent attention) in eight bits with scales in each row; keys and
+        values of all layers alike. Texts may differ from those of unquantised pages; drafting changes them no more than before, but
+        for numbers that lie on the border between two roundings.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found;
         without, those of "fp8" are 1, and "int8" is refused.
       weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale

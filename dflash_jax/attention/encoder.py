@@ -1,4 +1,7 @@
-"""Attention without a cache in which every token sees both ways: encoders of text, and of images and sound."""
+"""Attention without a cache in which every token sees both ways: encoders of text, and of images and sound.
+
+In 16 bits or float32: with no pages there is no scale for eight bits, and what comes so is refused.
+"""
 
 from typing import Any, cast
 
@@ -25,7 +28,7 @@ def encoder_attention(
       options: of `ragged_attention`: soft_cap, sinks, alibi_slopes, alibi_sqrt, scale, implementation.
 
     Raises:
-      ValueError: `window` is not positive, or shapes do not agree.
+      ValueError: `window` is not positive, shapes do not agree, or something is in eight bits.
       NoImplementationError: nothing named takes these arguments.
     """
     if window is not None and window < 1:

@@ -46,7 +46,9 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
     """Raises ParameterError unless pools of `config` can be kept so."""
     rank = getattr(config, "kv_lora_rank", 0)
     if cache_dtype not in (None, "fp8", "fp8_packed", "int8"):
-        raise ParameterError(f'cache_dtype must be None, "fp8", "int8" or "fp8_packed", got {cache_dtype!r}')
+        raise ParameterError(
+            f'cache_dtype must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers, got {cache_dtype!r}'
+        )
     if cache_dtype == "int8" and rank:
         raise ParameterError(
             'cache_dtype="int8" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'

@@ -23,3 +23,10 @@ def check_of_heads(heads: int, **of_each: Array | None) -> None:
     for name, array in of_each.items():
         if array is not None and array.shape != (heads,):
             raise ValueError(f"{name} {array.shape} must be ({heads},), one for each query head")
+
+
+def check_wide(advice: str, **arrays: Array) -> None:
+    """Arrays by name whose numbers have no scale: eight bits would also round what is multiplied with them."""
+    for name, array in arrays.items():
+        if array.dtype.itemsize < 2:
+            raise ValueError(f"{name} must be bfloat16, float16 or float32, not {array.dtype}: {advice}")

@@ -112,6 +112,12 @@ def test_a_kernel_on_an_h200(head_dim: int) -> None:
     assert custom_calls(functools.partial(encoder_attention, window=65), x, x, x, bounds) == ["mosaic_gpu_v2"]
 
 
+def test_eight_bits_are_refused() -> None:
+    x = jnp.zeros((5, 2, 64))
+    with pytest.raises(ValueError, match=r"k must be .*: multiply it with its scale and cast it"):
+        encoder_attention(x, x.astype(jnp.float8_e4m3fn), x, jnp.array([0, 5], jnp.int32))
+
+
 @pytest.mark.parametrize("shape", [(2, 5, 100), (2, 5, 4, 32)])
 def test_heads_that_do_not_fit(shape: tuple[int, ...]) -> None:
     x = jnp.zeros(shape)

@@ -1,6 +1,7 @@
 """The shipped pair with its target's pages in eight bits, on scales found on Python text."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.attention.dense import masked_attention
 from dflash_jax.attention.paged import PagedAttend
-from dflash_jax.cache import CacheScales, make_pages, page_bytes
+from dflash_jax.cache import CacheScales, check_cache_dtype, make_pages, page_bytes
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
+
+from .conftest import target_config
 
 TEXTS = [
     "import numpy as np\n\n\ndef normalise(x):\n    return x / x.sum()\n",
@@ -103,3 +106,12 @@ def test_what_the_shipped_pair_cannot_have() -> None:
         dj.load(cache_dtype="int8", **OPTIONS)
     with pytest.raises(ParameterError, match='calibration finds scales for cache_dtype "fp8" and "int8", not for None'):
         dj.load(calibration=TEXTS, **OPTIONS)
+
+
+@pytest.mark.parametrize("wanted", ["int4", ["fp8", None, "fp8"], {"k": "int8"}], ids=str)
+def test_no_layer_and_no_side_is_left_out(wanted) -> None:
+    # The function itself: in test runs a shape checker around it would speak first.
+    with pytest.raises(
+        ParameterError, match='must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers'
+    ):
+        inspect.unwrap(check_cache_dtype)(target_config(), wanted)

@@ -172,6 +172,12 @@ def test_arguments_that_do_not_agree(changes: dict[str, Any], message: str) -> N
         inspect.unwrap(mla_attention)(**arrays, **options, scale=1.0)
 
 
+def test_queries_in_eight_bits_are_refused() -> None:
+    q, pages, _, table, lens, _ = latent_case([70, 5], t=1).arrays()
+    with pytest.raises(ValueError, match=r"q must be .* only pages may have eight bits"):
+        mla_attention(q.astype(jnp.float8_e4m3fn), pages, table, lens, kv_lora_rank=RANK, scale=1.0)
+
+
 def test_latents_are_written_to_their_slots_alone(implementation: str) -> None:
     """Slots may be fewer than rows; negative ones write nothing; an all-zero row is written as zeros."""
     rng = np.random.default_rng(0)

@@ -1,15 +1,18 @@
 """ALiBi and quantised pages in every implementation of paged attention, against loops in float64."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import paged_attention
+from dflash_kernels import NoImplementationError, paged_attention
 
-from .attention_candidates import CANDIDATES, Candidate, check, run, same_bits
+from ..devices import custom_calls
+from .attention_candidates import CANDIDATES, XLA, Candidate, check, run, same_bits
 from .attention_oracle import make_case
 
 SLOPES = (2.0 ** -np.linspace(0.5, 8, 12)).astype(np.float32)
@@ -68,6 +71,30 @@ def test_nothing_unused_is_read_of_quantised_pages(stored: Any, candidate: Candi
 @pytest.mark.parametrize(("candidate", "dtype"), IN_HALF_PRECISION)
 def test_quantised_pages_under_half_precision(stored: Any, dtype: Any, candidate: Candidate) -> None:
     check(make_case([200, 90], t=16, group=4, head_dim=128, page_size=64, dtype=dtype, stored=stored), candidate)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_int8_keys_beside_wide_values(dtype: Any) -> None:
+    """Through XLA alone; a kernel that is named says that it takes both alike."""
+    narrow = make_case([40, 17, 0], t=3, group=3, stored=np.int8, dtype=dtype)
+    wide = (narrow.v_pages.astype(np.float32) * narrow.options["v_scale"][:, None]).astype(dtype)
+    case = dataclasses.replace(narrow, v_pages=wide, options={"k_scale": narrow.options["k_scale"]})
+    check(case, XLA)
+    q, *arrays = case.arrays()[:5]
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q.astype(jnp.bfloat16), *arrays, case.options["k_scale"])
+    ]
+    named = functools.partial(paged_attention, implementation="mosaic_gpu")
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: takes pages of one byte, both alike"):
+        custom_calls(lambda *arrays: named(*arrays[:5], k_scale=arrays[5]), *shapes)
+
+
+def test_queries_in_eight_bits_are_refused() -> None:
+    q, *arrays = make_case([40, 17], t=3).arrays()[:5]
+    with pytest.raises(
+        ValueError, match=r"q must be bfloat16, float16 or float32, not float8.* only pages may have eight bits"
+    ):
+        paged_attention(q.astype(jnp.float8_e4m3fn), *arrays)
 
 
 def test_scale_of_all_heads_or_none(candidate: Candidate) -> None:

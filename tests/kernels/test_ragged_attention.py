@@ -93,6 +93,20 @@ def test_scales_that_do_not_fit_are_named() -> None:
         call(*in_eight_bits(plain, np.int8).paged(), k_scale=jnp.ones((4, 2, 16)), v_scale=jnp.ones(2))
 
 
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_eight_bits_without_pages_are_refused(stored: Any) -> None:
+    """Softmax weights would be rounded to as few bits as the values that they multiply."""
+    arrays = dict(zip(("q", "k", "v", "cu_q_lens", "cu_kv_lens"), make_case([5, 2], head_dim=16).dense(), strict=True))
+    for name in ("q", "k", "v"):
+        with pytest.raises(
+            ValueError, match=f"{name} must be bfloat16, float16 or float32, not float8.*multiply it with its scale"
+        ):
+            ragged_attention(**arrays | {name: arrays[name].astype(stored)})
+    pages = make_case([5, 2], head_dim=16).paged()
+    with pytest.raises(ValueError, match=r"q must be .* only pages may have eight bits"):
+        ragged_paged_attention(pages[0].astype(stored), *pages[1:])
+
+
 def test_keys_default_to_the_queries() -> None:
     case = make_case([5, 2], padding=(3, 3), head_dim=16)
     given = ragged_attention(*case.dense()[:4], implementation="xla")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.checks import check_latent_pages, check_sequences
+from dflash_kernels.checks import check_latent_pages, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.mla_attention.mosaic_gpu import mla_attention_mosaic_gpu
 from dflash_kernels.mla_attention.reference import mla_attention_reference
@@ -56,9 +56,10 @@ def mla_attention(
       Attention-weighted latents in q's dtype, to be up-projected by the caller; rows without a visible key are 0, their lse -inf.
 
     Raises:
-      ValueError: shapes do not agree, or a scale is given for pages that have none.
+      ValueError: shapes do not agree, a scale is given for pages that have none, or q is in eight bits.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_wide("only pages may have eight bits", q=q)
     b, t, _, width = q.shape
     check_latent_pages(latent_pages, width)
     if not 0 < kv_lora_rank <= width:

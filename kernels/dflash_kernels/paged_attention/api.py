@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.checks import check_of_heads, check_sequences
+from dflash_kernels.checks import check_of_heads, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
@@ -49,8 +49,8 @@ def paged_attention(
 
     Args:
       q: queries, bfloat16, float16 or float32.
-      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8. Rows at or past `seq_lens` may hold anything, NaN included;
-        a float8 NaN before that may count as 480.
+      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8; XLA alone takes keys of one dtype and values of another.
+        Rows at or past `seq_lens` may hold anything, NaN included; a float8 NaN before that may count as 480.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence, the query tokens' own included; 0 for an idle row.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
@@ -73,9 +73,10 @@ def paged_attention(
       Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit).
 
     Raises:
-      ValueError: shapes do not agree, or scales do not fit the pages' dtype.
+      ValueError: shapes do not agree, scales do not fit the pages' dtype, or q is in eight bits.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_wide("only pages may have eight bits", q=q)
     b, _, n, h = q.shape
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     if n % kv_heads or head_dim != h or k_pages.shape != v_pages.shape:

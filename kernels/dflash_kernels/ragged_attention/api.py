@@ -6,13 +6,14 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.checks import check_of_heads, check_sequences
+from dflash_kernels.checks import check_of_heads, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
 from dflash_kernels.ragged_attention.reference import ragged_attention_reference, ragged_paged_attention_reference
 
 DENSE = {"mosaic_gpu": ragged_attention_mosaic_gpu, "xla": ragged_attention_reference}
+UNPACKED = "multiply it with its scale and cast it; keys and values in pages may have eight bits (ragged_paged_attention)"
 PAGED = {"mosaic_gpu": ragged_paged_attention_mosaic_gpu, "xla": ragged_paged_attention_reference}
 
 
@@ -40,7 +41,7 @@ def ragged_attention(
 
     Args:
       q: queries, bfloat16, float16 or float32. Rows past the last sequence are padding and may hold anything.
-      k, v: keys and values; the head dim of the values may differ. Rows past the last sequence may hold anything.
+      k, v: keys and values in q's dtype; the head dim of the values may differ. Rows past the last sequence may hold anything.
       cu_q_lens, cu_kv_lens: `[B + 1]` int32, starting with 0 and not decreasing; sequences may be empty. `cu_kv_lens` None: as the
         queries.
       causal: a query sees no key after its own position.
@@ -57,9 +58,10 @@ def ragged_attention(
       Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit), padding is 0 and -inf.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or something is in eight bits.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_wide(UNPACKED, q=q, k=k, v=v)
     if cu_kv_lens is None:
         cu_kv_lens = cu_q_lens
         if k.shape[0] != q.shape[0]:
@@ -115,9 +117,10 @@ def ragged_paged_attention(
       As `ragged_attention`.
 
     Raises:
-      ValueError: shapes do not agree, or scales do not fit the pages' dtype.
+      ValueError: shapes do not agree, scales do not fit the pages' dtype, or q is in eight bits.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_wide("only pages may have eight bits", q=q)
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(f"pages {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
     _check_queries(q, k_pages.shape[1], k_pages.shape[3], cu_q_lens, sinks, alibi_slopes)
