@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CapacityError,
         CheckpointError,
         ConfigError,
+        DeviceError,
         DFlashError,
         PairError,
         ParameterError,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 _HOME = {
     "completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
     "errors": (
-        "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "PairError", "ParameterError", "PromptError",
-        "TokenizerError", "UnsupportedModelError",
+        "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "DeviceError", "PairError", "ParameterError",
+        "PromptError", "TokenizerError", "UnsupportedModelError",
     ),
     "generation": ("generate", "stream"),
     "model": ("Model", "load"),
@@ -40,9 +41,9 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "Model", "PairError", "ParameterError",
-    "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError", "UnsupportedModelError", "generate",
-    "load", "stream",
+    "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model", "PairError",
+    "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
+    "UnsupportedModelError", "generate", "load", "stream",
 ]  # fmt: skip
 
 

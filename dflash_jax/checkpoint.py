@@ -111,7 +111,7 @@ def open_converted(folder: str | Path, *, hashes: bool = False) -> "Converted":
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(str(folder), f"{MARKER} is malformed ({error!r}); convert again") from error
     if problems:
-        raise CheckpointError(str(folder), [f"{problem}; convert again" for problem in problems])
+        raise CheckpointError(f"{folder} is not what its {MARKER} says, convert again", problems)
     return checkpoint
 
 
@@ -241,15 +241,17 @@ def _table_problems(checkpoint: Converted) -> list[str]:
 
 def _file_problems(folder: Path, outputs: Mapping[str, Mapping[str, Any]], hashes: bool) -> list[str]:
     """Files that are missing or differ from what the marker recorded."""
-    problems = []
+    problems, missing = [], []
     for name, entry in outputs.items():
         path = folder / name
         if not path.resolve().is_relative_to(folder.resolve()):
             problems.append(f"file {name} lies outside the folder")
         elif not path.is_file():
-            problems.append(f"file {name} is missing")
+            missing.append(name)
         elif path.stat().st_size != entry["bytes"]:
             problems.append(f"file {name} has {path.stat().st_size:,} bytes, expected {entry['bytes']:,}")
         elif hashes and sha256_of(path) != entry["sha256"]:
             problems.append(f"file {name} has changed: its sha256 is not the recorded one")
-    return problems
+    if len(missing) > 3:
+        return [*problems, f"{len(missing)} files are missing, {missing[0]} the first of them"]
+    return problems + [f"file {name} is missing" for name in missing]

@@ -64,6 +64,18 @@ def _open_drafter(
     return drafter
 
 
+def drafter_notice(path: str | Path | None, draft: str | Path | bool | None, drafter: Checkpoint | None) -> list[str]:
+    """One sentence where no drafter was found and none was refused: the target decodes alone. Arguments are those of `load`."""
+    if drafter is not None or draft is False:
+        return []
+    name = Path(str(path)).name
+    named = next((theirs for ours, theirs in KNOWN_DRAFTERS.items() if ours.endswith(f"/{name}")), None)
+    known = f" ({named} was trained for a model of this name)" if named else ""
+    return [
+        f"no drafter: none lies in {path}/draft; name one with draft= or --draft{known}, or say draft=False or --no-draft"
+    ]
+
+
 def _no_drafter(why: str, revision: str | None) -> None:
     if revision is not None:
         raise PairError(f"draft_revision={revision!r} is for a drafter, and {why}: name one as draft=, or leave it out")

@@ -30,7 +30,7 @@ from dflash_jax.errors import (
     PromptError,
     TokenizerError,
 )  # fmt: skip
-from dflash_jax.interrupts import interrupts
+from dflash_jax.interrupts import interrupts, was_interrupted
 from dflash_jax.sampling_params import SamplingParams
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -94,13 +94,20 @@ def read_prompts(prompts: Sequence[str]) -> list[str]:
     return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
+def chat_options_of(args: argparse.Namespace) -> dict:
+    """What the chat template is told."""
+    if args.chat_option and not args.chat:
+        raise UsageError("--chat-option is for the chat template: add --chat")
+    return dict(args.chat_option)
+
+
 def run_generate(args: argparse.Namespace) -> int:
     """`dflash-jax generate`: texts to stdout as they come."""
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
         seed=args.seed, stop=args.stop,
     )  # fmt: skip
-    prompts = read_prompts(args.prompts)
+    prompts, chat_options = read_prompts(args.prompts), chat_options_of(args)
     begin(args)
     from dflash_jax.engine import Run
     from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, make_requests, stream
@@ -108,14 +115,15 @@ def run_generate(args: argparse.Namespace) -> int:
     from dflash_jax.report import stats_lines
 
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
+    chat = {"chat": args.chat, "chat_options": chat_options}
 
     def first_run(model: Model) -> Run:
-        return model.engine.run(make_requests(model, prompts, params, chat=args.chat), cycles=cycles)
+        return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
 
     model = load(**load_options(args), ahead=first_run)
     for notice in model.notices:
         note(notice)
-    pieces = stream(model, prompts, params, chat=args.chat, cycles=cycles)
+    pieces = stream(model, prompts, params, **chat, cycles=cycles)
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
     for completion in show(pieces, prompts, as_json=args.json):
         if args.stats:
@@ -176,6 +184,7 @@ def run_bench(args: argparse.Namespace) -> int:
         raise UsageError(f"--shapes makes its own weights and pages, in --dtype: leave {', '.join(given)} out")
     if args.imposed_acceptance is not None and args.shapes is None:
         raise UsageError("--imposed-acceptance is for random weights: name --shapes")
+    chat_options_of(args)
     begin(args)
     from dflash_jax.bench.command import bench
 
@@ -219,7 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             problems[MOST_PROBLEMS:] = [f"and {more} more, which dflash-convert --dry-run lists"]
         print(f"error: {head} {'; '.join(problems)}".rstrip(), file=sys.stderr)
         return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ImportError) as error:
+        if not was_interrupted(error):
+            raise
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:

@@ -1,6 +1,7 @@
 """The arguments of `dflash-jax`."""
 
 import argparse
+import json
 from typing import Any
 
 
@@ -43,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
     _add_max_batch(generate)
-    generate.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    _add_chat(generate)
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = generate.add_argument_group("sampling")
@@ -103,7 +104,7 @@ def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
         "--concurrency", type=int, nargs="+", default=[1], metavar="N", help="users at once (default: 1)"
     )
     bench.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    bench.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    _add_chat(bench)
     bench.add_argument(
         "--imposed-acceptance",
         type=float,
@@ -119,6 +120,25 @@ def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
         parser.add_argument(name, metavar="PATH", help=about)
     else:
         parser.add_argument(name, metavar="PATH", help=about, nargs="?")
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    parser.add_argument(
+        "--chat-option", type=chat_option, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: a name for the template, such as enable_thinking=false; may be repeated",
+    )  # fmt: skip
+
+
+def chat_option(text: str) -> tuple[str, Any]:
+    """A name and its value: JSON where it is some, otherwise the text itself."""
+    name, sign, value = text.partition("=")
+    if not (name.isidentifier() and sign):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def _add_max_batch(parser: argparse.ArgumentParser) -> None:

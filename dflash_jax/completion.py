@@ -52,18 +52,20 @@ class Completion:
         `len(token_ids)`, unless a stop string ended the text inside a cycle.
       from_draft: for each token, whether the drafter had proposed it.
       seed: the seed that repeats a sampled text.
+
+    What has an entry for each token or cycle is not in its `repr`.
     """
 
     text: str
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     finish_reason: str
     stop_reason: str | int | None
-    prompt_token_ids: list[int]
-    acceptance_lengths: list[int]
-    from_draft: list[bool]
+    prompt_token_ids: list[int] = field(repr=False)
+    acceptance_lengths: list[int] = field(repr=False)
+    from_draft: list[bool] = field(repr=False)
     seed: int
     stats: Stats
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ class CheckpointError(DFlashError):
         super().__init__(f"{subject}{':' if lines else ''}{lines}")
 
 
+class DeviceError(DFlashError):
+    """JAX starts no device: it was told to take one that is not there, or the device's driver or settings do not work."""
+
+
 class PromptError(DFlashError):
     """A prompt is empty, too long, or of a kind that cannot be read."""
 

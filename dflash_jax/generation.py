@@ -2,7 +2,7 @@
 
 import operator
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypedDict, Unpack, cast, overload
 
@@ -46,14 +46,14 @@ def generate(
 
 def generate(
     model: Model,
-    prompts: Any,
+    prompts: Prompt | Sequence[Prompt],
     params: Params = None,
     *,
     draft: bool = True,
     chat: bool = False,
     progress: bool = False,
     chat_options: Mapping[str, Any] | None = None,
-) -> Any:
+) -> Completion | list[Completion]:
     """Continues one prompt or several.
 
     Args:
@@ -70,6 +70,7 @@ def generate(
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
+      DFlashError: the model is serving another call, of another thread or a stream that is not finished.
     """
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
@@ -85,7 +86,8 @@ def generate(
                 done[piece.index] = piece.completion
                 bar.update()
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
-    return done[0] if single else done
+    completions = cast(list[Completion], done)
+    return completions[0] if single else completions
 
 
 def stream(
@@ -97,14 +99,15 @@ def stream(
     chat: bool = False,
     chat_options: Mapping[str, Any] | None = None,
     cycles: int = STREAM_CYCLES,
-) -> Iterator[Piece]:
-    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing the iterator gives every page back.
+) -> Generator[Piece]:
+    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing it, or leaving it early, gives every page back.
 
     Args:
       cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less.
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
+      DFlashError: at the first piece, while the model is serving another call.
     """
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": cycles}
@@ -120,7 +123,11 @@ def is_single(prompts: Any) -> bool:
         raise PromptError(
             f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}"
         )
-    return len(prompts) > 0 and (isinstance(prompts[0], Mapping) or _is_id(prompts[0]))
+    return _is_chat(prompts) or (len(prompts) > 0 and _is_id(prompts[0]))
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _is_id(value: Any) -> bool:
@@ -131,8 +138,8 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     """Token ids of one prompt.
 
     Raises:
-      PromptError: it is neither text, token ids nor messages.
-      TokenizerError: it needs a tokenizer or a chat template that the model does not have.
+      PromptError: it is neither text, token ids nor messages, or the model has no chat template, or that refuses the messages.
+      TokenizerError: it needs a tokenizer that the model does not have, or the chat template is broken.
     """
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
@@ -172,6 +179,8 @@ def make_requests(
             raise ParameterError(
                 f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {came}"
             )
+    if chat_options and not chat and not any(_is_chat(prompt) for prompt in prompts):
+        raise ParameterError("chat_options are for the chat template: pass chat=True, or messages in place of a text")
     if model.engine.imposed_acceptance is not None:
         raise ParameterError(
             "an imposed acceptance is for benchmarks: set model.engine.imposed_acceptance back to None"

@@ -1,5 +1,6 @@
 """What a user's name of a model means: a folder that is there, or one fetched from the Hugging Face hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,16 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _HUB_IGNORED = ["*/*", "tokenizer*.py", "tokenizer*.bin", "tokenizer*.pt", "tokenizer*.pkl"]
 
+# What `git clone` leaves in a large file's place where git-lfs is not installed.
+_POINTER_START = b"version https://git-lfs"
+POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or fetch it again"
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is what Git LFS puts in place of one that it has not fetched."""
+    with path.open("rb") as file:
+        return file.read(len(_POINTER_START)) == _POINTER_START
+
 
 def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
     """The folder that `source` means, fetched from the hub where it is no folder, and its commit where that is known.
@@ -19,6 +30,10 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
     Raises:
       CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise CheckpointError(
+            repr(source), f"is a {type(source).__name__}; give a folder or a model id of the form owner/name"
+        )
     folder, subject = Path(source).expanduser(), str(source)
     if not subject:
         raise CheckpointError("no model", "an empty name was given; give a folder or a model id of the form owner/name")
@@ -34,7 +49,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
     try:
         import huggingface_hub
     except ImportError:
-        problem = "is no folder here, and models are fetched with huggingface_hub: pip install 'dflash-jax[hub]'"
+        problem = "is no folder here, and models are fetched with huggingface_hub: pip install huggingface-hub"
         raise CheckpointError(subject, problem) from None
     try:
         fetched = huggingface_hub.snapshot_download(

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.formats import pool_dtype
 from dflash_jax.checkpoint import Checkpoint
-from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.checkpoint_pair import drafter_notice, open_pair
 from dflash_jax.memory import size
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 from dflash_jax.models.quantised import WeightDtype
@@ -24,7 +25,7 @@ def collect(
     path: str | Path | None = None,
     *,
     draft: str | Path | bool | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     max_model_len: int | None = None,
     max_batch: int = 8,
     weight_dtype: WeightDtype | None = None,
@@ -71,7 +72,10 @@ def collect(
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
         },
-        "notices": [notice for checkpoint in checkpoints for notice in checkpoint.notices],
+        "notices": [
+            *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
+            *drafter_notice(path, draft, drafter),
+        ],
     }
 
 

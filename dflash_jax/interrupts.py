@@ -1,7 +1,8 @@
 """Ctrl-C that is never lost, for commands.
 
 Python drops an exception that is raised inside a garbage collection callback or a destructor, and JAX registers such a callback.
-An interrupt that arrives there is raised a moment later instead.
+An interrupt that arrives there is raised a moment later instead. An extension module that is interrupted while it starts says that
+it could not be imported; `was_interrupted` tells the two apart.
 """
 
 import signal
@@ -11,6 +12,7 @@ from types import FrameType
 
 _SWALLOWING = ("_xla_gc_callback", "__del__")
 _DELAY_SECONDS = 0.01
+_arrived = False
 
 
 @contextmanager
@@ -29,7 +31,14 @@ def interrupts() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def was_interrupted(error: BaseException) -> bool:
+    """Whether `error`, which left the block of `interrupts`, is Ctrl-C or what an import made of it."""
+    return isinstance(error, KeyboardInterrupt) or (_arrived and isinstance(error, ImportError))
+
+
 def _interrupt(_: int, frame: FrameType | None) -> None:
+    global _arrived
+    _arrived = True
     while frame is not None:
         if frame.f_code.co_name in _SWALLOWING:
             signal.setitimer(signal.ITIMER_REAL, _DELAY_SECONDS)

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import tqdm
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.calibration import calibrate, check_texts
 from dflash_jax.cache.formats import CALIBRATED
-from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.checkpoint_pair import drafter_notice, open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
-from dflash_jax.memory import MemoryPlan, named_memory_errors
+from dflash_jax.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, choose_dtype, plan_engine
@@ -28,7 +29,7 @@ from dflash_jax.tokenizer import Tokenizer, end_token_ids
 from dflash_jax.weights import read_weights, same_shapes
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """A loaded target, its drafter where it has one, and the engine that serves them.
 
@@ -45,6 +46,13 @@ class Model:
     eos_ids: tuple[int, ...]
     memory: MemoryPlan
     notices: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        # Not the fields: those hold every weight.
+        drafter = "no drafter" if self.draft is None else f"a drafter with blocks of {self.draft.block_size}"
+        requests = "1 request" if self.engine.max_batch == 1 else f"{self.engine.max_batch} requests"
+        most = f"up to {requests} of {self.engine.max_model_len} tokens"
+        return f"Model({self.name!r}: {self.engine.dtype}, {size(self.memory.weights)} of weights, {drafter}, {most})"
 
     @property
     def target(self) -> DecoderConfig:
@@ -103,7 +111,7 @@ def load(
     path: str | Path | None = None,
     *,
     draft: str | Path | bool | None = None,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     max_model_len: int | None = None,
     max_batch: int = 8,
     page_size: int = 64,
@@ -151,6 +159,7 @@ def load(
       PairError: target and drafter do not belong together, or `draft_revision` is given and there is no drafter.
       ParameterError: an option is outside its range.
       CapacityError: the device has no room for weights and pages, with the numbers.
+      DeviceError: JAX starts no device.
     """
     check_limits(max_batch=max_batch, page_size=page_size, num_pages=num_pages)
     if proposals not in ("shared_noise", "argmax", "rejection"):
@@ -159,6 +168,10 @@ def load(
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
+    if isinstance(calibration, str):
+        raise ParameterError(
+            f"calibration must be a list of texts or of token ids, got one text: [{calibration!r:.40}]"
+        )
     if len(calibration) and cache_dtype not in CALIBRATED:
         raise ParameterError(
             f'calibration finds scales for cache_dtype "fp8" and "int8", not for {cache_dtype!r}: leave it out'
@@ -175,7 +188,7 @@ def load(
     texts = [_calibration_ids(tokenizer, text) for text in calibration]
     if texts:
         check_texts(target.config, texts)
-    notices = [*target.notices, *(() if drafter is None else drafter.notices)]
+    notices = [*target.notices, *(() if drafter is None else drafter.notices), *drafter_notice(path, draft, drafter)]
     if memory.num_pages < memory.full_pages and num_pages is None:
         notices.append(
             f"the device has room for {memory.num_pages} pages; {max_batch} requests of full length would fill {memory.full_pages}"

@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from dflash_jax.cache import CacheDtype, check_cache_dtype
-from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.checkpoint import FLOAT_DTYPES, Checkpoint
 from dflash_jax.checkpoint_pair import check_pair
 from dflash_jax.config import DecoderConfig
+from dflash_jax.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
@@ -24,7 +26,7 @@ def plan_engine(
     target: Checkpoint,
     drafter: Checkpoint | None,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     max_model_len: int | None = None,
@@ -38,8 +40,9 @@ def plan_engine(
       **options: further ones of `Engine`, as they are.
 
     Raises:
-      PairError, ParameterError, CapacityError: see `load`.
+      PairError, ParameterError, CapacityError, DeviceError: see `load`.
     """
+    local_device()  # first, so that its own error is the one that is seen
     draft = None if drafter is None else drafter.config
     if draft is not None:
         check_pair(target.config, draft)
@@ -89,13 +92,17 @@ def check_weight_dtype(weight_dtype: str | None) -> None:
         raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
 
 
-def choose_dtype(dtype: str | None) -> str | None:
+def choose_dtype(dtype: DTypeLike | None) -> str | None:
     """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
     if dtype is None:
         return None if jax.default_backend() != "cpu" else "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in FLOAT_DTYPES:
         raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-    return dtype
+    return name
 
 
 def choose_model_len(config: DecoderConfig, length: int | None) -> int:

@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflash_jax.errors import ConfigError, PromptError, TokenizerError
+from dflash_jax.hub import POINTER, is_pointer
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -42,6 +43,8 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
+            if is_pointer(path):
+                raise TokenizerError(f"{path} {POINTER}") from error
             raise TokenizerError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
         settings = read_json(folder / "tokenizer_config.json")
         template = settings.get("chat_template")
@@ -90,10 +93,14 @@ class Tokenizer:
           **options: further names for the template, for example `enable_thinking=False`.
 
         Raises:
-          TokenizerError: there is no template, or it fails on these messages.
+          PromptError: there is no template, or it refuses these messages.
+          TokenizerError: the template itself is broken.
         """
         if self.template is None:
-            raise TokenizerError("this model has no chat template: pass a string, or a folder whose tokenizer has one")
+            raise PromptError(
+                "this model has no chat template and takes no messages: give a text to continue (without --chat or chat=True), or "
+                "a model whose folder has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
         extensions = ["jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.globals["raise_exception"] = _refuse
@@ -101,13 +108,19 @@ class Tokenizer:
         names = {**self.special, "messages": list(messages), "add_generation_prompt": True, **options}
         try:
             text = environment.from_string(self.template).render(**names)
+        except _Refusal as error:
+            raise PromptError(f"the chat template refused these messages: {error}") from error
         except Exception as error:  # a template can fail in every way an expression can
-            raise TokenizerError(f"the chat template refused these messages: {error}") from error
+            raise TokenizerError(f"the chat template fails on these messages: {error}") from error
         return self.encode(text, special=False)
 
 
+class _Refusal(TemplateError):
+    """What a template says itself."""
+
+
 def _refuse(message: str) -> None:
-    raise TemplateError(message)
+    raise _Refusal(message)
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:

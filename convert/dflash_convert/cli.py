@@ -10,6 +10,7 @@ written, 130 interrupted.
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -30,6 +31,8 @@ from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputError, OutputExistsError, output_folder, write_converted
 from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted
 from dflash_jax.checkpoint_pair import check_pair
+from dflash_jax.cli import leave_stdout
+from dflash_jax.device import local_device
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
 from dflash_jax.hub import resolve_source
 from dflash_jax.interrupts import interrupts
@@ -94,13 +97,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         # Bytes move on the host. Orbax would start JAX's GPU backend all the same, which takes most of the card's memory.
         jax.config.update("jax_platforms", "cpu")
+    # Orbax logs each thread's traceback of a write that failed. The error itself is told below.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         with interrupts():
             return console.finish(_run(options, console))
+    except BrokenPipeError:
+        # The reader of stdout has left.
+        leave_stdout()
+        return UNEXPECTED
     except (Exception, KeyboardInterrupt) as error:
         code, label = next((code, label) for kind, code, label in _FAILURES if isinstance(error, kind))
         message = str(error) or type(error).__name__
-        if code == UNEXPECTED and not isinstance(error, OSError):  # which names the file or the disk at fault
+        if code == UNEXPECTED and not isinstance(error, OSError | DFlashError):  # which name what is at fault
             traceback.print_exc()
         console.report |= {"status": label, "error": message, "problems": list(getattr(error, "problems", ()))}
         print(f"dflash-convert: {label}: {message}", file=sys.stderr)
@@ -145,6 +154,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             raise UsageError("--reverse goes with --output, --verify none|hash, --json and --quiet only")
         _reverse(options, console)
     else:
+        local_device()
         sources = [Source("target", *_resolve(options.source, options.revision))]
         if options.draft:
             sources.append(Source("draft", *_resolve(options.draft, options.draft_revision)))
@@ -215,7 +225,10 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
                 "notices": checkpoint.notices,
             }
             if options.verify != "none":
-                verify_hash(folder, checkpoint.plan, console.progress)
+                try:
+                    verify_hash(folder, checkpoint.plan, console.progress)
+                except VerificationError as error:  # of a folder that will be gone
+                    raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
                 result["logit_difference"] = verify_logits(folder, source.folder, checkpoint.plan, options.dtype)
                 console.say(f"{source.part}: outputs differ by {result['logit_difference']:.3g} of the largest value")

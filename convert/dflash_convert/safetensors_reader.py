@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.hub import POINTER, is_pointer
 
 MAX_HEADER_BYTES = 100_000_000
 CHUNK_BYTES = 16 << 20
@@ -82,13 +83,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
+        if is_pointer(path):
+            raise CheckpointError(str(path), POINTER)
+        if len(prefix) == 8 and length > MAX_HEADER_BYTES:
+            problem = f"announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are permitted"
+            raise CheckpointError(str(path), f"{problem}; not a safetensors file")
         if len(prefix) < 8 or length > status.st_size - 8:
             wanted = f"a header of {length:,} bytes" if len(prefix) == 8 else "8 bytes of header length"
             problem = f"is truncated: expected {wanted}, the file has {status.st_size:,} bytes; fetch it again"
             raise CheckpointError(str(path), problem)
-        if length > MAX_HEADER_BYTES:
-            problem = f"announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are permitted"
-            raise CheckpointError(str(path), f"{problem}; not a safetensors file")
         raw = file.read(length)
     if not raw.startswith(b"{"):
         problem = f"header must be a JSON object and start with '{{', got {raw[:8]!r}; not a safetensors file"

@@ -4,9 +4,11 @@ Everything is written to a temporary sibling, forced to disk, and renamed; whene
 not exist or is a whole folder. A converted folder is recognised by its marker, which is the last file written.
 """
 
+import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +29,9 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 
 # Larger arrays are stored in several pieces, which are written and read side by side without a second copy of the whole.
 _PIECE_BYTES = 64 << 20
+# No room: of the disk, of a quota, of what a process may write.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
 class OutputError(DFlashError):
@@ -52,7 +57,7 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
 
     Raises:
       OutputExistsError: `output` exists and is not a converted folder, or `overwrite` is false.
-      OutputError: nothing can be written there, or the disk has less room than `nbytes`.
+      OutputError: nothing can be written there, the disk has less room than `nbytes`, or it fills up meanwhile.
     """
     output = output.absolute()
     temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
@@ -78,10 +83,14 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
         temporary.rename(output)
         _sync_path(output.parent)
         shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+    except BaseException as error:
         if old.exists() and not output.exists():
             old.rename(output)
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise OutputError(
+                f"{output} cannot be written ({error.strerror}): nothing is left of it; make room or name another output"
+            ) from error
         raise
     finally:
         if lock is not None:
@@ -214,7 +223,7 @@ def _write_params(target: Path, checkpoint: HuggingFaceCheckpoint, progress: Pro
     context.array.saving.use_compression = False
     context.array.saving.scoped_storage_options_creator = _storage
     context.memory.deepcopy_host_arrays = False
-    with progress("converting", checkpoint.plan.nbytes) as advance, context:
+    with progress("converting", checkpoint.plan.nbytes) as advance, context, _system_errors():
         for names in group_names({name: step.nbytes for name, step in steps.items()}):
             # Orbax stores no empty arrays; readers make them from the marker.
             arrays = {name: assemble(steps[name], steps[name].dtype, advance) for name in names if steps[name].nbytes}
@@ -225,6 +234,18 @@ def _write_params(target: Path, checkpoint: HuggingFaceCheckpoint, progress: Pro
         ocp.partial.finalize(str(target))
     # Orbax notes here where it wrote to. The note is not read again, and a local path does not belong in a result.
     (target / "commit_success.txt").unlink(missing_ok=True)
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """Turns what Orbax raises when the system refuses to write, a text with the system's number in it, into an OSError."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        number = _SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _storage(key: object, value: np.ndarray) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:

@@ -13,6 +13,7 @@ import jax
 
 from dflash_jax.bench.measure import Figures, measure
 from dflash_jax.bench.workload import Workload, random_pair, read_prompts, synthetic
+from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
 from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
@@ -29,10 +30,11 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
     """Runs what the command line asked for; `options` are `load`'s. Prints to stderr where the JSON goes to stdout."""
     out = sys.stderr if args.json == "-" else sys.stdout
     check(args)
+    texts = [] if args.prompts is None else read_prompts(args.prompts)
     model = _model(args, options)
     for notice in model.notices:
         print(f"note: {notice}", file=sys.stderr)
-    workload = _workload(args, model)
+    workload = _workload(args, model, texts)
     print(f"{model.name} on {jax.local_devices()[0].device_kind} in {model.engine.dtype}: {workload.name}", file=out)
     if args.imposed_acceptance is not None:
         print(f"acceptance is imposed: {args.imposed_acceptance} tokens a cycle, no model's text", file=out)
@@ -61,6 +63,8 @@ def check(args: argparse.Namespace) -> None:
         raise ParameterError(
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
         )
+    if args.prompts is None and args.chat:
+        raise ParameterError("--chat is for the texts of a prompt file, random tokens take no template: name --prompts")
     if args.json in (None, "-"):
         return
     if not os.access(Path(args.json).absolute().parent, os.W_OK):
@@ -73,6 +77,8 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     users = max(args.concurrency)
     if args.shapes is None:
         return load(**{**options, "max_batch": users})
+    device = local_device().device_kind
+    print(f"note: filling the shapes of {args.shapes} with random weights on {device} ...", file=sys.stderr, flush=True)
     length = args.max_model_len or args.input_length + args.output_length + 64
     return random_pair(
         args.shapes,
@@ -83,14 +89,13 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     )
 
 
-def _workload(args: argparse.Namespace, model: Model) -> Workload:
+def _workload(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> Workload:
     if args.prompts is None:
         return synthetic(
             model.target.vocab_size, args.input_length, max(8, *args.concurrency), args.output_length,
             temperature=args.temperature,
         )  # fmt: skip
-    texts = read_prompts(args.prompts)
-    ids = tuple(prompt_ids(model, text, chat=args.chat, options=None) for text in texts)
+    ids = tuple(prompt_ids(model, text, chat=args.chat, options=dict(args.chat_option)) for text in texts)
     return Workload(f"{len(texts)} prompts of {args.prompts}", ids, args.output_length, args.temperature)
 
 

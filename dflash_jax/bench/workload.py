@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model
@@ -103,9 +104,11 @@ def random_pair(
     Raises:
       ParameterError: the name is unknown.
       CapacityError: the device has no room for weights and pages.
+      DeviceError: JAX starts no device.
     """
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    local_device()
     family, target_name, draft_name = SHAPES[name]
     target, draft = {**TARGETS, **MOE_TARGETS}[target_name], DRAFTERS[draft_name]
     families = family_named(family), family_named("dflash")

@@ -55,7 +55,7 @@ class Core:
 
     target: DecoderConfig
     draft: DFlashConfig | None
-    weights: Mapping[str, Mapping[str, Weight | jax.ShapeDtypeStruct]]
+    weights: Mapping[str, Mapping[str, Weight | jax.ShapeDtypeStruct]] = field(repr=False)
     dtype: jnp.dtype
     max_model_len: int
     max_batch: int = 8
@@ -117,7 +117,9 @@ class Core:
         """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
         if prompt == 0:
-            raise PromptError("the prompt has no tokens: give at least one (a beginning-of-text token will do)")
+            raise PromptError(
+                "the prompt is empty: give a text, or at least one token id (one that begins a text will do)"
+            )
         ids = (*request.prompt, *request.params.stop_token_ids)
         if not all(0 <= token < self.target.vocab_size for token in ids):
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)

@@ -6,6 +6,7 @@ from dflash_jax.decoding.state import Setup
 from dflash_jax.engine.core import MAX_CYCLES, Core
 from dflash_jax.engine.run import Run
 from dflash_jax.engine.warmup import warmup_jobs
+from dflash_jax.errors import CapacityError, PromptError
 from dflash_jax.requests import Request
 
 
@@ -28,7 +29,12 @@ class Engine(Core):
           DFlashError: another run of this engine is not finished (at the first update).
         """
         for request in requests:
-            self.check(request)
+            try:
+                self.check(request)
+            except (PromptError, CapacityError) as error:
+                if len(requests) == 1:
+                    raise
+                raise type(error)(f"prompts[{request.index}]: {error}") from None
         return Run(self, requests, draft=draft and self.draft is not None, cycles=cycles, slots=slots)
 
     def warmup_jobs(

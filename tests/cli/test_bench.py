@@ -140,6 +140,7 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
         (["--shapes", "qwen3-4b", "--cache-dtype", "fp8"], "leave --cache-dtype out"),
         (["--shapes", "qwen3-4b", "--calibration", "texts"], "leave --calibration out"),
         (["--shapes", "qwen3-4b", "--revision", "main"], "leave --revision out"),
+        (["--chat-option", "enable_thinking=false"], "add --chat"),
     ],
 )
 def test_command_refuses(options, said, capsys) -> None:
@@ -156,6 +157,8 @@ def test_command_refuses(options, said, capsys) -> None:
         (["--concurrency", "2", "0"], "--concurrency must be at least 1, got 0"),
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder does not exist"),
         (["--json", "/tmp"], "--json /tmp is a folder"),
+        (["--chat"], "name --prompts"),
+        (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
     ],
 )
 def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, capsys) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from dflash_convert.cli import main as convert
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
@@ -78,9 +80,11 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["generate", "x", "--max-tokens", "0"], 4, "max_tokens must be"),
         (["generate", "x", "--top-p", "2"], 4, "top_p must be"),
         (["generate", "x", "--max-tokens", "900"], 4, "max_model_len is 200"),
-        (["generate", "", "--max-tokens", "9"], 4, "no tokens"),
+        (["generate", "", "--max-tokens", "9"], 4, "error: the prompt is empty"),
+        (["generate", "x", "", "--max-tokens", "9"], 4, "error: prompts[1]: the prompt is empty"),
         (["generate", "x", "--max-model-len", "100000"], 4, "max_model_len must be"),
-        (["generate", "x", "--chat", "--max-tokens", "9"], 3, "no chat template"),
+        (["generate", "x", "--chat", "--max-tokens", "9"], 4, "no chat template and takes no messages: give a text"),
+        (["generate", "x", "--chat-option", "enable_thinking=false"], 2, "add --chat"),
         (["generate", "-", "-"], 2, "once"),
         (["generate", "x", "--model", "/nowhere"], 3, "/nowhere"),
         (["info", "/nowhere"], 3, "/nowhere"),
@@ -117,6 +121,15 @@ def test_problems_of_a_folder_are_one_line(tmp_path, target, capsys):
     assert err.count("\n") == 1
     assert err.count(" is missing") == 6
     assert f"; and {len(tensors) - 7} more, which dflash-convert --dry-run lists\n" in err
+
+
+def test_a_converted_folder_that_has_lost_its_files_is_one_line(target, tmp_path, capsys):
+    """With what to do about it first, and no hint at a plan, which there is none of."""
+    assert convert([str(target), "--output", str(tmp_path / "out"), "--quiet"]) == 0
+    shutil.rmtree(tmp_path / "out" / "params")
+    assert main(["info", str(tmp_path / "out")]) == 3
+    found = r"error: \S+ is not what its conversion\.json says, convert again: \d+ files are missing, params/\S+ the first.*\n"
+    assert re.fullmatch(found, capsys.readouterr().err)
 
 
 def test_text_that_cannot_be_written_is_one_line(target):

@@ -76,6 +76,10 @@ def test_a_folder_without_a_marker_is_no_checkpoint(converted):
         (lambda marker: marker["outputs"].update({"../target/config.json": {"bytes": 1}}), "lies outside the folder"),
         (lambda marker: marker["outputs"].update({"/etc/hosts": {"bytes": 1}}), "lies outside the folder"),
         (lambda marker: marker["outputs"].update({"gone": {"bytes": 1}}), "file gone is missing"),
+        (
+            lambda marker: marker["outputs"].update({f"gone{i}": {"bytes": 1} for i in range(9)}),
+            "9 files are missing, gone0",
+        ),
     ],
 )
 def test_markers_that_do_not_fit(converted, change, message):

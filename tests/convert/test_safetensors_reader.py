@@ -35,7 +35,11 @@ def entry(**changes):
         (b"\1\2\3", "truncated"),
         (raw(GOOD)[:50], "truncated"),
         (raw(GOOD, data=bytes(31)), "truncated at"),
-        (raw(GOOD, length=2**63), "truncated: expected a header of 9,223,372,036,854,775,808 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "is a pointer of Git LFS"),
+        (
+            raw(GOOD, length=2**63),
+            "9,223,372,036,854,775,808 bytes, at most 100,000,000 are permitted; not a safetensors file",
+        ),
         (raw(GOOD, length=10_000), "truncated: expected a header of 10,000 bytes"),
         (raw(GOOD, data=bytes(40)), "8 bytes follow the last tensor"),
         (raw(b"[1, 2]"), "must be a JSON object and start with '{'"),

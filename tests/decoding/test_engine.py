@@ -202,7 +202,7 @@ def test_requests_that_can_never_run_are_refused_first(make_pair, make_prompts):
     pair = make_pair(num_pages=4)
     good = make_prompts((5,))[0]
     cases = [
-        ([], SamplingParams(max_tokens=5), PromptError, "no tokens"),
+        ([], SamplingParams(max_tokens=5), PromptError, r"prompts\[1\]: the prompt is empty"),
         ([5, 97], SamplingParams(max_tokens=5), PromptError, "97"),
         ([5, -1], SamplingParams(max_tokens=5), PromptError, "-1"),
         ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), PromptError, "97"),

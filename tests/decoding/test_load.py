@@ -1,13 +1,17 @@
 """`load`: which drafter is taken, what must fit, and what a folder without a tokenizer can still do."""
 
+import inspect
 import json
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 import dflash_jax as dj
+from dflash_jax.hub import resolve_source
+from dflash_jax.memory import size
 from dflash_jax.models import family_of, to_huggingface
 
 TARGET = {
@@ -64,8 +68,9 @@ def test_drafter_beside_the_target_is_taken(target):
 
 def test_dtype(target):
     assert dj.load(target).engine.dtype == np.float32
-    half = dj.load(target, dtype="bfloat16", max_batch=1)
-    assert half.engine.dtype == ml_dtypes.bfloat16
+    for name in ("bfloat16", jnp.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        half = dj.load(target, dtype=name, max_batch=1)
+        assert half.engine.dtype == ml_dtypes.bfloat16
     assert len(dj.generate(half, [5, 6], dj.SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
@@ -101,13 +106,38 @@ def test_wrong_roles_and_options(tmp_path, target):
     with pytest.raises(dj.PairError, match="no drafter is known"):
         dj.load(target, draft=True)
     for options, name in (
-        ({"dtype": "int8"}, "dtype"), ({"max_batch": 0}, "max_batch"), ({"page_size": 0}, "page_size"),
+        ({"dtype": "int8"}, "dtype"), ({"dtype": "bf16"}, "dtype must be float32"),
+        ({"max_batch": 0}, "max_batch"), ({"page_size": 0}, "page_size"),
         ({"max_model_len": 129}, "max_model_len"), ({"max_model_len": 1}, "max_model_len"), ({"num_pages": 0}, "num_pages"),
+        ({"calibration": "one text", "cache_dtype": "fp8"}, "calibration must be a list"),
     ):  # fmt: skip
         with pytest.raises(dj.ParameterError, match=name):
             dj.load(target, **options)
     with pytest.raises(dj.CheckpointError):
         dj.load(tmp_path / "nothing")
+    resolve = inspect.unwrap(resolve_source)  # the test run checks annotations first
+    with pytest.raises(dj.CheckpointError, match="5:\n  - is a int; give a folder"):
+        resolve(5)
+
+
+def test_what_a_notebook_shows_is_short(target):
+    """A model's fields hold every weight, a completion's every token."""
+    model = dj.load(target, max_batch=2)
+    held = f"{size(model.memory.weights)} of weights, no drafter, up to 2 requests of 128 tokens"
+    assert repr(model) == f"Model({str(target)!r}: float32, {held})"
+    assert len(repr(model.engine)) < 3000
+    assert repr(dj.load(target, max_batch=1)).endswith("up to 1 request of 128 tokens)")
+    write(target / "draft", DRAFT)
+    assert "a drafter with blocks of 4" in repr(dj.load(target))
+    out = dj.generate(model, [5] * 50, dj.SamplingParams(max_tokens=70, ignore_eos=True, logprobs=3, seed=8))
+    shown = repr(out)
+    assert shown.startswith("Completion(text='', finish_reason='length', stop_reason=None, seed=8, stats=Stats(")
+    assert len(shown) < 400
+
+
+def test_options_of_a_template_that_is_not_used_are_refused(target):
+    with pytest.raises(dj.ParameterError, match="chat=True"):
+        dj.generate(dj.load(target, max_batch=1), [5, 6], PARAMS, chat_options={"enable_thinking": False})
 
 
 def test_interrupt_outside_the_device_calls(target, monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.errors import ConfigError, TokenizerError
+from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
@@ -58,7 +58,7 @@ def test_templates_may_leave_loops_early() -> None:
 
 
 def test_a_missing_template_says_what_to_do() -> None:
-    with pytest.raises(TokenizerError, match="no chat template: pass a string"):
+    with pytest.raises(PromptError, match=r"no chat template.* give a text to continue"):
         chat(None)
 
 
@@ -95,7 +95,6 @@ def test_payloads_neither_run_nor_leak(payload: str) -> None:
         "{{ nothing.at.all }}",
         "{{ 1 / 0 }}",
         "{{ messages[0].content + 1 }}",
-        "{{ raise_exception('roles must alternate') }}",
         "{{ 'a'.encode('no such encoding') }}",
         "{{ messages | sort(attribute='missing') | join(1, 2, 3) }}",
         "{{ [1, 2].index(7) }}",
@@ -104,12 +103,12 @@ def test_payloads_neither_run_nor_leak(payload: str) -> None:
     ],
 )
 def test_a_template_that_fails_is_a_tokenizer_error(broken: str) -> None:
-    with pytest.raises(TokenizerError, match="chat template refused these messages"):
+    with pytest.raises(TokenizerError, match="chat template fails on these messages"):
         chat(broken)
 
 
-def test_what_a_template_says_itself_is_in_the_message() -> None:
-    with pytest.raises(TokenizerError, match="roles must alternate"):
+def test_what_a_template_refuses_itself_is_the_prompts_fault() -> None:
+    with pytest.raises(PromptError, match="refused these messages: roles must alternate"):
         chat("{{ raise_exception('roles must alternate') }}")
 
 
@@ -156,6 +155,12 @@ def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
 def test_a_tokenizer_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer this version"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is a pointer of Git LFS.*`git lfs pull`"):
         Tokenizer.from_folder(tmp_path)
 
 
