@@ -44,6 +44,18 @@ def test_first_block_is_short():
     assert len([line for line in blocks("python")[0].splitlines() if line]) <= 5
 
 
+def test_a_published_model_is_run_before_anything_else_is_told():
+    """Whoever comes with a GPU finds every command, in the order they are needed, without scrolling past tables."""
+    sections = re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
+    assert sections[:3] == ["See it", "Run Qwen3-4B with its drafter", "Numbers"]
+    run = next(block for block in blocks("sh") if "Qwen/Qwen3-4B" in block)
+    steps = re.findall(r"^(pip install|dflash-convert|dflash-jax \w+)", run, flags=re.MULTILINE)
+    assert steps == ["pip install", "dflash-convert", "dflash-jax info", "dflash-jax generate", "dflash-jax bench"]
+    folder = re.search(r"--output (\S+)", run)
+    assert folder is not None
+    assert all(folder[1] in line for line in run.splitlines() if line.startswith("dflash-"))
+
+
 @pytest.mark.parametrize("arguments", commands("dflash-jax"), ids=" ".join)
 def test_commands_parse(arguments):
     assert build_parser().parse_args(arguments).command in COMMANDS
