@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.device import refuse_other_than_half, refuse_other_than_hopper
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
 FEATURES = 256  # weight rows of a tile; with a gate, half of them are up rows
@@ -59,7 +59,7 @@ def plan(rows: int, out: int, depth: int, *, gated: bool) -> Plan:
 def refuse(dtype: Any, depth: int, out: int, *, gated: bool) -> None:
     """Raises NotImplementedError, with the reason, where `grouped_linear_mosaic_gpu` would."""
     refuse_other_than_hopper()
-    _refuse_dtypes(dtype)
+    refuse_other_than_half(dtype)
     plan(64, out, depth, gated=gated)
 
 
@@ -79,15 +79,10 @@ def launch(
     interpret: Any = None,
 ) -> Float[Array, "M out"]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    _refuse_dtypes(x.dtype, weight.dtype)
+    refuse_other_than_half(x.dtype, weight.dtype)
     schedule = plan(x.shape[0] // groups.shape[0], weight.shape[1] // (1 + gated), x.shape[1], gated=gated)
     flat = weight.reshape(-1, weight.shape[2])
     return _run(schedule, x, flat, groups.astype(jnp.int32), count.reshape(1).astype(jnp.int32), interpret)
-
-
-def _refuse_dtypes(*dtypes: Any) -> None:
-    if len({jnp.dtype(dtype) for dtype in dtypes}) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {', '.join(map(str, dtypes))}")
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

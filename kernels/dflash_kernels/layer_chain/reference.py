@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dflash_kernels.dense.reference import dense_reference
 from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.quantised_linear.columns import out_of_pairs
 
@@ -20,12 +21,12 @@ def layer_chain_reference(
         o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
         following = None if following is None else _dequantised(following, scales[3], x.dtype)
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
-    wide = wide + _linear(x, o)
-    gate, up = jnp.split(_linear(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
-    wide = wide + _linear(jax.nn.silu(gate) * up, down)
+    wide = wide + dense_reference(x, o)
+    gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
+    wide = wide + dense_reference(jax.nn.silu(gate) * up, down)
     projected = None
     if next_norm is not None and following is not None:
-        projected = _linear(_norm(wide, next_norm, eps), following)
+        projected = dense_reference(_norm(wide, next_norm, eps), following)
     return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
 
 
@@ -33,11 +34,6 @@ def _dequantised(weight: Array, scales: Array | None, dtype: Any) -> Array:
     """Its rows in eight bits, columns in pairs, times their scales."""
     wide = out_of_pairs(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
-
-
-def _linear(x: Array, weight: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("md,fd->mf", x, weight, precision=precision)
 
 
 def _norm(wide: Array, weight: Array, eps: float) -> Array:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dflash_kernels.dense.reference import dense_reference
+
 
 def linear_chain_reference(
     x: Float[Array, "M A"],
@@ -18,11 +20,6 @@ def linear_chain_reference(
 ) -> Float[Array, "M G"]:
     """See `linear_chain`."""
     del exchange
-    wide = _linear(x, first).astype(jnp.float32)
+    wide = dense_reference(x, first).astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return _linear(norm * wide.astype(x.dtype), second)
-
-
-def _linear(x: Array, weight: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("md,fd->mf", x, weight, precision=precision)
+    return dense_reference(norm * wide.astype(x.dtype), second)

@@ -13,7 +13,9 @@ from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_g
 from dflash_kernels.ragged_attention.reference import ragged_attention_reference, ragged_paged_attention_reference
 
 DENSE = {"mosaic_gpu": ragged_attention_mosaic_gpu, "xla": ragged_attention_reference}
-UNPACKED = "multiply it with its scale and cast it; keys and values in pages may have eight bits (ragged_paged_attention)"
+UNPACKED = (
+    "multiply it with its scale and cast it; keys and values in pages may have eight bits (ragged_paged_attention)"
+)
 PAGED = {"mosaic_gpu": ragged_paged_attention_mosaic_gpu, "xla": ragged_paged_attention_reference}
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.device import refuse_other_than_half, refuse_other_than_hopper
 from dflash_kernels.routed_experts.mosaic_gpu_plan import (
     MOST_CHOOSING,
     MOST_GROUPS,
@@ -21,7 +21,7 @@ from dflash_kernels.target import target
 def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> None:
     """Raises NotImplementedError, with the reason, where `routed_experts_mosaic_gpu` would."""
     refuse_other_than_hopper()
-    _refuse_dtypes(dtype)
+    refuse_other_than_half(dtype)
     plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
 
 
@@ -96,7 +96,7 @@ def launch(
 
     With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken.
     """
-    _refuse_dtypes(x.dtype, gate_up.dtype, down.dtype)
+    refuse_other_than_half(x.dtype, gate_up.dtype, down.dtype)
     taken = experts.shape[1] if taken is None else taken
     count, hidden, inner = down.shape
     schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)
@@ -105,11 +105,6 @@ def launch(
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
     weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
     return _run(schedule, x, experts, weights, gate_up, down, exchange, interpret)
-
-
-def _refuse_dtypes(*dtypes: Any) -> None:
-    if len({jnp.dtype(dtype) for dtype in dtypes}) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {', '.join(map(str, dtypes))}")
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

@@ -55,7 +55,7 @@ def copy_entries(source, column, target, order, first, live, *, taken: int, inte
             there = arith.cmpi(arith.CmpIPredicate.ult, place, live)
             row = arith.addi(first, arith.select(there, place, number(0)))
             if taken:
-                row = arith.divui(_load(entries, row), number(taken))
+                row = arith.divui(load_shared(entries, row), number(taken))
             bytes_ = arith.addi(times(arith.addi(column, times(block, width)), 2), times(piece, _CHUNK))
             where = arith.addi(arith.addi(base, arith.muli(_wide(row), mgpu.c(pitch, i64))), _wide(bytes_))
             swizzled = times(arith.xori(piece, arith.remui(place, number(8))), _CHUNK)
@@ -134,11 +134,11 @@ def put_out(target, tile, order, share, first, live, feature, interpret: Any) ->
             if key not in found:
                 there = arith.cmpi(arith.CmpIPredicate.ult, column, live)
                 place = arith.addi(first, arith.select(there, column, number(0)))
-                entry = _load(entries, place)
+                entry = load_shared(entries, place)
                 token, choice = arith.divui(entry, number(taken)), arith.remui(entry, number(taken))
                 row = _wide(arith.addi(times(choice, tokens), token))
                 start = arith.addi(base, arith.muli(row, mgpu.c(hidden * 4, i64)))
-                weight = arith.bitcast(ir.F32Type.get(), _load(shares, place))
+                weight = arith.bitcast(ir.F32Type.get(), load_shared(shares, place))
                 found[key] = there, start, weight
             return found[key]
 
@@ -200,7 +200,8 @@ def _shared(ref):
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
 
 
-def _load(base, place):
+def load_shared(base, place):
+    """A word of shared memory."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
         "ld.shared.b32 $0, [$1];", arith.addi(base, times(place, 4)), result_types=i32, has_side_effects=True

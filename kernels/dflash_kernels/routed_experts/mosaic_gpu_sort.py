@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain.mosaic_gpu_memory import WARPGROUP, address, number, thread, times, when
 from dflash_kernels.routed_experts.mosaic_gpu_choose import choose
+from dflash_kernels.routed_experts.mosaic_gpu_ops import load_shared
 from dflash_kernels.routed_experts.mosaic_gpu_plan import LOOK, Plan
 from dflash_kernels.routed_experts.reference import chosen
 
@@ -121,8 +122,8 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
     for first in range(0, plan.entries, WARPGROUP):
         place = arith.addi(thread(), number(first))
         with when(_below(place, plan.entries)):
-            entry = _load(order, place)
-            _store(share, place, _load(own_weights, entry) if weights is None else _global(weights, entry))
+            entry = load_shared(order, place)
+            _store(share, place, load_shared(own_weights, entry) if weights is None else _global(weights, entry))
     mgpu.utils.warpgroup_barrier()
 
 
@@ -188,13 +189,6 @@ def _vector(base, step):
         "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", arith.addi(base, times(step, 4 * _VECTOR)), result_types=[i32] * _VECTOR,
         has_side_effects=True,
     )  # fmt: skip
-
-
-def _load(base, place):
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
-        "ld.shared.b32 $0, [$1];", arith.addi(base, times(place, 4)), result_types=i32, has_side_effects=True
-    )
 
 
 def _store(base, place, value) -> None:
