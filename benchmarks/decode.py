@@ -1,7 +1,7 @@
 """Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the memory floor.
 
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
-    python benchmarks/decode.py --models qwen3-4b --context 1024 32768 --cache-dtype fp8
+    python benchmarks/decode.py --models qwen3-4b --context 8192 --batch 8 --cache-dtype none int8
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
@@ -10,6 +10,7 @@ Random weights accept next to nothing, so a cycle's context grows by one token; 
 """
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -47,9 +48,7 @@ PEER = {
 }  # fmt: skip
 
 
-def build(
-    name: str, context: int, batch: int, weight_dtype: str | None = None, cache_dtype: str | None = None
-) -> Engine:
+def build(name: str, context: int, batch: int, weight_dtype: str | None = None) -> Engine:
     """An engine over random weights made on the device."""
     family, published, drafter = SHAPES[name]
     target, draft = {**TARGETS, **MOE_TARGETS}[published], DRAFTERS[drafter]
@@ -63,7 +62,7 @@ def build(
         weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
-        max_batch=batch, cache_dtype=cache_dtype, cache_scales=scales(target) if cache_dtype == "int8" else None,
+        max_batch=batch,
     )  # fmt: skip
 
 
@@ -73,9 +72,10 @@ def scales(target: DecoderConfig) -> CacheScales:
     return CacheScales((), (of_channels,) * target.num_layers)
 
 
-def resized(engine: Engine, context: int) -> Engine:
-    """The same weights for prompts of another length."""
-    engine = replace(engine, max_model_len=context + 640, num_pages=0)
+def resized(engine: Engine, context: int, cache_dtype: str | None = None) -> Engine:
+    """The same weights for prompts of another length, and pages kept in another way."""
+    found = scales(engine.target) if cache_dtype == "int8" else None
+    engine = replace(engine, max_model_len=context + 640, num_pages=0, cache_dtype=cache_dtype, cache_scales=found)
     if context >= LONG:
         engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
     return engine
@@ -159,7 +159,11 @@ def main() -> None:
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     parser.add_argument(
-        "--cache-dtype", default=None, choices=list(CALIBRATED), help="the target's keys and values in eight bits"
+        "--cache-dtype",
+        nargs="+",
+        default=["none"],
+        choices=["none", *CALIBRATED],
+        help="the target's keys and values in eight bits, one after the other",
     )
     parser.add_argument(
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
@@ -168,21 +172,22 @@ def main() -> None:
     chain.CHAIN_LAYERS = options.chain
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
-    suffix += "" if options.cache_dtype is None else f" {options.cache_dtype} pages"
+    pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), chain.CHAIN_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
     contexts = "" if 1024 in options.context else f" ctx{min(options.context) // 1024}k"
-    record = Record("decode" + (contexts + named + suffix).replace(" ", "_"), options)
+    record = Record("decode" + (contexts + named + suffix + "".join(pages.values())).replace(" ", "_"), options)
     for attention in options.attention:
         IMPLEMENTATIONS.clear()
         IMPLEMENTATIONS.update(every if attention == "best" else {attention: every[attention]})
         chain.CHAIN_ATTENTION = whole and attention == "best"
         jax.clear_caches()
         for name in options.models:
-            engine = build(name, options.context[0], max(options.batch), options.weight_dtype, options.cache_dtype)
-            for context in options.context:
-                engine = resized(engine, context)
-                add(record, options, name, engine, context, ("" if attention == "best" else f" {attention}") + suffix)
+            engine = build(name, options.context[0], max(options.batch), options.weight_dtype)
+            for context, kept in itertools.product(options.context, options.cache_dtype):
+                engine = resized(engine, context, None if kept == "none" else kept)
+                words = ("" if attention == "best" else f" {attention}") + suffix + pages[kept]
+                add(record, options, name, engine, context, words)
             del engine
     print(record.write(), flush=True)
     if options.transformers:
