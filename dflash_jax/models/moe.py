@@ -1,8 +1,8 @@
 """Mixture of experts: which experts a token takes (float32), and the experts themselves.
 
 On Hopper up to some hundred tokens stream the weights of the experts they take, each once (`routed_experts`), and more are sorted
-into blocks by expert and multiplied block by block (`grouped_linear`). Elsewhere a few tokens gather the weights of their experts,
-and others go through every expert; what a token did not take is left out of its sum. No expert has a capacity: nothing is
+into blocks by expert and multiplied block by block (`grouped_linear`). One alone, and a few elsewhere, gather the weights of their
+experts; others go through every expert, and what a token did not take is left out of its sum. No expert has a capacity: nothing is
 dropped, and a token's result does not depend on the other tokens of the batch. `benchmarks/moe.py` measures all four, and
 `jax.lax.ragged_dot`, which XLA computes as every expert on every row of the sorted tokens: the work of every expert times a
 token's experts.

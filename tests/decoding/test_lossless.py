@@ -42,6 +42,22 @@ def test_alone_equals_in_a_batch(pair, make_prompts):
     assert together == [pair.run([prompt])[0][0] for prompt in prompts]
 
 
+def test_each_request_of_a_batch_has_its_own_parameters(pair, make_prompts):
+    """Whatever the others ask for, each has the text that it has alone."""
+    prompts = make_prompts((25,)) * 8
+    plain = pair.run(prompts[:1])[0][0]
+    sampled = {"max_tokens": 30, "temperature": 1.3}
+    each = [
+        SamplingParams(max_tokens=30), SamplingParams(max_tokens=30, stop_token_ids=[plain[9]]),
+        SamplingParams(max_tokens=30, stop_token_ids=[plain[0]], min_tokens=12), SamplingParams(**sampled, seed=3),
+        SamplingParams(**sampled, seed=3, top_k=2), SamplingParams(**sampled, seed=3, top_p=0.3),
+        SamplingParams(**sampled, seed=3, min_p=0.4), SamplingParams(max_tokens=7, temperature=0.2, seed=8, logprobs=2),
+    ]  # fmt: skip
+    together = pair.run(prompts, each)[0]
+    assert together == [pair.run(prompts[:1], [one])[0][0] for one in each]
+    assert len({tuple(tokens) for tokens in together}) == 8, "parameters that change nothing show nothing"
+
+
 def test_accepting_drafter_speeds_up_and_stays_lossless(make_pair, make_prompts):
     """With proposals that often stand, cycles end at every place of the block."""
     pair = make_pair(edit=spread_embedding)

@@ -34,15 +34,15 @@ def linear_chain_exchange(rows: int, *, depth: int, hidden: int, features: int) 
 
 
 def linear_chain(
-    x: Float[Array, "M A"],
-    first: Float[Array, "D A"],
+    x: Float[Array, "M nD"],
+    first: Float[Array, "D nD"],
     norm: Float[Array, "D"],
-    second: Float[Array, "G D"],
+    second: Float[Array, "F D"],
     *,
     exchange: Any,
     eps: float,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "M G"]:
+) -> Float[Array, "M F"]:
     """`second` times the root-mean-square norm of `first` times x, for a few tokens.
 
     Args:

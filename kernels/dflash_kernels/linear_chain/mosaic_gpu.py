@@ -66,16 +66,16 @@ def plan(rows: int, depth: int, hidden: int, features: int, *, ctas: int, eps: f
 
 
 def launch(
-    x: Float[Array, "M A"],
-    first: Float[Array, "D A"],
+    x: Float[Array, "M nD"],
+    first: Float[Array, "D nD"],
     norm: Float[Array, "D"],
-    second: Float[Array, "G D"],
+    second: Float[Array, "F D"],
     exchange: Any,
     *,
     eps: float,
     ctas: int,
     interpret: Any = None,
-) -> Float[Array, "M G"]:
+) -> Float[Array, "M F"]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     if {array.dtype for array in (x, first, norm, second)} != {jnp.dtype(jnp.bfloat16)}:
         raise NotImplementedError(

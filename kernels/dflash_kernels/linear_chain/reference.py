@@ -10,14 +10,14 @@ from dflash_kernels.dense.reference import dense_reference
 
 
 def linear_chain_reference(
-    x: Float[Array, "M A"],
-    first: Float[Array, "D A"],
+    x: Float[Array, "M nD"],
+    first: Float[Array, "D nD"],
     norm: Float[Array, "D"],
-    second: Float[Array, "G D"],
+    second: Float[Array, "F D"],
     exchange: Any,
     *,
     eps: float,
-) -> Float[Array, "M G"]:
+) -> Float[Array, "M F"]:
     """See `linear_chain`."""
     del exchange
     wide = dense_reference(x, first).astype(jnp.float32)
