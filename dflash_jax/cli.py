@@ -91,6 +91,8 @@ def read_prompts(prompts: Sequence[str]) -> list[str]:
     """The prompts of the command line; `-` is all of stdin without its final line break."""
     if prompts.count("-") > 1:
         raise UsageError("- may be given once: stdin holds one prompt")
+    if "-" in prompts and sys.stdin.isatty():
+        note("the prompt is read from the terminal; Ctrl-D on a line of its own ends it")
     return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
 
 
@@ -197,7 +199,7 @@ def run_info(args: argparse.Namespace) -> int:
     from dflash_jax.info import collect, lines
 
     args.calibration = None  # sizes do not depend on it
-    facts = collect(**load_options(args))
+    facts = collect(**load_options(args), hashes=args.hashes)
     print(json.dumps(facts, indent=2) if args.json else "\n".join(lines(facts)))
     return OK
 
@@ -217,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help(sys.stderr)
         return USAGE
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -241,6 +244,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         leave_stdout()
         return UNEXPECTED
+
+
+def open_closed_streams() -> None:
+    """Python has None in place of a stream that the shell has closed (`>&-`); what is written there goes nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def leave_stdout() -> None:

@@ -15,35 +15,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    models = argparse.ArgumentParser(add_help=False)
-    group = models.add_argument_group("model")
-    drafts = group.add_mutually_exclusive_group()
-    drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
-    drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target's hub id")
-    group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
-    group.add_argument(
-        "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
-    )
-    group.add_argument(
-        "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),
-        help="the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
-    )  # fmt: skip
-    group.add_argument(
-        "--calibration", metavar="FILE",
-        help="texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
-    )  # fmt: skip
-    group.add_argument(
-        "--verify-length", type=verify_length, metavar="N",
-        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
-    )  # fmt: skip
-    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
-
-    generate = commands.add_parser("generate", parents=[models], help="continue prompts, showing text as it comes")
+    generate = commands.add_parser("generate", help="continue prompts, showing text as it comes")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
-    _add_max_batch(generate)
     _add_chat(generate)
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
@@ -72,25 +46,26 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
 
-    demo = commands.add_parser("demo", parents=[models], help="what drafting does, shown with the pair that ships")
+    demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
     demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
     _add_model(demo, "--model")
-    _add_max_batch(demo)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 
-    add_bench(commands, models)
+    add_bench(commands)
 
-    info = commands.add_parser("info", parents=[models], help="models, sizes, memory of pages, versions, device")
+    info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
     _add_model(info, "model")
-    _add_max_batch(info)
     info.add_argument("--json", action="store_true", help="one JSON object")
+    info.add_argument(
+        "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
+    )
     return parser
 
 
-def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
-    """Arguments of `bench`, beside those of `models`."""
-    bench = commands.add_parser("bench", parents=[models], help="speed as users see it, with and without drafting")
-    _add_model(bench, "--model")
+def add_bench(commands: Any) -> None:
+    """Arguments of `bench`."""
+    bench = commands.add_parser("bench", help="speed as users see it, with and without drafting")
+    _add_model(bench, "--model", max_batch=False)
     bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
     bench.add_argument(
         "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
@@ -114,12 +89,40 @@ def add_bench(commands: Any, models: argparse.ArgumentParser) -> None:
     bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
 
 
-def _add_model(parser: argparse.ArgumentParser, name: str) -> None:
+def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:
+    """What `load` takes. `name` is an option's, or an argument's that may be left out."""
+    group = parser.add_argument_group("model")
     about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
     if name.startswith("-"):
-        parser.add_argument(name, metavar="PATH", help=about)
+        group.add_argument(name, metavar="PATH", help=about)
     else:
-        parser.add_argument(name, metavar="PATH", help=about, nargs="?")
+        group.add_argument(name, metavar="PATH", help=about, nargs="?")
+    drafts = group.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
+    drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target's hub id")
+    group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
+    group.add_argument(
+        "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
+    )
+    group.add_argument(
+        "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),
+        help="the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibration", metavar="FILE",
+        help="texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
+    )  # fmt: skip
+    group.add_argument(
+        "--verify-length", type=verify_length, metavar="N",
+        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
+    )  # fmt: skip
+    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
+    if max_batch:
+        group.add_argument(
+            "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
+        )
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -139,12 +142,6 @@ def chat_option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def _add_max_batch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
-    )
 
 
 def verify_length(text: str) -> int | str:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax.cache import CacheDtype
 from dflash_jax.cache.formats import pool_dtype
-from dflash_jax.checkpoint import Checkpoint
+from dflash_jax.checkpoint import Checkpoint, Converted, open_converted
 from dflash_jax.checkpoint_pair import drafter_notice, open_pair
 from dflash_jax.memory import size
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
@@ -33,10 +33,21 @@ def collect(
     verify_length: int | str | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
+    hashes: bool = False,
 ) -> dict[str, Any]:
-    """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights."""
+    """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights.
+
+    Args:
+      hashes: read every file of converted folders and compare it with what its conversion recorded.
+
+    Raises:
+      CheckpointError: a file is not what was recorded.
+    """
     check_limits(max_batch=max_batch)
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
+    for one in compared:
+        open_converted(one.folder, hashes=True)
     engine, memory = plan_engine(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
         max_batch=max_batch, verify_length=verify_length,
@@ -72,6 +83,7 @@ def collect(
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
         },
+        "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
             *drafter_notice(path, draft, drafter),
@@ -157,6 +169,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
         ),
         *_rounding(memory),
+        *_hashes(facts["hashes"]),
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
@@ -166,6 +179,13 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
     if memory["weight_dtype"] is None:
         return []
     return [("", f"large matrices in {memory['weight_dtype']}, {size(memory['reading_bytes'])} while weights are read")]
+
+
+def _hashes(compared: int | None) -> list[tuple[str, str]]:
+    if compared is None:
+        return []
+    none = "none is recorded: only dflash-convert's folders have them"
+    return [("hashes", f"{compared} files are what their conversion recorded" if compared else none)]
 
 
 def _shortage(pages: dict[str, Any], memory: dict[str, Any]) -> list[tuple[str, str]]:

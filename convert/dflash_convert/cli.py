@@ -31,7 +31,7 @@ from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputError, OutputExistsError, output_folder, write_converted
 from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted
 from dflash_jax.checkpoint_pair import check_pair
-from dflash_jax.cli import leave_stdout
+from dflash_jax.cli import leave_stdout, open_closed_streams
 from dflash_jax.device import local_device
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
 from dflash_jax.hub import resolve_source
@@ -93,6 +93,7 @@ class Console:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     options = _parser().parse_args(arguments)
+    open_closed_streams()
     console = Console(quiet=options.quiet, as_json=options.json)
     if "JAX_PLATFORMS" not in os.environ:
         # Bytes move on the host. Orbax would start JAX's GPU backend all the same, which takes most of the card's memory.

@@ -18,6 +18,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
+from dflash_jax.sampling_params import SamplingParams
 
 COLUMNS = (
     ("users", "{0.concurrency}"), ("draft", "{draft}"), ("tokens/s", "{0.tokens_per_s:.0f}"),
@@ -59,6 +60,7 @@ def check(args: argparse.Namespace) -> None:
     for name, value in [*counts.items(), *(("--concurrency", users) for users in args.concurrency)]:
         if value is not None and value < 1:
             raise ParameterError(f"{name} must be at least 1, got {value}")
+    SamplingParams(max_tokens=args.output_length, temperature=args.temperature)
     if args.requests is not None and args.requests < max(args.concurrency):
         raise ParameterError(
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"

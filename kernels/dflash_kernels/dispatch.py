@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from dflash_kernels.target import HOPPER, target
 
 
@@ -24,7 +27,7 @@ def first_fitting(
       implementations: name to function, best first. A function refuses by raising NotImplementedError with its reason.
       wanted: None for all in order, or one name, or several in the order to try. What is named is never replaced silently.
         "triton" is left out of all on Hopper, where the other kernels and XLA are what is measured: there it has to be named.
-      *args, **options: passed on.
+      *args, **options: passed on, NumPy's arrays as JAX's, which traced indices can be used on.
 
     Raises:
       NoImplementationError: a name is unknown, or every candidate refused.
@@ -37,6 +40,8 @@ def first_fitting(
     unknown = [name for name in names if name not in implementations]
     if unknown or not names:
         raise NoImplementationError(f"{op}: no implementation named {unknown}; there are {', '.join(implementations)}")
+    args = tuple(_as_jax(value) for value in args)
+    options = {key: _as_jax(value) for key, value in options.items()}
     reasons = []
     for name in names:
         try:
@@ -44,3 +49,7 @@ def first_fitting(
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NoImplementationError(f"{op}: no implementation takes this call\n  " + "\n  ".join(reasons))
+
+
+def _as_jax(value: Any) -> Any:
+    return jnp.asarray(value) if isinstance(value, np.ndarray) else value

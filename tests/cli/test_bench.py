@@ -158,6 +158,7 @@ def test_command_refuses(options, said, capsys) -> None:
         (["--json", "/nowhere/figures.json"], "--json /nowhere/figures.json: its folder does not exist"),
         (["--json", "/tmp"], "--json /tmp is a folder"),
         (["--chat"], "name --prompts"),
+        (["--temperature", "-1"], "temperature must be a number from 0.0"),
         (["--prompts", "/no/such/file"], "/no/such/file cannot be read"),
     ],
 )

@@ -132,6 +132,26 @@ def test_a_converted_folder_that_has_lost_its_files_is_one_line(target, tmp_path
     assert re.fullmatch(found, capsys.readouterr().err)
 
 
+def test_files_of_a_converted_folder_are_compared_where_asked(target, tmp_path, capsys):
+    """A byte that changed on the way to another machine changes no size; weights with it would load."""
+    out = tmp_path / "out"
+    assert convert([str(target), "--draft", str(target / "draft"), "--output", str(out), "--quiet"]) == 0
+    assert main(["info", str(out), "--hashes"]) == 0
+    assert re.search(
+        r"^hashes    \d+ files are what their conversion recorded$", capsys.readouterr().out, flags=re.MULTILINE
+    )
+    weights = max((out / "draft").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert main(["info", str(out)]) == 0
+    assert "hashes" not in capsys.readouterr().out
+    assert main(["info", str(out), "--hashes"]) == 3
+    assert f"{weights.relative_to(out / 'draft')} has changed: its sha256" in capsys.readouterr().err
+    assert main(["info", str(target), "--hashes"]) == 0
+    assert "none is recorded" in capsys.readouterr().out
+
+
 def test_text_that_cannot_be_written_is_one_line(target):
     with open("/dev/full", "w") as full:
         run = [*COMMAND, "generate", "ab", "--model", str(target), "--max-tokens", "9"]

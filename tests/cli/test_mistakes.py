@@ -1,8 +1,10 @@
 """Mistakes that newcomers make: what the commands answer, that it is short, and that nothing is left behind."""
 
 import errno
+import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -170,3 +172,29 @@ def test_errors_of_orbax_that_are_not_the_systems_stay_what_they_are():
     assert caught.value.errno == errno.ENOSPC
     with pytest.raises(ValueError, match="something else"):
         fail("something else")
+
+
+@pytest.mark.parametrize(
+    ("redirection", "out"), [("<&-", True), ("2>&-", True), (">&-", False), ("<&- >&- 2>&-", False)]
+)
+def test_streams_that_the_shell_has_closed(redirection, out, target):
+    command = " ".join([shlex.join([*GENERATE, str(target)]), "--stats", redirection])
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, bool(done.stdout)) == (0, out), done.stderr
+    assert ("tokens per cycle" in done.stderr) == ("2>" not in redirection)
+
+
+def test_a_prompt_from_a_terminal_is_asked_for(target, capsys, monkeypatch):
+    """Without a word the command would seem to hang."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    command = ["generate", "-", "--model", str(target), "--max-tokens", "5"]
+    monkeypatch.setattr("sys.stdin", Terminal("ab\n"))
+    assert main(command) == 0
+    assert "note: the prompt is read from the terminal; Ctrl-D" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
+    assert main(command) == 0
+    assert capsys.readouterr().err == ""

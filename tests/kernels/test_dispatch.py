@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError
 from dflash_kernels.dispatch import first_fitting
@@ -28,6 +30,17 @@ def test_the_first_that_fits_gets_the_arguments() -> None:
     assert first_fitting("op", TABLE, None, 1, 2, scale=3) == ("plain", (1, 2), {"scale": 3})
     assert first_fitting("op", TABLE | {"more": takes("more")}, None)[0] == "plain"
     assert first_fitting("op", TABLE | {"more": takes("more")}, ("old", "more", "plain"))[0] == "more"
+
+
+def test_arrays_of_numpy_can_be_indexed_by_traced_ones() -> None:
+    """Pages that somebody has made with NumPy, looked up inside a loop."""
+
+    def lookup(pages: Any, table: Any, *, scale: Any) -> Any:
+        return jax.lax.map(lambda row: pages[row] * scale, table)
+
+    pages, table = np.arange(6.0, dtype=np.float32), np.array([4, 1])
+    found = first_fitting("op", {"plain": lookup}, None, pages, table, scale=np.float32(2) * np.ones(()))
+    assert found.tolist() == [8, 2]
 
 
 def test_what_is_named_is_never_replaced() -> None:
