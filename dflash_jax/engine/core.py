@@ -88,12 +88,12 @@ class Core:
             self.num_pages = self.max_batch * self.buckets.width[-1]
         self.allocator = PageAllocator(self.num_pages)
         self._pools: tuple[Pages, Pages] | None = None
-        self._making = threading.Lock()  # of pools: one thread may compile ahead while another one begins to serve
+        # One thread may compile ahead, and make pools for it, while another one begins to serve.
+        self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
         self._lengths: VerifyLength | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
         self.returns_early = False  # as `engine.ahead` has seen it
-        self._busy = False
 
     @property
     def page_bytes(self) -> int:
@@ -160,13 +160,13 @@ class Core:
 
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""
-        with self._making:
+        with self.taking:
             return self._newest_pools()
 
     def ready_pools(self) -> None:
         """Makes the page pools before anybody takes them; leaves them to a run that has them."""
-        with self._making:
-            if not self._busy:
+        with self.taking:
+            if not self.busy:
                 self._newest_pools()
 
     def _newest_pools(self) -> tuple[Pages, Pages]:

@@ -94,13 +94,14 @@ class Run:
         self.arrivals += 1
 
     def _serve(self) -> Generator[Update]:
-        core = self.core
-        if core._busy:
-            raise DFlashError(
-                "this model is generating already: finish or close that stream first, or load the model twice"
-            )
-        core._busy = True
+        core, ours = self.core, False
         try:
+            with core.taking:
+                if core.busy:
+                    raise DFlashError(
+                        "this model is generating already: finish or close that stream first, or load the model twice"
+                    )
+                core.busy = ours = True
             if core.allocator.num_free < core.allocator.num_pages:
                 # Nobody else runs: an interrupt came while a run that was interrupted gave its pages back.
                 core.allocator.reclaim()
@@ -108,10 +109,12 @@ class Run:
                 yield from self._turns()
         except BaseException:
             # An interrupt can come at any point, also in the middle of a change of the account.
-            core.allocator.reclaim()
+            if ours:
+                core.allocator.reclaim()
             raise
         finally:
-            core._busy = False
+            if ours:
+                core.busy = False
 
     def _turns(self) -> Iterator[Update]:
         core = self.core
