@@ -16,7 +16,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.cli_parser import build_parser
 from dflash_jax.completion import Completion, Piece
@@ -32,6 +32,7 @@ from dflash_jax.errors import (
 )  # fmt: skip
 from dflash_jax.interrupts import interrupts, was_interrupted
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.waiting import announced, told_if_slow
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -109,7 +110,15 @@ def run_generate(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
         seed=args.seed, stop=args.stop,
     )  # fmt: skip
-    prompts, chat_options = read_prompts(args.prompts), chat_options_of(args)
+    chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
+    prompts = read_prompts(args.prompts)
+    with told_if_slow() as ready:
+        return _generate(args, prompts, params, chat, ready)
+
+
+def _generate(
+    args: argparse.Namespace, prompts: list[str], params: SamplingParams, chat: dict, ready: Callable[[], None]
+) -> int:
     begin(args)
     from dflash_jax.engine import Run
     from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, make_requests, stream
@@ -117,7 +126,6 @@ def run_generate(args: argparse.Namespace) -> int:
     from dflash_jax.report import stats_lines
 
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
-    chat = {"chat": args.chat, "chat_options": chat_options}
 
     def first_run(model: Model) -> Run:
         return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
@@ -127,7 +135,7 @@ def run_generate(args: argparse.Namespace) -> int:
         note(notice)
     pieces = stream(model, prompts, params, **chat, cycles=cycles)
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
-    for completion in show(pieces, prompts, as_json=args.json):
+    for completion in show(announced(pieces, ready), prompts, as_json=args.json):
         if args.stats:
             for line in stats_lines(completion, longest, bars=can_show_bars(sys.stderr.encoding)):
                 print(line, file=sys.stderr)
@@ -187,10 +195,11 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.imposed_acceptance is not None and args.shapes is None:
         raise UsageError("--imposed-acceptance is for random weights: name --shapes")
     chat_options_of(args)
-    begin(args)
-    from dflash_jax.bench.command import bench
+    with told_if_slow():
+        begin(args)
+        from dflash_jax.bench.command import bench
 
-    bench(args, load_options(args))
+        bench(args, load_options(args))
     return OK
 
 
