@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import PagedSchedule
 
+from dflash_jax.attention import paged
 from dflash_jax.decoding.cycle import cycle
 from dflash_jax.engine import STOP_WIDTH
 from dflash_jax.requests import empty_state
@@ -40,3 +42,29 @@ def test_done_slots_change_nothing_and_live_ones_gain(pair, mode, draft) -> None
         changed = np.flatnonzero((np.asarray(pool) != 0.5).any(axis=(1, 2, 3)))
         assert set(changed.tolist()) <= {3, 4, 5}
     assert (np.asarray(after.target_pages.k[0])[3] != 0.5).any()
+
+
+@pytest.mark.parametrize(("draft", "schedules"), [(True, 2), (False, 1)])
+def test_one_schedule_for_all_layers_of_a_model(pair, monkeypatch, draft, schedules) -> None:
+    """Who attends to which part is worked out once a step, whatever the number of layers."""
+    made, given = [], []
+    attend = paged.attend_to_pages
+    monkeypatch.setattr(paged, "schedule_helps", lambda *_, **__: True)
+
+    def schedule(seq_lens, **_):
+        made.append(PagedSchedule(jnp.tile(seq_lens[:, None], (1, 3)), None))
+        return made[-1]
+
+    def attended(*args, schedule, **options):
+        given.append(schedule)
+        return attend(*args, schedule=None, **options)
+
+    monkeypatch.setattr(paged, "paged_schedule", schedule)
+    monkeypatch.setattr(paged, "attend_to_pages", attended)
+    engine, setup = pair.engine, pair.engine.setup(mode="greedy", draft=draft)
+    state = empty_state(setup, 3, STOP_WIDTH, engine.dtype, engine.take_pools())
+    table = jax.ShapeDtypeStruct((3, 4), jnp.int32)
+    jax.eval_shape(lambda table: cycle(setup, engine.weights, table, state)[1], table)
+    assert len(made) == schedules
+    assert len(given) == pair.target.num_layers + draft * pair.draft.num_layers
+    assert {id(one) for one in given} == {id(one) for one in made}
