@@ -118,7 +118,12 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
         "--verify-length", type=verify_length, metavar="N",
         help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
     )  # fmt: skip
-    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and produced tokens of a request at most")
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and produced tokens of a request at most (default: the model's own, at most 4096)",
+    )
     if max_batch:
         group.add_argument(
             "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
