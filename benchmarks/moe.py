@@ -30,7 +30,7 @@ from dflash_jax.models.moe import Experts, ExpertsConfig
 from dflash_jax.models.presets import MOE_TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
-ROUNDS = 6  # of a call for each of eight routings
+ROUNDS = 60  # of a call for each of eight routings: to start them takes as long as a few of the shortest
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 SHAPES = {"V2-Lite": DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], "Qwen3-30B-A3B": MOE_TARGETS["Qwen3-30B-A3B"]}
 BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
