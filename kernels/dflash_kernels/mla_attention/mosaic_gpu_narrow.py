@@ -127,22 +127,24 @@ class _Block(Part):
         if masked:
             exponents = jnp.where(self._mask(tile), exponents, -jnp.inf)
 
-        def raised(base, total, weights, *sums):
+        def raised(base, total, added, *sums):
             """Base so that the highest score so far weighs `RAISED_TO`, and everything that counts from it."""
-            del weights
+            del added
             higher = jnp.maximum(base, exponents.max(axis=0) - math.log2(RAISED_TO))
             kept = jnp.exp2(base - higher)
             weights = jnp.exp2(exponents - self._spread(higher))
             ops.publish(weights, shared, LIMIT, self.interpret)
             sums = (quarter * lax.broadcast_in_dim(kept, quarter.shape, [1]) for quarter in sums)
-            return higher, ops.add_weights(total * self._spread(kept), weights, self.interpret), *sums
+            added = ops.sum_weights(weights, self.interpret)
+            return higher, ops.add_sums(total * self._spread(kept), added, self.interpret), *sums
 
-        def as_it_is(base, total, weights, *sums):
-            return base, ops.add_weights(total, weights, self.interpret), *sums
+        def as_it_is(base, total, added, *sums):
+            return base, ops.add_sums(total, added, self.interpret), *sums
 
         weights = jnp.exp2(exponents - self._spread(base))
         over = ops.publish(weights, shared, LIMIT, self.interpret)
-        base, total, *sums = lax.cond(over, raised, as_it_is, base, total, weights, *sums)
+        added = ops.sum_weights(weights, self.interpret)
+        base, total, *sums = lax.cond(over, raised, as_it_is, base, total, added, *sums)
 
         def refill():
             # Everybody has read the values.

@@ -27,12 +27,13 @@ from dflash_kernels.paged_attention.mosaic_gpu_narrow_scores import COLUMN, MATR
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, swizzled
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import Launch
 
-# Weight of the highest score when a base is raised, and what weights may add up to until it is raised again: float16 ends at 2^16,
-# and below 2^-14 it has fewer bits.
+# Weight of the highest score when a base is raised, and what two weights may add up to until it is raised again: float16 ends at
+# 2^16, and below 2^-14 it has fewer bits.
 RAISED_TO = 2**5
 LIMIT = 2**15
 # A base that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
+_WEIGHTS = 3  # tiles of weights, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one
 
 
 def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
@@ -44,16 +45,15 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     buffers: dict[str, Any] = {
         "q_sm": plgpu.SMEM((rows, launch.head_dim), multiplied, transforms=swizzled(multiplied, launch.head_dim)),
         "q_factor_sm": plgpu.SMEM((launch.rows,), jnp.float32),
-        # Three, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one.
-        "p_sm": plgpu.SMEM((3, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
+        "p_sm": plgpu.SMEM((_WEIGHTS, launch.keys, launch.rows), jnp.float16, transforms=swizzled(jnp.float16, launch.rows)),
         "k_sm": ring, "v_sm": ring, "columns_sm": plgpu.SMEM((4, launch.rows), jnp.float32),
     }  # fmt: skip
-    streams = ["k", "v"]
+    copies = 2 * launch.copies
     if dtype == jnp.int8:
-        streams.append("k_scale")
         buffers["k_scale_sm"] = plgpu.SMEM((launch.stages, launch.keys), jnp.float32)
-    for stream in streams:
-        buffers[f"{stream}_in"] = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=launch.stages)
+        copies += launch.copies
+    # One for all of a tile: to wait for its keys and its values apart would take a twentieth of a step's instructions.
+    buffers["tile_in"] = plgpu.Barrier(num_arrivals=copies, num_barriers=launch.stages)
     return buffers
 
 
@@ -132,8 +132,9 @@ class _Block(Scored):
                 unit *= self.refs["k_scale"][self.head]
             self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], COLUMN) * unit
             acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
-            acc, base, total = self.walk(self._step, (acc, *self._first()), skip=1)
-            acc = self._start_values(acc, self.end - 1, finite=True)
+            carry = (acc, *self._first(), jnp.int32(0), self.pages(self.begin + launch.stages))
+            acc, base, total, place, _ = self.walk(self._step, carry, skip=1)
+            acc = self._start_values(acc, self.end - 1, place, finite=True)
             self._finish(ops.finish(acc, self.interpret), base, total)
 
         @pl.when(self.begin >= self.end)
@@ -145,59 +146,49 @@ class _Block(Scored):
     def _start_scores(self, tile):
         return ops.start_scores(self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
 
-    def _start_values(self, acc, tile, *, finite: bool):
+    def _start_values(self, acc, tile, place, *, finite: bool):
         """Adds a tile of values times the weights that were published for it. Only where rows are unused can they hold NaN."""
-        stage = self.stage(tile)
-        plgpu.barrier_wait(self.buffers["v_in"].at[stage])
-        values = ops.values(self.buffers["v_sm"].at[stage], self.interpret, finite=finite)
-        return ops.start_values(acc, values, self._weights(tile), self.interpret)
-
-    def _weights(self, tile):
-        return self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(3))]
+        values = ops.values(self.buffers["v_sm"].at[self.stage(tile)], self.interpret, finite=finite)
+        return ops.start_values(acc, values, self.buffers["p_sm"].at[place], self.interpret)
 
     def _first(self):
         """Base and sum of weights after the first tile's scores."""
-        for stream in self.streams:
-            if stream != "v":
-                plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[0])
+        plgpu.barrier_wait(self.buffers["tile_in"].at[0])
         nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
-        base, weights = self._raised(self.begin, nothing, masked=True)
-        zeros = plgpu.layout_cast(jnp.zeros(weights.shape, jnp.float32), MATRIX)
-        return base, ops.add_weights(zeros, weights, self.interpret)
+        return self._raised(self.begin, nothing, 0, masked=True)
 
-    def _raised(self, tile, base, *, masked: bool):
-        """Base so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; the tile's weights, published."""
+    def _raised(self, tile, base, place, *, masked: bool):
+        """Base so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; sums of its weights, published."""
         scores = ops.finish_scores(self._start_scores(tile), self.interpret)
         scores = self.exponents(scores, tile, masked)
         top = ops.over_keys(scores, base, self.buffers["columns_sm"], self.interpret, highest=True)
         base = jnp.maximum(base, top - math.log2(RAISED_TO))
         weights = jnp.exp2(scores - self.spread(base))
-        ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
-        return base, weights
+        ops.publish(weights, self.buffers["p_sm"].at[place], LIMIT, self.interpret)
+        return base, ops.sum_weights(weights, self.interpret)
 
     def _step(self, tile, carry, *, masked):
         """One tile's scores and weights, made while the values of the tile before multiply; that tile's places are filled again.
 
         The running sum of weights stays apart in every thread.
         """
-        stage, (acc, base, total) = self.stage(tile), carry
-        plgpu.barrier_wait(self.buffers["k_in"].at[stage])
+        acc, base, total, before, coming = carry
+        place = jnp.where(before == _WEIGHTS - 1, 0, before + 1)
+        plgpu.barrier_wait(self.buffers["tile_in"].at[self.stage(tile)])
         scores = self._start_scores(tile)
         following = tile - 1 + self.launch.stages
-        coming = self.pages(following)
+        later = self.pages(following + 1)
         # Keys of wide heads that wait in registers leave none for values.
         together = self.launch.head_dim <= 128 or self.dtype == jnp.int8
         if not together:
             scores = ops.finish_scores(scores, self.interpret)
-        acc = self._start_values(acc, tile - 1, finite=False)
-        if "k_scale" in self.streams:
-            plgpu.barrier_wait(self.buffers["k_scale_in"].at[stage])
+        acc = self._start_values(acc, tile - 1, before, finite=False)
         if together:
             scores = ops.finish_scores(scores, self.interpret, later=1)
         scores = self.exponents(scores, tile, masked)
         weights = jnp.exp2(scores - self.spread(base))
-        over = ops.publish(weights, self._weights(tile), LIMIT, self.interpret)
-        increased = ops.add_weights(total, weights, self.interpret)
+        over = ops.publish(weights, self.buffers["p_sm"].at[place], LIMIT, self.interpret)
+        sums = ops.sum_weights(weights, self.interpret)
 
         def refill():
             for stream in self.streams:
@@ -206,19 +197,18 @@ class _Block(Scored):
         ops.by_one_warp(following < self.end, refill, self.interpret)
         acc = ops.finish(acc, self.interpret)
 
-        def raised(acc, base, total, increased):
+        def raised(acc, base, total, sums):
             """Everything counted from a new base. Scores are made again: there are no registers to keep them in."""
-            del increased
-            higher, weights = self._raised(tile, base, masked=masked)
+            del sums
+            higher, sums = self._raised(tile, base, place, masked=masked)
             kept = jnp.exp2(base - higher)
             acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            return acc, higher, ops.add_weights(total * self.spread(kept), weights, self.interpret)
+            return acc, higher, ops.add_sums(total * self.spread(kept), sums, self.interpret)
 
-        def as_it_is(acc, base, total, increased):
-            del total
-            return acc, base, increased
+        def as_it_is(acc, base, total, sums):
+            return acc, base, ops.add_sums(total, sums, self.interpret)
 
-        return lax.cond(over, raised, as_it_is, acc, base, total, increased)
+        return *lax.cond(over, raised, as_it_is, acc, base, total, sums), place, later
 
     def _finish(self, acc, base, total):
         """Normalises and writes."""

@@ -24,22 +24,24 @@ def entry(row, index) -> Any:
 
 
 def publish(weights: Any, target: Any, limit: int) -> Any:
-    """Weights to shared memory in float16, for the product; whether any thread's add up to more than `limit`, or to NaN."""
-    i32, f32 = th.i32(), ir.F32Type.get()
+    """Weights to shared memory in float16, for the product; whether two of any thread's add up to more than `limit`, or to NaN."""
+    i32 = th.i32()
     weights.astype(ir.F16Type.get()).store_tiled(target, swizzle=th.swizzle(target))
-    sums = _pair_sums(weights)
-    while len(sums) > 1:
-        left = sums[len(sums) // 2 * 2 :]
-        sums = [arith.addf(a, b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + left
+    # Floats without a sign are in order as integers, NaN above all, and of those Hopper compares three at once.
+    highest = functools.reduce(_highest, [arith.bitcast(i32, one) for one in _pair_sums(weights)])
     # Voted on again in each warp: the compiler does not know that threads agree on a barrier's result, and what follows a branch
     # on it, the next step included, would be compiled for threads that do not.
     voted = utils.inline_ptx(
-        "{ .reg .pred mine, anyones; fence.proxy.async.shared::cta; setp.gtu.f32 mine, $1, $2;"
+        "{ .reg .pred mine, anyones; fence.proxy.async.shared::cta; setp.gt.s32 mine, $1, $2;"
         " bar.red.or.pred anyones, $3, 128, mine; vote.sync.any.pred anyones, anyones, 0xffffffff; selp.b32 $0, 1, 0, anyones; }",
-        sums[0], utils.c(float(limit), f32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
+        highest, utils.c(int(np.float32(limit).view(np.int32)), i32), utils.warpgroup_barrier_idx(sync=False), result_types=i32,
         has_side_effects=True, convergent=True,
     )  # fmt: skip
     return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
+
+
+def _highest(a: Any, b: Any) -> Any:
+    return utils.inline_ptx("max.s32 $0, $1, $2;", a, b, result_types=th.i32())
 
 
 def start_scores(tile, queries) -> Any:
@@ -102,17 +104,24 @@ def _pair_sums(weights) -> list[Any]:
     ]
 
 
-def add_weights(total, weights):
+def sum_weights(weights):
     """Adds up a thread's two rows in the first and leaves a constant 0 in the second, which then needs no register."""
-    registers, f32 = np.empty_like(total.registers), ir.F32Type.get()
+    pair, sums = ir.VectorType.get((2,), ir.F32Type.get()), iter(_pair_sums(weights))
+    # Here, while exponentials are made, and not behind the barrier where they are needed.
+    added = _in_first_rows(weights, lambda _: vector.from_elements(pair, [next(sums), next(sums)]))
+    return mgpu.optimization_barrier(added)
+
+
+def add_sums(total, sums):
+    """The sum of two such."""
+    return _in_first_rows(total, lambda place: arith.addf(total.registers[place], sums.registers[place]))
+
+
+def _in_first_rows(like, value):
+    registers, f32 = np.empty_like(like.registers), ir.F32Type.get()
     zeros = vector.from_elements(ir.VectorType.get((2,), f32), [utils.c(0.0, f32)] * 2)
-    sums = iter(_pair_sums(weights))
     for place in np.ndindex(registers.shape):
-        if place[4] == 1:
-            registers[place] = zeros
-            continue
-        both = vector.from_elements(zeros.type, [next(sums), next(sums)])
-        registers[place] = arith.addf(total.registers[place], both)
+        registers[place] = zeros if place[4] == 1 else value(place)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 

@@ -180,18 +180,32 @@ def tile_of(memory):
     return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
 
 
-def add_weights(total, weights, interpret: Any):
-    """`total + weights`, both `[64, N]`, as far as sums along the keys go; which key a thread's share stands at is left open."""
+def sum_weights(weights, interpret: Any):
+    """Weights `[64, N]` as far as sums along the keys go; which key a thread's share stands at is left open."""
     if interpret is not None:
-        return total + weights
+        return weights
+
+    from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(_MATRIX,), return_type=_matrix(weights.shape, jnp.float32))
+    def sum_up(_ctx, weights):
+        return lanes.sum_weights(weights)
+
+    return sum_up(weights)
+
+
+def add_sums(total, sums, interpret: Any):
+    """`total + sums`, both of `sum_weights`."""
+    if interpret is not None:
+        return total + sums
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_lanes as lanes
 
     @plgpu.inline_mgpu(arg_types=(_MATRIX, _MATRIX), return_type=_matrix(total.shape, jnp.float32))
-    def add(_ctx, total, weights):
-        return lanes.add_weights(total, weights)
+    def add(_ctx, total, sums):
+        return lanes.add_sums(total, sums)
 
-    return add(total, weights)
+    return add(total, sums)
 
 
 def over_keys(array, like, memory, interpret: Any, *, highest: bool):

@@ -28,6 +28,7 @@ class Scored(Part):
         self.dtype, self.interpret = dtype, interpret
         self.unit: Any = None
         self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
+        self.buffers = buffers | {f"{stream}_in": buffers["tile_in"] for stream in self.streams}
 
     def exponents(self, scores, tile, masked: bool):
         scores = self._in_base_2(scores, self.stage(tile), tile)
