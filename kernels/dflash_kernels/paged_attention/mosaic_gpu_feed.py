@@ -19,7 +19,7 @@ class Fed(Part):
     """A part whose tiles go through the ring one by one, keys and values.
 
     Attributes:
-      ahead: read page ids and queries before the first copies, and leave copies to one warp.
+      ahead: read ids of all pages before the first copies, and leave copies to one warp.
     """
 
     ahead = False

@@ -28,6 +28,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     scores_of,
     scratch,
     spread,
+    store_part,
 )
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
@@ -124,13 +125,12 @@ class Block(Fed):
     def _start(self, pages):
         """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
         pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v"), pages))
-        queries = self.queries or self._ask_for_queries()
-        put_queries(queries, self._queries(), self.buffers["q_sm"].at[self.wg], self.first_row, self.interpret)
+        put_queries(self.queries, self._queries(), self.buffers["q_sm"].at[self.wg], self.first_row, self.interpret)
 
     def first_reads(self):
-        """Pages of the ring's first tiles; where a CTA reads ahead, queries are on their way to registers."""
+        """Pages of the ring's first tiles, with queries on their way to registers."""
         self.hold_entries()
-        self.queries: list[Any] = self._ask_for_queries() if self.ahead else []
+        self.queries: list[Any] = self._ask_for_queries()
         return self.ring_pages()
 
     def _ask_for_queries(self):
@@ -249,6 +249,9 @@ class Block(Fed):
                 o_sm.at[self.wg][...] = out
             return
         if out is None:
+            return
+        if not launch.direct and self.interpret is None:
+            store_part(out, self.refs["o"].at[self.b, self.head, self.split], self.first_row)
             return
         o_sm.at[self.wg][...] = out.astype(o_sm.dtype)
         plgpu.commit_smem()

