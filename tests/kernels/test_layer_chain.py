@@ -145,6 +145,7 @@ def test_schedule(rows: int, sizes: dict[str, int]) -> None:
     memory = 128 * (launch.slots * launch.slot_rows + launch.x_slots * 2 * launch.tokens)
     assert 100 * 1024 < memory < SHARED_MEMORY
     assert launch.tokens == padded_rows(rows) >= rows
+    assert 1 <= launch.x_group <= launch.x_slots // 2, "a group would wait for slots that only its own first one frees"
 
 
 @pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B, TINY])

@@ -120,6 +120,8 @@ class Plan:
     @property
     def x_group(self) -> int:
         """Slots of activations that are taken from other CTAs at once: up to eight vectors of each thread."""
+        # Half the ring at most: a group waits for all its slots, and the last one of the group before is given back only when the
+        # first of this one is multiplied.
         return max(min(self.x_slots // 2, COPIES * ROWS // (self.x_blocks * self.tokens)), 1)
 
     @property
