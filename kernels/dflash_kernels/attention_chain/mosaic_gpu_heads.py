@@ -30,16 +30,16 @@ def ask_for_queries(attention: Attention, qkv, cos, sin, weight, sequence, head,
       qkv: `[B * T, N + 2 K, H]`; cos, sin: `[B * T, H / 2]` float32; weight: `[H]`.
       sequence, head: int32 scalars.
     """
-    line, place = _line_and_place()
+    line, place = line_and_place()
     sequence, head = (value.registers.item() for value in (sequence, head))
     found = []
     for row in _rows(attention, line):
         of_call = arith.minsi(row, utils.c(attention.rows - 1, th.i32()))
         token, among = th.div(of_call, attention.group), th.rem(of_call, attention.group)
         token = th.add(th.mul(sequence, attention.tokens), token)
-        found += _head_places(qkv, token, th.add(th.mul(head, attention.group), among), place)
-        found += _angle_places(cos, sin, token, place)
-    return [_load4(address, how) for address in (*found, *_weight_places(weight, place))]
+        found += head_places(qkv, token, th.add(th.mul(head, attention.group), among), place)
+        found += angle_places(cos, sin, token, place)
+    return [load4(address, how) for address in (*found, *weight_places(weight, place))]
 
 
 def put_queries(attention: Attention, eps: float, words: list, target) -> None:
@@ -47,14 +47,14 @@ def put_queries(attention: Attention, eps: float, words: list, target) -> None:
 
     Rows past the live ones are copies of the last.
     """
-    line, place = _line_and_place()
+    line, place = line_and_place()
     base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
     for index, row in enumerate(_rows(attention, line)):
         of_row = words[6 * index : 6 * index + 6]
-        turn = _Turn(of_row[2:])
-        for block, held in enumerate(turn.turned(_Head(of_row[:2]).normed(weights, eps))):
+        turn = Turn(of_row[2:])
+        for block, held in enumerate(turn.turned(Head(of_row[:2]).normed(weights, eps))):
             held = as_float16(held) if attention.narrow_stages else held
-            _store_line(th.add(base, block * KEYS * _LINE), row, place, held)
+            store_line(th.add(base, block * KEYS * _LINE), row, place, held)
     mgpu.commit_shared()
 
 
@@ -70,7 +70,7 @@ def stage_new(
       scales: what float8 pools' keys and values are to be multiplied with, `[K]` float32 each.
     """
     words = ask_for_new(attention, qkv, cos, sin, weight, sequence, head, "ld")
-    new = _New(attention, [value.registers.item() for value in limits])
+    new = New(attention, [value.registers.item() for value in limits])
     entry = th.add(th.mul(sequence.registers.item(), attention.table_width), th.div(new.inside, attention.page_size))
     page = utils.inline_ptx(
         "{ .reg .pred there; setp.ne.b32 there, $2, 0; mov.b32 $0, 0; @there ld.global.nc.b32 $0, [$1]; }",
@@ -82,22 +82,26 @@ def stage_new(
 
 def ask_for_new(attention: Attention, qkv, cos, sin, weight, sequence, head, how: str) -> list:
     """What `put_new` takes, as `ask_for_queries` does for queries; `weight`: of keys."""
-    return [_load4(address, how) for address in _new_places(attention, qkv, cos, sin, weight, sequence, head)]
+    return [load4(address, how) for address in _new_places(attention, qkv, cos, sin, weight, sequence, head)]
 
 
-def put_new(attention: Attention, eps: float, words: list, pools, head, limits, pages) -> None:
-    """New keys, normed and turned, and values of a head to their pages; `pages`: of the first new token's tile and of the next."""
-    new = _New(attention, [value.registers.item() for value in limits])
+def put_new(attention: Attention, eps: float, words: list, pools, head, limits, pages, line=None) -> None:
+    """New keys, normed and turned, and values of a head to their pages.
+
+    `pages`: of the first new token's tile and of the next; `line`: which token a thread has a share of.
+    """
+    new = New(attention, [value.registers.item() for value in limits], line)
     page, following = (page.registers.item() for page in pages)
     same = arith.cmpi(arith.CmpIPredicate.eq, th.div(new.position, KEYS), th.div(new.first, KEYS))
     new.put(eps, words, pools, head.registers.item(), arith.select(same, page, following), None)
 
 
-class _New:
-    """A thread's share of one of sixteen new tokens, and whether its CTA writes it to the pages."""
+class New:
+    """A thread's share of one of sixteen new tokens, the `line`th, and whether its CTA writes it to the pages."""
 
-    def __init__(self, attention: Attention, limits):
-        self.attention, (self.line, self.place), (self.first, low, high) = attention, _line_and_place(), limits
+    def __init__(self, attention: Attention, limits, line=None):
+        self.attention, (own, self.place), (self.first, low, high) = attention, line_and_place(), limits
+        self.line = own if line is None else line
         self.position = th.add(self.first, self.line)
         self.writes = functools.reduce(
             arith.andi,
@@ -111,7 +115,7 @@ class _New:
 
     def put(self, eps: float, words, pools, head, page, staged, scales=None) -> None:
         attention, place = self.attention, self.place
-        key, value, turn = _Head(words[:2]), _Head(words[2:4]), _Turn(words[4:8])
+        key, value, turn = Head(words[:2]), Head(words[2:4]), Turn(words[4:8])
         weights = [numbers(half) for half in words[8:]]
         pool_row = th.add(th.mul(th.widen_index(page), attention.kv_heads), th.widen_index(head))
         in_page = th.rem(self.inside, attention.page_size)
@@ -149,7 +153,7 @@ def overlay(attention: Attention, staged, which: int, target, first, live) -> No
       target: `[2, 64, 64]` in swizzled tiles.
       first: row of the tile that the first new token has, negative where it lies before; live: rows that hold keys.
     """
-    line, place = _line_and_place()
+    line, place = line_and_place()
     first, live = (value.registers.item() for value in (first, live))
     base, zero = th.address(target, space=3), utils.c(0, th.i32())
     for start in range(0, attention.staged, ROWS_AT_ONCE):
@@ -173,18 +177,18 @@ def overlay(attention: Attention, staged, which: int, target, first, live) -> No
                 th.add(held, block * _HALF * 2), arith.extui(th.i32(), inside), result_types=[th.i32()] * 4,
                 has_side_effects=True,
             )  # fmt: skip
-            _store_line(th.add(base, block * KEYS * _LINE), row, place, words, inside)
+            store_line(th.add(base, block * KEYS * _LINE), row, place, words, inside)
     if which:
         for start in range(0, KEYS, ROWS_AT_ONCE):
             row = th.add(line, start)
             unused = arith.cmpi(arith.CmpIPredicate.sge, row, live)
             for block in range(2):
-                _store_line(th.add(base, block * KEYS * _LINE), row, place, [zero] * 4, unused)
+                store_line(th.add(base, block * KEYS * _LINE), row, place, [zero] * 4, unused)
     mgpu.commit_shared()
 
 
-class _Head:
-    """A thread's share of one head of one token: the words of `_head_places`."""
+class Head:
+    """A thread's share of one head of one token: the words of `head_places`."""
 
     def __init__(self, words):
         self.words = words
@@ -206,8 +210,8 @@ class _Head:
         ]
 
 
-class _Turn:
-    """A thread's share of the angles of one token: the words of `_angle_places`."""
+class Turn:
+    """A thread's share of the angles of one token: the words of `angle_places`."""
 
     def __init__(self, words):
         angles = [utils.bitcast(word, ir.F32Type.get()) for quad in words for word in quad]
@@ -222,7 +226,7 @@ class _Turn:
         return packed(first), packed(second)
 
 
-def _head_places(qkv, token, head, place):
+def head_places(qkv, token, head, place):
     """Addresses of the eight columns of either half that a thread has of a head."""
     row = th.add(th.mul(token, th.shape_and_strides(qkv)[0][1]), head)
     offset = th.add(th.mul(row, _ROW), th.mul(place, th.CHUNK))
@@ -230,24 +234,24 @@ def _head_places(qkv, token, head, place):
     return [th.add(address, block * _HALF * 2) for block in range(2)]
 
 
-def _angle_places(cos, sin, token, place):
+def angle_places(cos, sin, token, place):
     offset = th.mul(th.widen_index(th.add(th.mul(token, _HALF), th.mul(place, 8))), 4)
     return [th.add(th.address(table), th.add(offset, 16 * half)) for table in (cos, sin) for half in range(2)]
 
 
 def _new_places(attention: Attention, qkv, cos, sin, weight, sequence, head):
     """A thread's share of a new key and of its value, of the angles and of the norm's weight."""
-    line, place = _line_and_place()
+    line, place = line_and_place()
     sequence, head = (value.registers.item() for value in (sequence, head))
     token = arith.minsi(line, utils.c(attention.tokens - 1, th.i32()))
     token = th.add(th.mul(sequence, attention.tokens), token)
     key = th.add(head, attention.kv_heads * attention.group)
     heads = (key, th.add(key, attention.kv_heads))
-    found = [address for head in heads for address in _head_places(qkv, token, head, place)]
-    return [*found, *_angle_places(cos, sin, token, place), *_weight_places(weight, place)]
+    found = [address for head in heads for address in head_places(qkv, token, head, place)]
+    return [*found, *angle_places(cos, sin, token, place), *weight_places(weight, place)]
 
 
-def _weight_places(weight, place):
+def weight_places(weight, place):
     address = th.add(th.address(weight), th.widen_index(th.mul(place, th.CHUNK)))
     return [th.add(address, block * _HALF * 2) for block in range(2)]
 
@@ -262,20 +266,20 @@ def _scale(scales, head):
     return utils.inline_ptx("ld.global.nc.f32 $0, [$1];", address, result_types=ir.F32Type.get())
 
 
-def _line_and_place():
+def line_and_place():
     """Row of sixteen, and place of eight in it, of this thread."""
     lane, warp = th.lane_and_warp()
     thread = th.add(th.mul(warp, 32), lane)
     return th.div(thread, _THREADS_OF_ROW), th.rem(thread, _THREADS_OF_ROW)
 
 
-def _load4(address, how: str = "ld"):
+def load4(address, how: str = "ld"):
     return utils.inline_ptx(
         f"{how}.global.v4.b32 {{$0, $1, $2, $3}}, [$4];", address, result_types=[th.i32()] * 4, has_side_effects=True
     )
 
 
-def _store_line(base, row, place, words, predicate=None) -> None:
+def store_line(base, row, place, words, predicate=None) -> None:
     """Eight columns of a row of a swizzled block."""
     swizzled = th.mul(th.xor(place, th.rem(row, 8)), th.CHUNK)
     address = th.add(th.add(base, th.mul(row, _LINE)), swizzled)

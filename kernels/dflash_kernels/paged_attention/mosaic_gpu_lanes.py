@@ -107,6 +107,19 @@ def pad_columns(source, target) -> None:
     mgpu.commit_shared()
 
 
+def clear_rows(target, first) -> None:
+    """Zeroes the rows from `first`, an int32 scalar, on of a swizzled tile; then matrix instructions may read it."""
+    (count, columns), width = th.rows_and_columns(target), th.swizzle(target)
+    units, (lane, warp) = 2 * columns // th.CHUNK, th.lane_and_warp()
+    first, zero, base = first.registers.item(), utils.c(0, th.i32()), th.address(target, space=3)
+    for start in range(0, count * units, 128):
+        unit = th.add(th.add(th.mul(warp, 32), lane), start)
+        row, column = th.div(unit, units), th.mul(th.rem(unit, units), th.CHUNK)
+        unused = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, row, first), th.below(row, count))
+        th.when(unused, _STORE, th.add(base, th.within(row, column, columns, width)), *[zero] * 4)
+    mgpu.commit_shared()
+
+
 def store_rows(target, tile, column, rows: int) -> None:
     """Row `t * G + g` of a tile to `target [T, G, H]` in global memory, from a column on; the first `rows` exist.
 

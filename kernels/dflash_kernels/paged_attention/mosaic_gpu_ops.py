@@ -3,6 +3,7 @@
 # Pallas declares its transforms and ACC less public than it documents them, and what it inlines as if it were called as written.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 LOG2E = math.log2(math.e)
+FOLDED = 8  # columns of which each thread has its own: sums of so many need no exchange
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 # Four words of each thread, whatever they are.
 WORDS = plgpu.ShapeDtypeStruct((512,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((512,), vec_size=4))
@@ -185,6 +187,23 @@ def store_part(out, target, first_row):
     store(target, out, first_row)
 
 
+def clear_rows(tile, first, interpret: Any):
+    """Zeroes rows of a tile in shared memory from the `first` on, an int32 scalar."""
+    if interpret is not None:
+        held = tile[...]
+        tile[...] = jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 0) < first, held, jnp.zeros_like(held))
+        plgpu.commit_smem()
+        return
+
+    from dflash_kernels.paged_attention import mosaic_gpu_lanes as lanes
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(swizzled(tile.dtype, tile.shape[1])), _SCALAR))
+    def clear(_ctx, *operands):
+        lanes.clear_rows(*operands)
+
+    clear(tile, first)
+
+
 def merge_cluster(part, lse, target, rows: int, parts: int):
     """Puts together the parts that the CTAs of a cluster hold in their shared memories, each CTA some of the rows.
 
@@ -221,13 +240,24 @@ def scores_of_blocks(queries, keys, count):
     """`scores_of` of queries in blocks of columns."""
 
     def multiply(scores):
-        first = 0
-        for block in queries:
-            plgpu.wgmma(scores, block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
-            first += block.shape[1]
+        multiply_blocks(scores, queries, keys)
         return scores[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
+
+
+def multiply_blocks(scores, queries, keys):
+    """Begins the product of queries in blocks of columns with keys."""
+    first = 0
+    for block in queries:
+        plgpu.wgmma(scores, block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
+        first += block.shape[1]
+
+
+def folded(function, array):
+    """Each thread's own part of a reduction over columns: no exchange, and several chains of operations side by side."""
+    parts = [lax.slice(array, (0, at), (array.shape[0], at + FOLDED)) for at in range(0, array.shape[1], FOLDED)]
+    return functools.reduce(function, parts)
 
 
 def add_values(acc, weights, values, staged):

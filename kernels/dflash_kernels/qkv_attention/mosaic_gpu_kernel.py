@@ -8,6 +8,7 @@ them begin; nobody else reads or writes them.
 # pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,11 +22,23 @@ from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Atten
 from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED
 from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block, grid
 from dflash_kernels.paged_attention.mosaic_gpu_merge import merge_xla
-from dflash_kernels.paged_attention.mosaic_gpu_ops import ring, scores_of_blocks, scratch
+from dflash_kernels.paged_attention.mosaic_gpu_ops import (
+    FOLDED,
+    LOG2E,
+    add_values,
+    await_all,
+    folded,
+    multiply_blocks,
+    ring,
+    scores_of_blocks,
+    scratch,
+)
 from dflash_kernels.paged_attention.mosaic_gpu_pair import Pair
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
+from dflash_kernels.qkv_attention import mosaic_gpu_ops as qkv
 
 _HALF = HEAD_DIM // 2
+LEAD = 9  # tiles that are asked for before the queries
 
 
 def attention(
@@ -64,7 +77,10 @@ def attention(
         scratch_types=kind.scratch(launch, jnp.bfloat16, interpret) | {"q_sm": queries},
         **grid(launch, b), num_threads=1, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        # Nothing here relies on barriers of the compiler's own, of which it would put two around every refill of the ring.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=interpret is None
+        ),
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
@@ -73,7 +89,10 @@ def attention(
 
 
 class _Written(Block):
-    """One CTA's work. Two that share a head's keys take turns with the tiles, and both make its queries."""
+    """One CTA's work. Two that share a head's keys take turns with the tiles, and both make its queries.
+
+    The values of a tile are multiplied beside the softmax of the next one (FlashAttention-3, arXiv 2407.08608, section 3.2).
+    """
 
     ahead = True
 
@@ -81,6 +100,7 @@ class _Written(Block):
         super().__init__(launch, refs, buffers, interpret)
         self.shapes, self.eps = shapes, eps
         self.first = self.seq_len - self.q_len  # position of the first new token
+        self.new = lax.div(self.first, jnp.int32(KEYS))  # tiles from this one on have new keys, or are past the end
 
     @staticmethod
     def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
@@ -92,30 +112,123 @@ class _Written(Block):
         return self.launch.splits
 
     def _ask_for_queries(self):
-        of_head = (self.shapes, self.refs, self.b, self.head, self.interpret)
-        self.new = ops.ask_for_new(*of_head)
-        return ops.ask_for_queries(*of_head)
+        queries, self.asked = qkv.ask(self.shapes, self.refs, self.b, self.head, self.interpret)
+        return queries
 
     def _start(self, pages):
-        # Tiles from this one on have new keys, or are past the end.
-        new = lax.div(self.first, jnp.int32(KEYS))
-        self.fill_ring(("k", "v"), pages, below=new)
-        call = (self.shapes, self.eps, self.refs)
-        ops.put_queries(*call, self.queries, self.buffers["q_sm"], 0, self.b, self.head, self.interpret)
-        low, high, tiles = self.first, jnp.minimum(self.seq_len, self.kv_len), (new, new + 1)
+        begun = self.begin + LEAD * self.stride
+        self.fill_ring(("k", "v"), pages, below=jnp.minimum(self.new, begun))
+        call, place = (self.shapes, self.eps, self.refs), (self.b, self.head)
+        qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
+        self.fill_ring(("k", "v"), pages, least=begun, below=self.new)
+        low, high, tiles = self.first, jnp.minimum(self.seq_len, self.kv_len), (self.new, self.new + 1)
         if self.stride > 1:
             # New tokens lie in two tiles at most.
-            own = new + lax.rem(new + self.split, jnp.int32(2))
+            own = self.new + lax.rem(self.new + self.split, jnp.int32(2))
             low, high, tiles = jnp.maximum(low, own * KEYS), jnp.minimum(high, (own + 1) * KEYS), (own, own)
 
         @pl.when(low < high)
         def _():
             places = [page for tile in tiles for page in self.pages(tile)]
-            limits = (self.first, low, high)
-            ops.put_new(*call, self.new, places, self.b, self.head, limits, self.interpret)
-            ops.order_copies(self.interpret)
+            qkv.put_new(*call, self.asked, places, *place, (self.first, low, high), self.interpret)
 
-        self.fill_ring(("k", "v"), pages, least=new)
+        # Right after the stores a fence would wait for memory: tiles that come later have it before their own copies.
+        @pl.when(self.begin + self.launch.stages * self.stride > self.new)
+        def _():
+            ops.order_copies(self.interpret)
+            self.fill_ring(("k", "v"), pages, least=self.new)
+
+    def walk(self, step, carry, *, skip: int = 0):
+        """All tiles, by the steps below."""
+        acc, top, _ = carry
+        counts = [
+            lax.div(jnp.maximum(edge - self.begin, 0) + (self.stride - 1), jnp.int32(self.stride))
+            for edge in (self.full_end, self.end)
+        ]
+        weights, total = jnp.zeros((ROWS, KEYS), self.buffers["v_sm"].dtype), jnp.zeros((ROWS, FOLDED), jnp.float32)
+        weights, total = (plgpu.layout_cast(array, plgpu.Layout.WGMMA) for array in (weights, total))
+        one = jnp.minimum(counts[1], 1)
+        full = jnp.maximum(counts[0], one)
+        held = lax.fori_loop(0, one, self._first_tile, (acc, weights, top, total))
+        held = lax.fori_loop(one, full, functools.partial(self._next_tile, masked=False), held)
+        held = lax.fori_loop(full, counts[1], functools.partial(self._next_tile, masked=True), held)
+        acc, _, top, total = lax.fori_loop(counts[1] - one, counts[1], self._last_values, held)
+        return acc, top, total.sum(axis=1)
+
+    def _first_tile(self, index, carry):
+        """The first tile of keys, up to its weights."""
+        acc, _, top, total = carry
+        tile = self.begin + index * self.stride
+        coming = self._coming(tile)
+        weights, _, top, total = self._weigh(tile, self._scores(self.tile("k", tile)), top, total, masked=True)
+        self._refill({"k": coming})
+        return acc, weights.astype(self.buffers["v_sm"].dtype), top, total
+
+    def _next_tile(self, index, carry, *, masked):
+        """A tile of keys up to its weights, and the values of the one before, which are multiplied beside its softmax."""
+        acc, weights, top, total = carry
+        tile = self.begin + index * self.stride
+        coming = {"v": self._coming(tile - self.stride), "k": self._coming(tile)}
+        values, keys = self.tile("v", tile - self.stride), self.tile("k", tile)
+
+        def multiply(scores, sums):
+            sums[...] = acc
+            multiply_blocks(scores, self._query_blocks(), keys)
+            plgpu.wgmma(sums, weights, values)
+            held = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+            found = lax.optimization_barrier(self._weigh(tile, held, top, total, masked=masked))
+            return (sums[...], *found)
+
+        if self.interpret is None:
+            found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, KEYS), acc.shape)))
+        else:
+            found = self._weigh(tile, self._scores(keys), top, total, masked=masked)
+            found = (add_values(acc, weights, values, self.buffers["p_sm"].at[0]), *found)
+        # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
+        acc, weights, kept, top, total = lax.optimization_barrier(found)
+        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
+        self._refill(coming)
+        return acc, weights.astype(values.dtype), top, total
+
+    def _last_values(self, index, carry):
+        """The values of the last tile."""
+        acc, weights, top, total = carry
+        tile = self.begin + index * self.stride
+        values = self.tile("v", tile)
+        self._clear_unused(values, tile)
+        staged = self.buffers["p_sm"].at[0] if "p_sm" in self.buffers else None
+        return add_values(acc, weights, values, staged), weights, top, total
+
+    def _weigh(self, tile, scores, top, total, *, masked):
+        """A tile's weights, the factor of what came before, the maximum, and what each thread has of the sum of all weights."""
+        unit = self.launch.scale * LOG2E
+        if masked:
+            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
+        new_top = jnp.maximum(top, folded(jnp.maximum, scores).max(axis=1) * unit)
+        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
+        base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
+        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
+        kept = jnp.exp2(top - base)
+        return weights, kept, new_top, total * lax.broadcast_in_dim(kept, total.shape, [0]) + folded(jnp.add, weights)
+
+    def _coming(self, tile):
+        """The tile that comes in place of this one, and its pages."""
+        coming = self.next_in_stage(tile)
+        return coming, self.pages(coming)
+
+    def _refill(self, coming):
+        """Starts tiles of `_coming`, by stream, once all warps of the warpgroup are done with those before them."""
+        tile, _ = coming["k"]
+        # New keys' copies follow a fence of everybody who has stored them.
+        pl.when((tile >= self.new) & (tile < self.end))(functools.partial(ops.order_copies, self.interpret))
+        if self.interpret is None:
+            await_all()
+
+        def fill():
+            for stream, (tile, pages) in coming.items():
+                pl.when(tile < self.end)(functools.partial(self.fill, stream, tile, pages))
+
+        self._by_one_warp(fill)
 
     def _write(self, out, lse):
         if self.interpret is None and self.launch.direct:
@@ -123,9 +236,11 @@ class _Written(Block):
         else:
             super()._write(out, lse)
 
+    def _query_blocks(self):
+        return [self.buffers["q_sm"].at[0, pl.ds(block * ROWS, ROWS)] for block in range(2)]
+
     def _scores(self, keys):
-        queries = [self.buffers["q_sm"].at[0, pl.ds(block * ROWS, ROWS)] for block in range(2)]
-        return scores_of_blocks(queries, keys, self.launch.keys)
+        return scores_of_blocks(self._query_blocks(), keys, self.launch.keys)
 
 
 class _Pair(_Written, Pair):
