@@ -23,8 +23,8 @@ _LINE = 128  # bytes of a swizzled row in shared memory
 _STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 
 
-def ask_for_queries(attention: Attention, qkv, cos, sin, weight, sequence, head, how: str) -> list:
-    """What `put_queries` takes, four words a thread each. `how`: the instruction; volatile ones stay where they stand in the code.
+def ask_for_queries(attention: Attention, qkv, cos, sin, weight, sequence, head) -> list:
+    """What `put_queries` takes, four words a thread each.
 
     Args:
       qkv: `[B * T, N + 2 K, H]`; cos, sin: `[B * T, H / 2]` float32; weight: `[H]`.
@@ -39,7 +39,7 @@ def ask_for_queries(attention: Attention, qkv, cos, sin, weight, sequence, head,
         token = th.add(th.mul(sequence, attention.tokens), token)
         found += head_places(qkv, token, th.add(th.mul(head, attention.group), among), place)
         found += angle_places(cos, sin, token, place)
-    return [load4(address, how) for address in (*found, *weight_places(weight, place))]
+    return [load4(address) for address in (*found, *weight_places(weight, place))]
 
 
 def put_queries(attention: Attention, eps: float, words: list, target) -> None:
@@ -69,7 +69,7 @@ def stage_new(
       limits: position of the first token, and the first and the last but one position that this CTA writes, int32 scalars.
       scales: what float8 pools' keys and values are to be multiplied with, `[K]` float32 each.
     """
-    words = ask_for_new(attention, qkv, cos, sin, weight, sequence, head, "ld")
+    words = [load4(address) for address in _new_places(attention, qkv, cos, sin, weight, sequence, head)]
     new = New(attention, [value.registers.item() for value in limits])
     entry = th.add(th.mul(sequence.registers.item(), attention.table_width), th.div(new.inside, attention.page_size))
     page = utils.inline_ptx(
@@ -78,22 +78,6 @@ def stage_new(
         result_types=th.i32(), has_side_effects=True,
     )  # fmt: skip
     new.put(eps, words, pools, head.registers.item(), page, staged, scales)
-
-
-def ask_for_new(attention: Attention, qkv, cos, sin, weight, sequence, head, how: str) -> list:
-    """What `put_new` takes, as `ask_for_queries` does for queries; `weight`: of keys."""
-    return [load4(address, how) for address in _new_places(attention, qkv, cos, sin, weight, sequence, head)]
-
-
-def put_new(attention: Attention, eps: float, words: list, pools, head, limits, pages, line=None) -> None:
-    """New keys, normed and turned, and values of a head to their pages.
-
-    `pages`: of the first new token's tile and of the next; `line`: which token a thread has a share of.
-    """
-    new = New(attention, [value.registers.item() for value in limits], line)
-    page, following = (page.registers.item() for page in pages)
-    same = arith.cmpi(arith.CmpIPredicate.eq, th.div(new.position, KEYS), th.div(new.first, KEYS))
-    new.put(eps, words, pools, head.registers.item(), arith.select(same, page, following), None)
 
 
 class New:

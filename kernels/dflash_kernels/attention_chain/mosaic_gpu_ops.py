@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED, tiled
-from dflash_kernels.paged_attention.mosaic_gpu_ops import WORDS
 from dflash_kernels.quantise.reference import to_e4m3
 
 _GMEM, _SCALAR, _TILES = plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType(TILED)
@@ -26,45 +25,6 @@ def blocks(ring, slot):
 
 def load_queries(attention: Attention, eps: float, refs, ring, slot: int, sequence, head, interpret: Any) -> None:
     """Normed, turned queries of a KV head to a slot of the ring; rows past the live ones hold anything finite or of themselves."""
-    asked = ask_for_queries(attention, refs, sequence, head, interpret, "ld")
-    put_queries(attention, eps, refs, asked, ring, slot, sequence, head, interpret)
-
-
-def ask_for_queries(attention: Attention, refs, sequence, head, interpret: Any, how: str = "ld.volatile") -> list[Any]:
-    """What `put_queries` is made of, on its way to registers; from here on unless plain instructions ask for it."""
-    if interpret is not None:
-        return []
-
-    from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
-
-    count = 6 * -(-attention.rows // heads.ROWS_AT_ONCE) + 2
-    return _asked(heads.ask_for_queries, count, attention, refs, "q_norm", sequence, head, how)
-
-
-def ask_for_new(attention: Attention, refs, sequence, head, interpret: Any) -> list[Any]:
-    """What `put_new` is made of, on its way to registers from here on."""
-    if interpret is not None:
-        return []
-
-    from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
-
-    return _asked(heads.ask_for_new, 10, attention, refs, "k_norm", sequence, head, "ld.volatile")
-
-
-def _asked(ask, count: int, attention: Attention, refs, norm: str, sequence, head, how: str) -> list[Any]:
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * 4, *[_SCALAR] * 2), return_type=[WORDS] * count)
-    def load(_ctx, *operands):
-        return [th.as_array(found) for found in ask(attention, *operands, how)]
-
-    return load(refs["qkv"], refs["cos"], refs["sin"], refs[norm], sequence, head)
-
-
-def put_queries(
-    attention: Attention, eps: float, refs, asked: list[Any], ring, slot: int, sequence, head, interpret: Any
-) -> None:
-    """Normed, turned queries of a KV head to a slot of the ring; `asked`: of `ask_for_queries`."""
     target = ring.at[slot, pl.ds(0, 2 * KEYS)]
     if interpret is not None:
         tokens, group = attention.tokens, attention.group
@@ -77,13 +37,13 @@ def put_queries(
         return
 
     from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
-    @plgpu.inline_mgpu(arg_types=(_TILES, *[WORDS.layout] * len(asked)))
-    def put(_ctx, target, *held):
-        heads.put_queries(attention, eps, [th.as_words(array) for array in held], target)
+    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * 4, *[_SCALAR] * 2, _TILES))
+    def load(_ctx, *operands):
+        (*found, target) = operands
+        heads.put_queries(attention, eps, heads.ask_for_queries(attention, *found), target)
 
-    put(target, *asked)
+    load(refs["qkv"], refs["cos"], refs["sin"], refs["q_norm"], sequence, head, target)
 
 
 def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, first, low, high, interpret: Any) -> None:
@@ -127,25 +87,6 @@ def stage_new(attention: Attention, eps: float, refs, staged, sequence, head, fi
 
     names = ("qkv", "cos", "sin", "k_norm", "table", "k", "v", *scales)
     stage(*[refs[name] for name in names], *kept, sequence, head, first, low, high)
-
-
-def put_new(
-    attention: Attention, eps: float, refs, asked: list[Any], pages, sequence, head, limits, interpret: Any
-) -> None:
-    """`stage_new` to the pages alone; `asked`: of `ask_for_new`; `pages`: of the first new token's tile and of the next one."""
-    if interpret is not None:
-        stage_new(attention, eps, refs, None, sequence, head, *limits, interpret)
-        return
-
-    from dflash_kernels.attention_chain import mosaic_gpu_heads as heads
-    from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-    @plgpu.inline_mgpu(arg_types=(*[_GMEM] * 2, *[_SCALAR] * 6, *[WORDS.layout] * len(asked)))
-    def put(_ctx, k, v, head, first, low, high, page, following, *held):
-        words = [th.as_words(array) for array in held]
-        heads.put_new(attention, eps, words, (k, v), head, (first, low, high), (page, following))
-
-    put(refs["k"], refs["v"], head, *limits, *pages, *asked)
 
 
 def widen(source, ring, slot, interpret: Any) -> None:

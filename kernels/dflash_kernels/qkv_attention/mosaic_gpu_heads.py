@@ -61,12 +61,14 @@ def put_queries(attention: Attention, eps: float, words: list, target) -> None:
 
 
 def put_new(attention: Attention, eps: float, words: list, pools, head, limits, pages) -> None:
-    """See `attention_chain.mosaic_gpu_heads.put_new`."""
-    line, _ = heads.line_and_place()
-    lines = _lines(attention)
+    """New keys, normed and turned, and values of a head to their pages; `pages`: of the first new token's tile and of the next."""
+    (line, _), lines = heads.line_and_place(), _lines(attention)
     leads = arith.cmpi(arith.CmpIPredicate.eq, th.rem(line, lines), utils.c(0, th.i32()))
     token = arith.select(leads, th.div(line, lines), utils.c(attention.tokens, th.i32()))
-    heads.put_new(attention, eps, words, pools, head, limits, pages, token)
+    new = heads.New(attention, [value.registers.item() for value in limits], token)
+    page, following = (page.registers.item() for page in pages)
+    same = arith.cmpi(arith.CmpIPredicate.eq, th.div(new.position, KEYS), th.div(new.first, KEYS))
+    new.put(eps, words, pools, head.registers.item(), arith.select(same, page, following), None)
 
 
 def _lines(attention: Attention) -> int:

@@ -36,7 +36,7 @@ def ask(attention: Attention, refs, sequence, head, interpret: Any) -> tuple[lis
 def put_queries(attention: Attention, eps: float, refs, asked: list, target, sequence, head, interpret: Any) -> None:
     """Normed, turned queries of a KV head to `target [1, 128, 64]`, two blocks of 64 rows."""
     if interpret is not None:
-        chain.put_queries(attention, eps, refs, asked, target, 0, sequence, head, interpret)
+        chain.load_queries(attention, eps, refs, target, 0, sequence, head, interpret)
         return
 
     from dflash_kernels.paged_attention import mosaic_gpu_threads as th
@@ -50,9 +50,12 @@ def put_queries(attention: Attention, eps: float, refs, asked: list, target, seq
 
 
 def put_new(attention: Attention, eps: float, refs, asked: list, pages, sequence, head, limits, interpret: Any) -> None:
-    """See `attention_chain.mosaic_gpu_ops.put_new`."""
+    """New keys and values of a head to the pages, those at positions `limits[1]` to `limits[2] - 1`.
+
+    `pages`: of the first new token's tile and of the next one; `limits[0]`: position of the first new token.
+    """
     if interpret is not None:
-        chain.put_new(attention, eps, refs, asked, pages, sequence, head, limits, interpret)
+        chain.stage_new(attention, eps, refs, None, sequence, head, *limits, interpret)
         return
 
     from dflash_kernels.paged_attention import mosaic_gpu_threads as th
