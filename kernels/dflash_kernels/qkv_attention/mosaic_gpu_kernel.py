@@ -2,6 +2,12 @@
 
 Keys that are in the pages already are on their way meanwhile. The new ones go to the pages before the copies of the tiles that hold
 them begin; nobody else reads or writes them.
+
+Measured on an H200, 16 tokens of 8 and of 32 sequences after 1,034, cold pages, in a loop with a fusion of 1.9 and 2.5 us between
+the launches: 17.6 and 49.2 us (19.2 and 50.0 with one product after the other, angles loaded for every head, a fence right after the
+stores, and the compiler's barriers). Of 8 sequences a CTA's tile takes 0.65 us while memory would bring one in 0.9, and the last
+queries are ready 3 us after the first. Slower there: rings of 4 and 5 tiles (18.8, 19), all copies or all but one tile's after the
+queries (19.2, 17.9), two warpgroups a CTA (17.7). Of 32 memory is busy from the first tile to the last; 3 stages take 50.9.
 """
 
 # Pallas declares what it inlines with the context that it passes itself.
@@ -38,7 +44,6 @@ from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 from dflash_kernels.qkv_attention import mosaic_gpu_ops as qkv
 
 _HALF = HEAD_DIM // 2
-LEAD = 9  # tiles that are asked for before the queries
 
 
 def attention(
@@ -116,11 +121,9 @@ class _Written(Block):
         return queries
 
     def _start(self, pages):
-        begun = self.begin + LEAD * self.stride
-        self.fill_ring(("k", "v"), pages, below=jnp.minimum(self.new, begun))
+        self.fill_ring(("k", "v"), pages, below=self.new)
         call, place = (self.shapes, self.eps, self.refs), (self.b, self.head)
         qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
-        self.fill_ring(("k", "v"), pages, least=begun, below=self.new)
         low, high, tiles = self.first, jnp.minimum(self.seq_len, self.kv_len), (self.new, self.new + 1)
         if self.stride > 1:
             # New tokens lie in two tiles at most.
