@@ -22,7 +22,6 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     add_values,
     alibi_share,
     ask_for_queries,
-    clear_rows,
     merge_cluster,
     precise_tanh,
     put_queries,
@@ -217,7 +216,13 @@ class Block(Fed):
         With two warpgroups both do it, without waiting for each other: they write the same bits.
         """
         live = self.kv_len - tile * self.launch.keys
-        pl.when(live < self.launch.keys)(lambda: clear_rows(values, live, self.interpret))
+
+        @pl.when(live < self.launch.keys)
+        def _():
+            rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values.shape, 0), _WGMMA)
+            held = plgpu.layout_cast(values[...], _WGMMA)
+            values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
+            plgpu.commit_smem()
 
     def _finish(self, acc, top, total):
         """Normalises and writes this warpgroup's rows."""

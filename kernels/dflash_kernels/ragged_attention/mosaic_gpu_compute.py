@@ -26,20 +26,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, precise_tanh, spread
+from dflash_kernels.paged_attention.mosaic_gpu_ops import FOLDED, LOG2E, folded, precise_tanh, spread
 from dflash_kernels.ragged_attention.mosaic_gpu_block import Block
 from dflash_kernels.ragged_attention.mosaic_gpu_schedule import ROWS, Launch
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
-_PART = 8  # columns of which each thread has its own: sums of so many need no exchange
 _PIECE = 64  # keys whose weights and values a product takes at least
-
-
-def _folded(function, array):
-    """Each thread's own part of a reduction over columns: no exchange, and several chains of operations side by side."""
-    columns = range(0, array.shape[1], _PART)
-    return functools.reduce(function, [lax.slice(array, (0, at), (ROWS, at + _PART)) for at in columns])
 
 
 class Compute:
@@ -73,10 +66,10 @@ class Compute:
     def _nothing(self, block):
         """Before any tile: sums, weights not yet multiplied, maximum, and the sum of weights, each thread's own part of it."""
         launch = self.launch
-        top, total = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS, _PART), jnp.float32)
+        top, total = jnp.full((ROWS,), -jnp.inf, jnp.float32), jnp.zeros((ROWS, FOLDED), jnp.float32)
         if self.sinks_ref is not None:
             # A sink is a key that everyone sees, whose value is 0.
-            top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.full_like(total, 1 / _PART)
+            top, total = jnp.broadcast_to(self.sinks_ref[block.head] * LOG2E, (ROWS,)), jnp.full_like(total, 1 / FOLDED)
         acc = jnp.zeros((ROWS, launch.value_dim), jnp.float32)
         piece = jnp.zeros((ROWS, _PIECE), self.buffers["v_sm"].dtype)
         acc, piece, total = (plgpu.layout_cast(array, _WGMMA) for array in (acc, piece, total))
@@ -192,7 +185,7 @@ class Compute:
             lax.slice(exponents, (0, at), (ROWS, at + _PIECE)) for at in range(0, self.launch.keys, _PIECE)
         )
         first = jnp.exp2(first)
-        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + _folded(jnp.add, first)
+        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + folded(jnp.add, first)
         # The assembler moves no exponential over a loop, and a wait for a barrier is one; over a wait for a product it would.
         found = lax.optimization_barrier((kept, [first, *others], top, total))
         plgpu.barrier_wait(self.buffers["v_in"].at[slot])
@@ -202,7 +195,7 @@ class Compute:
         """Of what `_weigh` found: all weights as the values' dtype, the maximum, and the sum of all."""
         first, *others = exponents
         others = [jnp.exp2(other) for other in others]
-        total = sum((_folded(jnp.add, other) for other in others), total)
+        total = sum((folded(jnp.add, other) for other in others), total)
         return [piece.astype(self.buffers["v_sm"].dtype) for piece in (first, *others)], top, total
 
     def _softmax(self, block, tile, scores, top, masked):
@@ -215,7 +208,7 @@ class Compute:
             scores, unit = scores * unit + self._bias(block, tile) * self.slope, 1.0
         if masked:
             scores = jnp.where(self._mask(block, tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, _folded(jnp.maximum, scores).max(axis=1) * unit)
+        new_top = jnp.maximum(top, folded(jnp.maximum, scores).max(axis=1) * unit)
         # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         return scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]), jnp.exp2(top - base), new_top
