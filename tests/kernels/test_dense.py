@@ -78,7 +78,7 @@ def test_the_definitions(form: str, dtype: Any) -> None:
         ("gated", 64, 88, 128, {"tile_rows": 64, "step": 32}), ("plain", 192, 72, 128, {"tile_rows": 64, "step": 48}),
     ],
 )  # fmt: skip
-def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, int]) -> None:
+def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, Any]) -> None:
     x, weight = make(form, rows, features, depth)
     schedule = plan(rows, features, depth, form, multiprocessors=4, **tiles)
     check(form, x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])

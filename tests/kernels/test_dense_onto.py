@@ -67,10 +67,13 @@ def test_the_definition(dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth", "how"),
     [
-        # Pairs of CTAs that share weights, a last tile that overlaps, several turns of a CTA.
-        ("gated", 256, 80, 128, {"tile_rows": 128, "step": 32, "staged": True, "peers": 2}),
-        ("plain", 256, 48, 640, {"tile_rows": 128, "step": 48, "peers": 2}),
+        # A last tile that overlaps, several turns of a CTA.
+        ("gated", 256, 80, 128, {"tile_rows": 128, "step": 32, "staged": True}),
         ("onto", 256, 96, 128, {"tile_rows": 128, "step": 32}), ("onto", 64, 96, 128, {"tile_rows": 64, "step": 32}),
+        # Few instructions: slots known for a tile of one ring and a half, for several of whole rings; a tall tile's are not.
+        ("onto", 128, 64, 768, {"tile_rows": 128, "step": 32, "lean": True}),
+        ("gated", 128, 96, 1024, {"tile_rows": 128, "step": 32, "staged": True, "lean": True}),
+        ("gated", 512, 96, 256, {"tile_rows": 256, "step": 96, "staged": True, "lean": True}),
     ],
 )  # fmt: skip
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, how: dict[str, Any]) -> None:
@@ -95,7 +98,7 @@ def test_where_the_product_writes_the_stream() -> None:
             assert pays_onto(512, hidden, depth, multiprocessors=132) == (model == "8b")
             assert not pays_onto(128, hidden, depth, multiprocessors=132)
     gates = best_plan(512, 12288, 4096, "gated", multiprocessors=132)
-    assert (gates.peers, gates.staged) == (2, True)
+    assert (gates.tile_rows, gates.tile_features, gates.staged, gates.lean) == (256, 192, True, True)
 
 
 @pytest.mark.parametrize("model", QWEN3)

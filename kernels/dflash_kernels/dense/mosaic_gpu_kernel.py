@@ -5,7 +5,15 @@ that the last round of tiles keeps nearly all multiprocessors busy. One warpgrou
 runs ahead across tiles; two multiply, half a tile's rows each, or half its features where rows are too few.
 
 Measured on an H200, without gain: bringing the next product's weights to the cache while this one ends, one warpgroup that is
-ahead of the other, so that it writes its results while the other multiplies, and clusters of four (they double the time).
+ahead of the other, so that it writes its results while the other multiplies, one that multiplies alone, and clusters. Pairs that
+share weights take as long; fours, of which 30 find room and not 33, twice as long; pairs with half the depth each that swap halves
+of their sums 5 % longer.
+
+Products of 512 rows run at the power limit, one after the other at 1.5 GHz: gate and up of an 8B model (103 GFLOP) take 116 mJ in
+162 us, and 90 mJ without copies; 154 us without what follows the product. So the sizes of tiles and the number of instructions
+count where the matrix units are busy 88 % of the time: tiles of 256 x 192 bring a fifth less than of 128 x 256, and plans that are
+`lean` issue as few as a quarter of the instructions. cuBLAS takes 164 us there, but 80 to 83 for the product down, which takes 92
+here with the norm after it.
 
 A product of 128 rows waits for memory, and hardly less for the way into a multiprocessor, 95 KB/us: of weights [2560, 9728], which
 memory has in 11.7 us, a CTA brings 1.09 MB with its x, in 11.5. So 12 MB of gate_up's weights that are in the cache already save
@@ -46,11 +54,10 @@ def dense(
         _Cta(plan, refs[: len(arrays)], refs[len(arrays) :], buffers).run()
 
     body.__name__ = f"dense_{plan.form}"  # what profilers show
-    cluster = {"cluster": (plan.peers,), "cluster_names": ("peer",)} if plan.peers > 1 else {}
     kernel = plgpu.kernel(
-        body, out_type=plan.results(x.dtype), scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas // plan.peers,),
-        grid_names=("cluster",), num_threads=MULTIPLIERS + 1, thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True), **cluster,
+        body, out_type=plan.results(x.dtype), scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas,),
+        grid_names=("cta",), num_threads=MULTIPLIERS + 1, thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )  # fmt: skip
     return kernel(*arrays)
@@ -58,14 +65,11 @@ def dense(
 
 def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
-    freed: dict[str, Any] = {"num_arrivals": MULTIPLIERS, "num_barriers": plan.slots}
     buffers = {
         "x_sm": plgpu.SMEM((plan.slots, plan.tile_rows, BLOCK), dtype, transforms=_tiled(BLOCK)),
         "w_sm": plgpu.SMEM((plan.slots, plan.tile_features, BLOCK), dtype, transforms=_tiled(BLOCK)),
         "filled": plgpu.Barrier(num_arrivals=1 + len(plan.pieces), num_barriers=plan.slots),
-        "freed": plgpu.Barrier(**freed)
-        if plan.peers == 1
-        else plgpu.ClusterBarrier(collective_axes=("peer",), **freed),
+        "freed": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=plan.slots),
     }
     if plan.staged:
         chunk = next(columns for columns in (64, 32, 16) if plan.own_step % columns == 0)
@@ -85,27 +89,31 @@ class _Cta:
 
     def __init__(self, plan: Plan, arrays: Any, outs: Any, buffers: dict[str, Any]):
         self.plan, self.arrays, self.outs, self.buffers = plan, arrays, outs, buffers
-        self.cluster, self.wg = lax.axis_index("cluster"), lax.axis_index("wg")
-        self.peer = lax.axis_index("peer") if plan.peers > 1 else 0
+        self.cta, self.wg = lax.axis_index("cta"), lax.axis_index("wg")
 
     def run(self) -> None:
-        pl.when(self.wg == MULTIPLIERS)(self._bring)
         pl.when(self.wg != MULTIPLIERS)(self._multiply)
+
+        @pl.when(self.wg == MULTIPLIERS)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            if self.plan.lean:
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(self._bring))
+            else:
+                self._bring()
 
     def _row(self, index):
         """First row of a tile."""
-        groups = self.plan.row_tiles // self.plan.peers
-        return (lax.rem(index, groups) * self.plan.peers + self.peer) * self.plan.tile_rows
+        return lax.rem(index, self.plan.row_tiles) * self.plan.tile_rows
 
     def _tiles(self, tile, carry=None) -> Any:
         """`tile(turn, first row, first feature, part of the depth, carry)` for all tiles in turn; the last carry, and turns."""
-        plan, cluster = self.plan, self.cluster
-        groups, clusters = plan.row_tiles // plan.peers, plan.ctas // plan.peers
-        turns = (plan.tiles // plan.peers - cluster + clusters - 1) // clusters
+        plan, cta = self.plan, self.cta
+        turns = (plan.tiles - cta + plan.ctas - 1) // plan.ctas
 
         def one(turn, carry):
-            index = cluster + turn * clusters
-            rest = lax.div(index, groups)
+            index = cta + turn * plan.ctas
+            rest = lax.div(index, plan.row_tiles)
             column, number = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
             # The last tile overlaps the one before: both write the same.
             feature = jnp.minimum(number * plan.step, plan.features - plan.step)
@@ -116,26 +124,40 @@ class _Cta:
     def _slot(self, index):
         return lax.rem(index, jnp.int32(self.plan.slots))
 
+    def _blocks(self, turn, block) -> None:
+        """`block(step, number among the CTA's blocks, slot)` for the blocks of a tile."""
+        plan = self.plan
+        if not plan.aligned:
+
+            def one(step, _):
+                index = turn * plan.steps + step
+                block(step, index, self._slot(index))
+
+            lax.fori_loop(0, plan.steps, one, None)
+            return
+
+        def some(first, count: int) -> None:
+            for slot in range(count):
+                block(first + slot, turn * plan.steps + first + slot, slot)
+
+        lax.fori_loop(0, plan.steps // plan.slots, lambda ring, _: some(ring * plan.slots, plan.slots), None)
+        some(jnp.int32(plan.steps // plan.slots * plan.slots), plan.steps % plan.slots)
+
     def _bring(self) -> None:
-        plgpu.set_max_registers(40, action="decrease")
         plan, (x, w, *_) = self.plan, self.arrays
         x_sm, w_sm, filled, freed = (self.buffers[name] for name in ("x_sm", "w_sm", "filled", "freed"))
-        shared: dict[str, Any] = {"collective_axes": "peer"} if plan.peers > 1 else {}
 
         def tile(turn, row, feature, column, carry):
-            def block(step, _):
-                index = turn * plan.steps + step
-                slot = self._slot(index)
+            def block(step, index, slot):
                 pl.when(index >= plan.slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
                 columns = pl.ds((column * plan.steps + step) * BLOCK, BLOCK)
                 present = x_sm.at[slot, pl.ds(0, plan.present)]
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.present), columns], present, filled.at[slot])
                 for first, offset, size in plan.pieces:
                     source = w.at[pl.ds(first + feature, size), columns]
-                    # Each of the peers brings a part of the rows to all of them.
-                    plgpu.copy_gmem_to_smem(source, w_sm.at[slot, pl.ds(offset, size)], filled.at[slot], **shared)
+                    plgpu.copy_gmem_to_smem(source, w_sm.at[slot, pl.ds(offset, size)], filled.at[slot])
 
-            lax.fori_loop(0, plan.steps, block, None)
+            self._blocks(turn, block)
             return carry
 
         _, turns = self._tiles(tile)
@@ -144,7 +166,7 @@ class _Cta:
         def drain(index, _):
             plgpu.barrier_wait(freed.at[self._slot(index)])
 
-        # Every completion of a barrier is waited for; so nobody leaves whom a peer still writes to.
+        # Every completion of a barrier is waited for.
         lax.fori_loop(jnp.maximum(blocks - plan.slots, 0), blocks, drain, None)
 
     def _multiply(self) -> None:
@@ -172,7 +194,7 @@ class _Cta:
         # All tiles of a CTA are of the same rows.
         nothing = jnp.full((plan.own_rows,), -jnp.inf, jnp.float32), jnp.zeros((plan.own_rows,), jnp.int32)
         best, _ = self._tiles(tile, tuple(plgpu.layout_cast(part, _ROW) for part in nothing))
-        rows, number = self._row(self.cluster) + first_row, lax.div(self.cluster, plan.row_tiles // plan.peers)
+        rows, number = self._row(self.cta) + first_row, lax.div(self.cta, plan.row_tiles)
         number = number if plan.by_rows else number * MULTIPLIERS + wg
         for out, part in zip(self.outs, best, strict=True):
             out.at[number, pl.ds(rows, plan.own_rows)][...] = part
@@ -183,18 +205,21 @@ class _Cta:
         x_sm, w_sm, filled, freed = (self.buffers[name] for name in ("x_sm", "w_sm", "filled", "freed"))
 
         def accumulate(acc):
-            def block(step, _):
-                index = turn * plan.steps + step
-                slot = self._slot(index)
+            def block(step, index, slot):
                 plgpu.barrier_wait(filled.at[slot])
                 plgpu.wgmma(acc, x_sm.at[slot, rows], w_sm.at[slot, features].transpose((1, 0)))
                 # All but this block's instructions are done: the slot before can be filled again.
                 plgpu.wgmma_wait(1)
-                pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[self._slot(index - 1)]))
+                if plan.aligned and slot:
+                    plgpu.barrier_arrive(freed.at[slot - 1])
+                else:
+                    before = plan.slots - 1 if plan.aligned else self._slot(index - 1)
+                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[before]))
 
-            lax.fori_loop(0, plan.steps, block, None)
+            self._blocks(turn, block)
             result = acc[...]
-            plgpu.barrier_arrive(freed.at[self._slot((turn + 1) * plan.steps - 1)])
+            last = (plan.steps - 1) % plan.slots if plan.aligned else self._slot((turn + 1) * plan.steps - 1)
+            plgpu.barrier_arrive(freed.at[last])
             return result
 
         return pl.run_scoped(accumulate, plgpu.ACC((plan.own_rows, features.size), jnp.float32))
@@ -222,7 +247,8 @@ class _Cta:
         plan, (out,) = self.plan, self.outs
         if plan.form == "gated":
             gate, up = product[:, : columns.size], product[:, columns.size :]
-            product = gate / (1.0 + jnp.exp(-gate)) * up
+            root = lax.rsqrt(1.0 + jnp.exp(-gate))
+            product = gate * root * (up * root)
         if not plan.staged:
             target = out.at[column, rows, columns] if plan.form == "parts" else out.at[rows, columns]
             target[...] = product.astype(out.dtype)

@@ -12,7 +12,7 @@ ROWS = 64  # of a tile at least
 MULTIPLIERS = 2  # warpgroups that multiply
 WHOLE = 64  # columns that fill a swizzle
 SHARED = 224 * 1024
-MANY_ROWS = 512  # of which clusters and results through shared memory have been measured to pay
+MANY_ROWS = 512  # of which tall tiles and results through shared memory have been measured to pay
 
 type Form = Literal["plain", "parts", "gated", "onto", "best"]
 
@@ -30,8 +30,8 @@ class Plan:
       ctas: at most one for each multiprocessor.
       slots: of the ring.
       rounded: dtype that "best" compares in.
-      peers: CTAs of a cluster, with different rows and the same features: each brings a part of the weights to all.
       staged: results leave through shared memory.
+      lean: few instructions: one warp alone starts copies, and loops know slots when compiled where they can.
     """
 
     rows: int
@@ -44,8 +44,8 @@ class Plan:
     ctas: int
     slots: int
     rounded: Any
-    peers: int = 1
     staged: bool = False
+    lean: bool = False
 
     @property
     def parts(self) -> int:
@@ -76,6 +76,12 @@ class Plan:
     def steps(self) -> int:
         """Blocks of one tile."""
         return self.depth // BLOCK // self.splits
+
+    @property
+    def aligned(self) -> bool:
+        """Whether loops know slots when compiled: every tile begins with the first one, and registers hold what each needs."""
+        begins = self.tiles <= self.ctas or self.steps % self.slots == 0
+        return self.lean and begins and self.tile_rows <= 2 * ROWS
 
     @property
     def by_rows(self) -> int:
@@ -129,13 +135,13 @@ class Plan:
 
 def plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, tile_rows: int, step: int, splits: int = 1,
-    rounded: Any = jnp.bfloat16, peers: int = 1, staged: bool = False,
+    rounded: Any = jnp.bfloat16, staged: bool = False, lean: bool = False,
 ) -> Plan:  # fmt: skip
     """A plan of the given tiles."""
     parts, staged = 2 if form == "gated" else 1, staged or form == "onto"
     slots = min(8, (SHARED - 2 * tile_rows * step * staged) // (2 * BLOCK * (tile_rows + parts * step)))
-    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, peers, staged)
-    ctas = min(made.tiles, multiprocessors // peers * peers)
+    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, staged, lean)
+    ctas = min(made.tiles, multiprocessors)
     if form == "best":  # the same number for all rows: a CTA stays with its rows
         ctas = max(ctas // made.row_tiles, 1) * made.row_tiles
     return dataclasses.replace(made, ctas=ctas)
@@ -153,13 +159,14 @@ def best_plan(
             if max(rows, ROWS) % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
-            widest, unit = (160 if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
+            tall = 192 if rows >= MANY_ROWS else 160
+            widest, unit = (tall if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
             # Results leave in whole swizzles.
             unit = WHOLE * (1 if tile_rows > ROWS else MULTIPLIERS) if form == "onto" else unit
             made += [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
-                    splits=splits, rounded=rounded, **_together(rows, tile_rows, step, form),
+                    splits=splits, rounded=rounded, **_of_many(rows, step, form),
                 )
                 for step in range(unit, min(widest, features) + 1, unit)
             ]  # fmt: skip
@@ -175,12 +182,10 @@ def pays_onto(rows: int, features: int, depth: int, *, multiprocessors: int) -> 
     return parts.splits == 1 and parts.step == made.step
 
 
-def _together(rows: int, tile_rows: int, step: int, form: Form) -> dict[str, Any]:
-    """Pairs of CTAs for gate and up of many rows, where halves of the weights are whole tiles of shared memory."""
-    pays = (
-        form == "gated" and rows >= MANY_ROWS and tile_rows > ROWS and rows % (2 * tile_rows) == 0 and step % WHOLE == 0
-    )
-    return {"peers": 2, "staged": True} if pays else {}
+def _of_many(rows: int, step: int, form: Form) -> dict[str, Any]:
+    """What was measured to pay for many rows: results of gate and up through shared memory where they fill swizzles."""
+    staged = form == "gated" and step % (WHOLE // 2) == 0
+    return {"staged": staged, "lean": staged or form == "onto"} if rows >= MANY_ROWS else {}
 
 
 def _estimate(plan: Plan) -> float:
