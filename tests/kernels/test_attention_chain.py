@@ -127,7 +127,7 @@ def test_schedule(b: int, tokens: int, sizes: dict[str, int]) -> None:
     )
     for width, itemsize in ((10, 2), (26, 2), (600, 2), (26, 1), (600, 1)):
         attention, launched = attention_plan(
-            whole, sequences=b, group=4, kv_heads=8, head_dim=128, page_size=64, table_width=width, causal=True, scale=1.0,
+            whole, sequences=b, group=4, kv_heads=8, head_dim=128, page_size=64, table_width=width, scale=1.0,
             page_itemsize=itemsize,
         )  # fmt: skip
         assert 110 <= attention.items <= 132
@@ -156,7 +156,7 @@ def test_refusals_name_their_reason(changes: dict[str, int], reason: str) -> Non
     whole = plan(live=16, hidden=2560, heads_width=4096, inner=9728, next_width=6144, ctas=132, eps=EPS)
     shapes: dict[str, Any] = {"group": 4, "kv_heads": 8, "head_dim": 128, "page_size": 64} | changes
     with pytest.raises(NotImplementedError, match=reason):
-        attention_plan(whole, sequences=1, table_width=26, causal=True, scale=1.0, **shapes)
+        attention_plan(whole, sequences=1, table_width=26, scale=1.0, **shapes)
 
 
 def test_what_is_not_bfloat16_or_turns_in_part_is_refused() -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.attention_chain.mosaic_gpu_plan import Attention, attention_plan
+from dflash_kernels.attention_chain.mosaic_gpu_plan import REACH, Attention, attention_plan
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.layer_chain import mosaic_gpu as products
 from dflash_kernels.layer_chain.layer import Layer
@@ -27,7 +27,7 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper(causal=options["causal"])
+    refuse_other_than_hopper(causal=True)  # one kernel for masks of either kind
     return launch(*args, ctas=target().multiprocessors, **options)
 
 
@@ -52,7 +52,7 @@ def refuse(
     whole = plan(live=sequences * tokens, ctas=target().multiprocessors, eps=0.0, itemsize=itemsize, **widths)
     attention_plan(
         whole, sequences=sequences, group=group, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        table_width=table_width, causal=True, scale=1.0, page_itemsize=page_dtype.itemsize,
+        table_width=table_width, scale=1.0, page_itemsize=page_dtype.itemsize,
     )  # fmt: skip
 
 
@@ -80,10 +80,14 @@ def launch(
     attention, schedule = attention_plan(
         plan(live=rows, ctas=ctas, eps=eps, **layer.sizes()), sequences=sequences,
         group=layer.o.shape[1] // (kv_heads * head_dim), kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        table_width=table_width, causal=causal, scale=scale, stages=stages, splits=splits, page_itemsize=k_pages.dtype.itemsize,
+        table_width=table_width, scale=scale, stages=stages, splits=splits, page_itemsize=k_pages.dtype.itemsize,
     )  # fmt: skip
     products.refuse_stream(schedule, rows, layer.stream)
     inputs = heads.inputs() | layer.inputs()
+    if not causal:
+        # No part of the plan: a target and its drafter share kernels, which take seconds to lower. Nor an array of its own, which
+        # would be one more place that memory is waited for.
+        inputs["q_lens"] += attention.tokens * REACH
     stream, projected, pools = _run(attention, schedule, inputs, {"k": k_pages, "v": v_pages}, exchange, interpret)
     return stream, projected, pools["k"], pools["v"]
 

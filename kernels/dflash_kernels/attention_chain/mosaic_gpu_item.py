@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention_chain import mosaic_gpu_ops as ops
-from dflash_kernels.attention_chain.mosaic_gpu_plan import KEYS
+from dflash_kernels.attention_chain.mosaic_gpu_plan import KEYS, REACH
 from dflash_kernels.layer_chain.mosaic_gpu_ops import div, rem
 from dflash_kernels.mla_attention.mosaic_gpu_lanes import touch_row
 from dflash_kernels.paged_attention.mosaic_gpu_ops import LOG2E, add_values, spread
@@ -34,7 +34,8 @@ class Item:
         if share.syncs:
             # Before it is known which pages are needed.
             touch_row(self.refs["table"].at[self.sequence])
-        seq_len, self.q_len = self.refs["seq_lens"][self.sequence], self.refs["q_lens"][self.sequence]
+        seq_len, asked = self.refs["seq_lens"][self.sequence], self.refs["q_lens"][self.sequence]
+        self.q_len, self.reach = rem(asked, REACH), div(asked, REACH)
         # A sequence longer than its table is cut to it; positions still count from the true length.
         self.first = seq_len - self.q_len
         held = jnp.minimum(seq_len, attention.table_width * attention.page_size)
@@ -195,9 +196,8 @@ class Item:
         return div(plgpu.layout_cast(lax.iota(jnp.int32, KEYS), _ROW), self.attention.group)
 
     def _mask(self, tile):
-        shape, high = (KEYS, KEYS), self.kv_len
-        if self.attention.causal:
-            high = jnp.minimum(high, self._tokens() + (self.first + 1))
+        shape = KEYS, KEYS
+        high = jnp.minimum(self.kv_len, self._tokens() + (self.first + 1 + self.reach))
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
         return keys < spread(high - tile * KEYS, shape)
 

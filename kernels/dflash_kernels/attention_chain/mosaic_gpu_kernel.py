@@ -61,8 +61,8 @@ def chain(
     Args:
       attention, plan: shapes and schedule.
       inputs: `qkv [B * T, N + 2 K, H]`, `cos` and `sin [B * T, H / 2]` float32, `q_norm`, `k_norm`, `table [B, W]`, `seq_lens`
-        and `q_lens [B]` int32, for float8 pools `k_scale` and `v_scale [K]` float32, and what the chain of products takes but for
-        `x`.
+        and `q_lens [B]` int32 (with REACH times how many tokens after its own a token sees), for float8 pools `k_scale` and
+        `v_scale [K]` float32, and what the chain of products takes but for `x`.
       pools: `k` and `v`, `[P, K, p, H]`, written in place.
       exchange: Refs of the products' exchange, of attention's parts `[ctas, rows, H]` and their lse `[ctas, 64]`, and of the heads
         `[live, N * H / 2]`, int32, EMPTY at first. No other launch uses them at the same time.

@@ -12,6 +12,7 @@ MOST_STAGES = 4  # tiles of keys and of values in flight, where memory has the r
 WIDE_STAGES = 2  # tiles of float8 pages that are widened before they are needed
 LEAST_SLOTS = 1  # of the ring that weights keep while attention has the others
 TILE_ROWS = 2 * KEYS  # rows of 128 bytes that a tile of keys or values takes, a block of columns after the other
+REACH = 2**16  # a sequence's new tokens, and this times how many tokens after its own each of them sees
 QUADS = 128  # groups of four columns that a warpgroup puts together at once
 
 
@@ -35,7 +36,6 @@ class Attention:
     table_width: int
     splits: int
     stages: int
-    causal: bool
     scale: float
     narrow_stages: int = 0
 
@@ -84,7 +84,7 @@ class Attention:
 
 
 def attention_plan(
-    plan: Plan, *, sequences: int, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int, causal: bool,
+    plan: Plan, *, sequences: int, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
     scale: float, stages: int | None = None, splits: int | None = None, page_itemsize: int = 2,
 ) -> tuple[Attention, Plan]:  # fmt: skip
     """Attention's share of a chain, and the chain with what memory it leaves.
@@ -112,7 +112,7 @@ def attention_plan(
     for count in choices:
         wide, narrow = (count, 0) if page_itemsize == 2 else (min(count, WIDE_STAGES), count)
         attention = Attention(
-            sequences, tokens, group, kv_heads, page_size, table_width, splits, wide, causal, float(scale), narrow
+            sequences, tokens, group, kv_heads, page_size, table_width, splits, wide, float(scale), narrow
         )
         if attention.kept(left) >= LEAST_SLOTS:
             return attention, left
