@@ -8,13 +8,16 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from dflash_jax.line import Line, place, short_turns
+from dflash_jax.line import Line, no_collection, place, short_turns
+from dflash_jax.side_by_side import kernels_side_by_side
+from dflash_jax.value_names import name_values_once
 
 if TYPE_CHECKING:
     from dflash_jax.stored_programs import StoredPrograms
@@ -66,15 +69,17 @@ Status = Literal["compiled", "pending", "missing"]
 
 
 def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
-    """Runs jobs that compile in the background, in their order, some side by side. A call that needs their programs waits.
+    """Runs jobs that compile in the background, some side by side. A call that needs their programs waits.
 
-    Of those that wait to be traced the first one is next, whichever thread wakes up first.
+    They are traced in their order, whichever thread comes first.
     """
+    jobs = list(jobs)
+    arrived = [Event() for _ in jobs]
     # Threads do not inherit this setting where it was made for a block.
     precision = jax.config.jax_default_matmul_precision
 
     def run(number: int, job: Callable[[], Any]) -> None:
-        with jax.default_matmul_precision(precision), short_turns(), place(number):
+        with jax.default_matmul_precision(precision), short_turns(), place(number, arrived):
             job()
 
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
@@ -160,11 +165,14 @@ class Programs:
 
     def _lower(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> Any:
         # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
-        with self._tracing:
+        with self._tracing, no_collection():
             whole = function.__name__ == "loop" and jax.default_backend() == "gpu"
             options = ONE_GRAPH if whole else None
             program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
-            return program.lower(*args)
+            traced = program.trace(*args)
+            name_values_once()
+            with kernels_side_by_side() if jax.default_backend() == "gpu" else nullcontext():
+                return traced.lower()
 
     def forget(self) -> None:
         """For weights of other shapes than the programs were compiled for."""

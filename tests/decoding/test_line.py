@@ -1,15 +1,17 @@
 """Programs are traced in the order in which they are needed."""
 
+import gc
 import sys
 import threading
 import time
 from concurrent.futures import wait
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.line import Line, place, short_turns
+from dflash_jax.line import Line, no_collection, place, short_turns
 from dflash_jax.programs import Programs, start_compiling
 
 
@@ -88,6 +90,52 @@ def test_what_the_first_token_needs_is_traced_before_the_cycles():
         waiting(line, len(names))
     wait(futures)
     assert traced == names
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_comes_first_to_an_empty_line_waits_for_earlier_places(comes):
+    """By chance the cycles' program was the first in line, and the first token came as late as the cycles."""
+    line, seen = Line(), []
+
+    def job(number, seconds, comes=True):
+        time.sleep(seconds)
+        if comes:
+            with line:
+                seen.append(number)
+
+    jobs = [partial(job, 0, 0.2, comes), partial(job, 1, 0.0), partial(job, 2, 0.1)]
+    for future in start_compiling(jobs):
+        future.result(10)
+    assert seen == [0, 1, 2] if comes else [1, 2]
+
+
+def test_nobody_waits_long_for_an_earlier_place_that_waits_for_a_later_one(monkeypatch):
+    monkeypatch.setattr("dflash_jax.line.PATIENCE_S", 0.05)
+    line, made = Line(), threading.Event()
+
+    def later():
+        with line:
+            made.set()
+
+    for future in start_compiling([lambda: made.wait(10), later]):
+        future.result(10)
+    assert made.is_set()
+
+
+def test_garbage_is_looked_for_again_when_the_last_is_out():
+    assert gc.isenabled()
+    with no_collection():
+        with no_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_short_turns_end_with_the_last_who_is_inside():

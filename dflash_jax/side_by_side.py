@@ -1,0 +1,56 @@
+"""Pallas's GPU kernels, compiled side by side from the moment that each one is lowered.
+
+XLA compiles the kernels of a program one after the other, after all of it is lowered and most of what else it does: 8 of 12 s for
+the decode loop of a 4B model. JAX keeps every kernel that was compiled for the rest of the process, under its hash, so a program
+finds what a smaller one has brought there: one that consists of the kernel alone.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from dflash_jax.executables import compile_here
+
+_POOL = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="kernel")
+_HERE = threading.local()
+
+
+@contextmanager
+def kernels_side_by_side() -> Iterator[None]:
+    """Kernels that this thread lowers inside are compiled by other threads. Nobody waits for them or hears of their errors: the
+    program that they are of will meet the same.
+    """
+    mosaic: Any = sys.modules.get("jax.experimental.mosaic.gpu.core")
+    if mosaic is None:  # nothing was traced that has such kernels
+        yield
+        return
+    if not isinstance(mosaic.KNOWN_KERNELS, _Known):
+        mosaic.KNOWN_KERNELS = _Known(mosaic.KNOWN_KERNELS)
+    _HERE.lowers = True
+    try:
+        yield
+    finally:
+        _HERE.lowers = False
+
+
+class _Known(dict):
+    """Kernels that were lowered in this process: JAX puts their code here, under their hashes."""
+
+    def __setitem__(self, digest: bytes, code: bytes):
+        super().__setitem__(digest, code)
+        if getattr(_HERE, "lowers", False):
+            _POOL.submit(compile_kernel, digest, code)
+
+
+def compile_kernel(digest: bytes, code: bytes) -> None:
+    """Compiles a kernel for all programs of this process."""
+    # It is compiled when its call is instantiated, which takes none of its arrays.
+    call: Any = jax.ffi.ffi_call("mosaic_gpu_v2", jax.ShapeDtypeStruct((), "float32"))
+    flags = dict.fromkeys(("use_custom_barrier", "skip_device_barrier", "uses_xla_collective_metadata"), False)
+    compile_here(jax.jit(lambda: call(kernel_hash=digest, module=code, **flags)).lower())
