@@ -1,5 +1,7 @@
 """Kernels of programs: each is compiled on its own as it is lowered, and its lowering is not changed by what makes it faster."""
 
+# pyright: reportPrivateImportUsage=false
+
 import re
 import threading
 import time
@@ -130,7 +132,8 @@ def test_names_from_one_numbering_lower_to_the_same_kernels(monkeypatch):
     lowered()
     new, prints = kernels(), []
     assert len(new) == 4
-    infer_layout, name = (part.__wrapped__ for part in (inference.infer_layout, inference.ValueSite.__str__))
+    parts: tuple[Any, ...] = inference.infer_layout, inference.ValueSite.__str__
+    infer_layout, name = (part.__wrapped__ for part in parts)
     monkeypatch.setattr(inference, "infer_layout", infer_layout)
     monkeypatch.setattr(inference.ValueSite, "__str__", lambda site: prints.append(site) or name(site))
     assert kernels(names=False) == new
