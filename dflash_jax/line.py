@@ -113,15 +113,17 @@ class Line:
         self._taken = False
 
     def __enter__(self) -> None:
-        _wait_for_earlier()
         with self._changed:
             self._arrivals += 1
             ours = getattr(_PLACE, "number", FIRST), self._arrivals
             self._waiting.append(ours)
-            try:
+        try:
+            _wait_for_earlier()
+            with self._changed:
                 self._changed.wait_for(lambda: not self._taken and min(self._waiting) == ours)
                 self._taken = True
-            finally:
+        finally:
+            with self._changed:
                 self._waiting.remove(ours)
                 self._changed.notify_all()  # the line may have got shorter by an interrupt
 
