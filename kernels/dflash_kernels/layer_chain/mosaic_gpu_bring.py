@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.layer_chain import mosaic_gpu_exchange as exchange
+from dflash_kernels.layer_chain.mosaic_gpu_once import address_of, copy_once
 from dflash_kernels.layer_chain.mosaic_gpu_ops import copied, copy_rows, div, rem
 from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, FLIGHT, Plan, Product
 
@@ -67,6 +68,8 @@ class Bring:
 
     def _bring_weights(self):
         arrived, left = self.buffers["w_in"], self.buffers["w_out"]
+        # Copies of weights of one byte have not been checked with the hint on a GPU.
+        arrivals = address_of(arrived) if self.syncs and not self.plan.narrow else None
         for _, product, taken, _ in self._products():
 
             def bring(step, _, product=product, taken=taken):
@@ -79,9 +82,13 @@ class Bring:
                     # With more requests at once, everybody else's would wait longer for memory.
                     landed = index - FLIGHT
                     pl.when(landed >= 0)(lambda: plgpu.barrier_wait(arrived.at[rem(landed, self.plan.slots)]))
+                weights = self.refs[product.name]
                 for copy, (rows, columns) in enumerate(self._tiles(product, step)):
                     target = self.buffers["w_sm"].at[slot, pl.ds(copy * product.rows, product.rows)]
-                    plgpu.copy_gmem_to_smem(self.refs[product.name].at[rows, columns], target, arrived.at[slot])
+                    if arrivals is None:
+                        plgpu.copy_gmem_to_smem(weights.at[rows, columns], target, arrived.at[slot])
+                    else:
+                        copy_once(weights, rows, columns, target, arrivals, slot)
 
             lax.fori_loop(0, self._steps(product), bring, None)
         if self.syncs and "ahead" in self.refs:
