@@ -88,9 +88,7 @@ def _planned(
         )  # fmt: skip
         if made.direct or made.pair:
             splits = made.splits
-            return made, Attention(
-                sequences=sequences, splits=splits, stages=made.stages, causal=causal, scale=scale, **shapes
-            )
+            return made, Attention(sequences=sequences, splits=splits, stages=made.stages, scale=scale, **shapes)
     return None
 
 
