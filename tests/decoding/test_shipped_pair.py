@@ -124,7 +124,7 @@ def test_one_in_one_out_list_in_list_out(model, prompts):
         ([[]], None, dj.PromptError),
         (7, None, dj.PromptError),
         ({"role": "user"}, None, dj.PromptError),
-        ([{"role": "user", "content": "hi"}], None, dj.TokenizerError),
+        ([{"role": "user", "content": "hi"}], None, dj.PromptError),
         ("x" * 4000, None, dj.CapacityError),
         ("x", dj.SamplingParams(max_tokens=10_000), dj.CapacityError),
         (["x", "y"], [dj.SamplingParams()], dj.ParameterError),
@@ -133,8 +133,10 @@ def test_one_in_one_out_list_in_list_out(model, prompts):
     ],
 )
 def test_bad_prompts_are_named_errors(model, prompt, params, error):
-    with pytest.raises(error):
-        dj.generate(model, prompt, params)
     with pytest.raises((error, TypeCheckError)):  # the test run checks annotations first
+        dj.generate(model, prompt, params)
+    with pytest.raises(error):
+        inspect.unwrap(dj.generate)(model, prompt, params)
+    with pytest.raises((error, TypeCheckError)):
         dj.stream(model, prompt, params)
     assert model.engine.allocator.num_free == model.engine.num_pages
