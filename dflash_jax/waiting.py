@@ -1,4 +1,4 @@
-"""A word to somebody who waits at a terminal: a model's first run reads and compiles for some twenty seconds before it says anything."""
+"""A word to somebody who waits at a terminal: a first run reads and compiles for some twenty seconds before it says anything."""
 
 import sys
 import threading
