@@ -53,7 +53,9 @@ class Scored(Part):
         return scores + share * self.spread(slopes * LOG2E)
 
     def spread(self, of_rows):
-        """One value for each query row over a tile of scores."""
+        """One value for each query row over a tile of scores; one for all rows stays a scalar."""
+        if of_rows.ndim == 0:
+            return of_rows
         return lax.broadcast_in_dim(of_rows, (self.launch.keys, self.launch.rows), [1])
 
     def tokens(self):
@@ -63,11 +65,10 @@ class Scored(Part):
 
     def _mask(self, tile):
         launch, shape = self.launch, (self.launch.keys, self.launch.rows)
-        bounded = launch.causal or launch.window != (None, None)
-        low, high = self.limits(self.tokens()) if bounded else (0, self.kv_len)
+        low, high = self.limits(self.tokens())
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), MATRIX)
         start = tile * launch.keys
-        mask = keys < (self.spread(high - start) if bounded else high - start)
+        mask = keys < self.spread(high - start)
         if launch.window[0] is not None:
             mask &= keys >= self.spread(low - start)
         return mask
