@@ -26,6 +26,7 @@ import numpy as np
 from dflash_jax.config import DecoderConfig
 from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ParameterError
+from dflash_jax.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.hub import resolve_source
 from dflash_jax.models import Family, family_named
 
@@ -145,12 +146,20 @@ class Converted:
         for arrays in self.groups():
             for name in list(arrays):
                 array = arrays.pop(name)
-                target = fixed[name] or dtype
-                params[name] = jax.device_put(array if target is None else array.astype(target, copy=False))
+                params[name] = jax.device_put(self._checked(name, array, fixed[name] or dtype or array.dtype))
                 # Frees the host's copy before the next array needs room for its own.
                 params[name].block_until_ready()
                 del array
         return params
+
+    def _checked(self, name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+        """The array in `dtype`. Raises CheckpointError where values are not finite, or not any more."""
+        with np.errstate(over="ignore"):
+            converted = array.astype(dtype, copy=False)
+        if jnp.issubdtype(converted.dtype, jnp.floating) and not all_finite(converted):
+            problem = TOO_LARGE.format(converted.dtype.name) if all_finite(array) else DAMAGED
+            raise CheckpointError(str(self.folder), f"parameter {name} {problem}")
+        return converted
 
     def groups(self) -> Iterator[dict[str, np.ndarray]]:
         """All arrays as stored, on the host, in the marker's order and in groups of a bounded size.

@@ -21,8 +21,8 @@ NEUTRAL_KEYS = frozenset(
     no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
     output_scores pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16
-    use_cache""".split()
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed
+    unsloth_version use_bfloat16 use_cache""".split()
 )
 
 
@@ -202,8 +202,25 @@ class Qwen3Config(DecoderConfig):
         return config
 
 
-def decoder_fields(keys: KeyReader) -> dict[str, Any]:
-    """The fields of `DecoderConfig` from a Qwen3-style `config.json`."""
+def refuse_quantised(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a file says, in transformers' way or in MLX's, that its weights are quantised."""
+    for key in ("quantization_config", "quantization"):
+        if found := values.get(key):
+            method = found.get("quant_method", found) if isinstance(found, Mapping) else found
+            raise ConfigError(
+                f"config.json says in {key} that the weights are quantised ({method!r}), expected bfloat16, float16 or float32. "
+                "Take its bfloat16 release, or write the checkpoint in bfloat16 (DeepSeek-V3's repository has a script that "
+                "multiplies its 8-bit blocks by their scales; int4 experts need their publisher's tool) and remove the key"
+            )
+
+
+def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, Any]:
+    """The fields of `DecoderConfig` from a Qwen3-style `config.json`.
+
+    Args:
+      head_dim: what an absent `head_dim` means; None: the hidden size over the heads.
+    """
+    refuse_quantised(keys.values)
     hidden = keys.integer("hidden_size")
     layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
@@ -211,7 +228,7 @@ def decoder_fields(keys: KeyReader) -> dict[str, Any]:
         raise ConfigError(
             f"{keys.subject}: num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
         )
-    head_dim = keys.integer("head_dim", 128)
+    head_dim = keys.integer("head_dim", hidden // heads if head_dim is None else head_dim)
     if head_dim % 2:
         raise ConfigError(f"{keys.subject}: head_dim must be even for rotary embeddings, got {head_dim}")
     if (activation := keys.get("hidden_act", "silu")) != "silu":

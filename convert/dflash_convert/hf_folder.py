@@ -93,11 +93,6 @@ def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
     config = _read_json(result, CONFIG)
     if config is None:
         return {}
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        result.problems.append(
-            f"config.json says the weights are quantised ({method!r}), expected plain ones; take the bfloat16 release of the model"
-        )
     if "auto_map" in config:
         result.notices.append("config.json names code in auto_map; it is never executed")
     return config

@@ -21,17 +21,18 @@ import numpy as np
 
 from dflash_convert.hf_folder import HuggingFaceFolder, read_folder
 from dflash_convert.plan import KEEP, Plan, Step, make_plan
-from dflash_convert.safetensors_reader import DTYPES, Tensor, chunks, read_into
+from dflash_convert.safetensors_reader import DTYPES, Tensor, chunks
 from dflash_jax.checkpoint import check_dtype
 from dflash_jax.config import DecoderConfig
 from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.finite import BLOCK_BYTES, DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.models import Family, family_of
 from dflash_jax.staging import Incoming, place
 
 _MOST_NOTICES = 8
-# What one thread reads at a time, and what it converts at a time of that.
-PART_BYTES, CONVERTED_BYTES = 32 << 20, 2 << 20
+# What one thread is given to read at a time.
+PART_BYTES = 32 << 20
 # What a notice about many tensors names: up to the layer's number, otherwise the first part.
 _PART = re.compile(r"^(?:[\w.]*?\blayers\.\d+\.|[^.]*\.?)")
 
@@ -167,16 +168,21 @@ def _incoming(step: Step, kind: np.dtype) -> Incoming:
 
 
 def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:
-    """Fills a flat `array` with the tensor's values from number `begin` on, converted to the array's type."""
-    if array.dtype == DTYPES[tensor.dtype]:
-        read_into(array, tensor, begin)
-        return
-    span, position = (
-        replace(tensor, shape=(array.size,), offset=tensor.offset + begin * DTYPES[tensor.dtype].itemsize),
-        0,
-    )
-    for piece in chunks(span, CONVERTED_BYTES):
-        array[position : position + piece.size] = cast(piece, array.dtype, tensor)
+    """Fills a flat `array` with the tensor's values from number `begin` on, converted to the array's type.
+
+    Raises:
+      CheckpointError: a value is not finite, or not any more in the array's type.
+    """
+    stored = DTYPES[tensor.dtype]
+    span = replace(tensor, shape=(array.size,), offset=tensor.offset + begin * stored.itemsize)
+    floating, position = jnp.issubdtype(array.dtype, jnp.floating), 0
+    for piece in chunks(span, BLOCK_BYTES, into=array if array.dtype == stored else None):
+        part = array[position : position + piece.size]
+        if array.dtype != stored:
+            part[:] = cast(piece, array.dtype, tensor)
+        if floating and not all_finite(part):
+            problem = TOO_LARGE.format(array.dtype.name) if all_finite(piece) else DAMAGED
+            raise CheckpointError(str(tensor.path), f"tensor {tensor.name} {problem}")
         position += piece.size
 
 

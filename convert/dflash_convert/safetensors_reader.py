@@ -179,33 +179,26 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.offset, tensor.nbytes
 
 
-def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[np.ndarray]:
-    """The tensor's values in order, as flat arrays of at most `chunk_bytes` that share one buffer.
+def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """The tensor's values in order, as flat arrays of at most `chunk_bytes`.
 
-    Each array is valid until the next is asked for.
+    Args:
+      into: a flat array of the tensor's dtype and size that is filled piece by piece. Without, all pieces share one buffer: each is
+        valid until the next is asked for.
 
     Raises:
       CheckpointError: the file became shorter since its header was read.
     """
     dtype = DTYPES[tensor.dtype]
-    buffer = np.empty(min(tensor.size, chunk_bytes // dtype.itemsize), dtype)
+    step = max(1, min(tensor.size, chunk_bytes // dtype.itemsize))
+    buffer = np.empty(step, dtype) if into is None else into
     with tensor.path.open("rb", buffering=0) as file:
         file.seek(tensor.offset)
-        for begin in range(0, tensor.size, max(1, buffer.size)):
-            piece = buffer[: min(buffer.size, tensor.size - begin)]
+        for begin in range(0, tensor.size, step):
+            first = 0 if into is None else begin
+            piece = buffer[first : first + min(step, tensor.size - begin)]
             _fill(piece, file, tensor)
             yield piece
-
-
-def read_into(array: np.ndarray, tensor: Tensor, begin: int = 0) -> None:
-    """Fills a flat `array` of the tensor's dtype with its values from number `begin` on, without a buffer between.
-
-    Raises:
-      CheckpointError: the file became shorter since its header was read.
-    """
-    with tensor.path.open("rb", buffering=0) as file:
-        file.seek(tensor.offset + begin * array.itemsize)
-        _fill(array, file, tensor)
 
 
 def _fill(array: np.ndarray, file: FileIO, tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoint import Checkpoint, open_checkpoint, open_converted
 from dflash_jax.errors import CheckpointError
+from dflash_jax.finite import all_finite
 from dflash_jax.models import DFlashConfig, bind
 
 # Largest permitted difference of logits over the largest logit, by the dtype that weights were narrowed to. A weight's relative
@@ -66,7 +67,7 @@ def _array_problems(step: Step, array: np.ndarray) -> list[str]:
             part = flat[position : position + piece.size]
             bits = np.dtype(f"u{part.dtype.itemsize}")
             different += int(np.count_nonzero(part.view(bits) != cast(piece, part.dtype, tensor).view(bits)))
-            if jnp.issubdtype(part.dtype, jnp.floating):
+            if jnp.issubdtype(part.dtype, jnp.floating) and not all_finite(part):
                 not_finite += piece.size - int(np.count_nonzero(np.isfinite(part)))
             position += piece.size
     problems = []

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, RopeConfig
+from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, RopeConfig, refuse_quantised
 from dflash_jax.errors import ConfigError
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -98,26 +98,16 @@ class DeepseekConfig(DecoderConfig):
         """
         names = set(values.get("architectures") or ())
         if names & set(COMPOSITES) or values.get("model_type") == "kimi_k25":
-            _refuse_quantised(values)
+            refuse_quantised(values)
             # The other keys outside describe the vision tower, which is not loaded.
             values = KeyReader("config.json, text_config", values.get("text_config")).values
             names = set(values.get("architectures") or ())
-        _refuse_quantised(values)
+        refuse_quantised(values)
         kind = V2 if V2 in names or (not names and values.get("model_type") == "deepseek_v2") else V3
         keys = KeyReader(f"config.json ({kind})", values)
         config = cls(**_decoder(keys), **_attention(keys), **_experts(keys, kind))
         keys.refuse_rest(_NEUTRAL)
         return config
-
-
-def _refuse_quantised(values: Mapping[str, Any]) -> None:
-    if quantization := values.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"config.json says the weights are quantised ({method!r}), expected bfloat16, float16 or float32. Write the "
-            "checkpoint in bfloat16 first (DeepSeek-V3's repository has a script that multiplies its 8-bit blocks by their scales; "
-            "int4 experts need their publisher's tool) and remove quantization_config, or take a bfloat16 release"
-        )
 
 
 def _decoder(keys: KeyReader) -> dict[str, Any]:

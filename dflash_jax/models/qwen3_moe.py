@@ -53,9 +53,11 @@ class Qwen3MoeConfig(DecoderConfig):
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         keys = KeyReader("config.json (Qwen3-MoE)", values)
-        fields: dict[str, Any] = decoder_fields(keys)
+        fields: dict[str, Any] = decoder_fields(keys, head_dim=None)
         fields["windows"] = _windows(keys, fields["num_layers"])
-        experts, taken = keys.integer("num_experts", 128), keys.integer("num_experts_per_tok", 8)
+        # transformers wrote the first name up to its version 4 and writes the second.
+        experts = keys.integer("num_experts", keys.integer("num_local_experts", 128))
+        taken = keys.integer("num_experts_per_tok", 8)
         if taken > experts:
             raise ConfigError(f"{keys.subject}: num_experts_per_tok={taken} is more than num_experts={experts}")
         config = cls(

@@ -136,7 +136,7 @@ def test_quantised_weights_are_refused(hf):
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     name = "model.layers.0.mlp.down_proj.weight"
     scaled = {name: np.ones((32, 48), ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": np.ones((1, 1), np.float32)}
-    with pytest.raises(CheckpointError, match=r"quantised \('fp8'\)(.|\n)*multiplies its 8-bit blocks by their scales"):
+    with pytest.raises(ConfigError, match=r"quantised \('fp8'\)(.|\n)*multiplies its 8-bit blocks by their scales"):
         open_checkpoint(hf.write("fp8", CONFIG | {"quantization_config": fp8}, hf.tensors(CONFIG, extra=BIASES)))
     # A file that does not say so is caught by its tensors.
     with pytest.raises(CheckpointError, match="has dtype float8_e4m3fn, expected bfloat16, float16, float32") as caught:

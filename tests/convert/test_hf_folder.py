@@ -170,10 +170,22 @@ def test_missing_config_and_missing_weights(hf):
         open_checkpoint(folder / "nowhere")
 
 
-def test_quantised_checkpoints_are_refused(hf):
-    folder = hf.qwen3()
-    edit_config(folder, quantization_config={"quant_method": "awq"})
-    assert "quantised ('awq'), expected plain ones; take the bfloat16 release" in problems_of(folder)
+@pytest.mark.parametrize(
+    ("key", "value", "method"),
+    [
+        ("quantization_config", {"quant_method": "awq", "bits": 4, "version": "gemm"}, "'awq'"),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
+        ("quantization", {"group_size": 64, "bits": 4}, "'group_size': 64"),  # as MLX writes it
+    ],
+)
+def test_quantised_checkpoints_are_refused(hf, key, value, method):
+    for name, folder in {"target": hf.qwen3(), "drafter": hf.dflash()}.items():
+        edit_config(folder, **{key: value})
+        with pytest.raises(ConfigError, match="expected bfloat16, float16 or float32") as caught:
+            open_checkpoint(folder)
+        assert f"{key} that the weights are quantised" in str(caught.value), name
+        assert method in str(caught.value)
+        assert "bookkeeping" not in str(caught.value)  # the key must not be removed from files that mean it
 
 
 def test_configuration_errors_keep_their_type_when_the_files_are_sound(hf):

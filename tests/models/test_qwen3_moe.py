@@ -61,6 +61,17 @@ def test_the_published_file_reads_as_its_preset() -> None:
     assert Qwen3MoeConfig.from_dict(preset.to_dict()) == preset
 
 
+def test_the_file_that_transformers_5_writes_reads_as_the_one_before() -> None:
+    count = CONFIG["num_experts"]
+    written = {"num_local_experts": count, "num_experts": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    assert read(**written) == read()
+    assert read(num_experts=None).num_experts == 128
+
+
+def test_heads_without_a_size_share_the_hidden_size() -> None:
+    assert read(head_dim=None, hidden_size=48, num_attention_heads=4).head_dim == 12
+
+
 @pytest.mark.parametrize(
     ("changes", "dense"),
     [
