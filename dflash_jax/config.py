@@ -138,6 +138,13 @@ class RopeConfig:
         scaling.refuse_rest()
         return rope
 
+    def longest(self, max_position: int) -> int:
+        """Positions a model takes: YaRN stretches the original ones by its factor.
+
+        Model cards say to add `rope_scaling` to config.json, where `max_position_embeddings` then stays what it was without.
+        """
+        return max(max_position, int(self.factor * self.original_max_position)) if self.kind == "yarn" else max_position
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
@@ -234,6 +241,7 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
     if (activation := keys.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {activation!r}")
     max_position = keys.integer("max_position_embeddings", 32_768)
+    rope = RopeConfig.from_keys(keys, max_position)
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,
@@ -243,8 +251,8 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "norm_eps": keys.number("rms_norm_eps", 1e-6),
-        "rope": RopeConfig.from_keys(keys, max_position),
-        "max_position": max_position,
+        "rope": rope,
+        "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
         "windows": layer_windows(keys, layers),
     }

@@ -4,7 +4,9 @@ import numpy as np
 
 # Of an array at a time: what a core's own cache holds.
 BLOCK_BYTES = 1 << 20
-DAMAGED = "holds values that are not finite (NaN or infinite): the file is damaged, or its training failed; fetch it again"
+DAMAGED = (
+    "holds values that are not finite (NaN or infinite): the file is damaged, or its training failed; fetch it again"
+)
 TOO_LARGE = "holds values that are too large for {}; load it in bfloat16 or float32"
 
 

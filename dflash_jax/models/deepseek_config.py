@@ -131,7 +131,7 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
         "head_dim": keys.integer("qk_nope_head_dim") + keys.integer("qk_rope_head_dim"),
         "norm_eps": keys.number("rms_norm_eps", 1e-6),
         "rope": rope,
-        "max_position": max_position,
+        "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
         "windows": (None,) * layers,
         "tie_embeddings": keys.flag("tie_word_embeddings"),

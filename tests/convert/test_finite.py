@@ -50,7 +50,9 @@ def test_a_damaged_folder_is_not_loaded(hf, value, dtype):
     with pytest.raises(CheckpointError, match=rf"tensor {name} holds values that are not finite"):
         open_checkpoint(folder).load(dtype)
     assert hf.convert(folder, "--output", hf.root / "out", "--verify", "none") == 0
-    with pytest.raises(CheckpointError, match=r"parameter layers\.1\.mlp\.gate_up_proj\.weight holds values that are not"):
+    with pytest.raises(
+        CheckpointError, match=r"parameter layers\.1\.mlp\.gate_up_proj\.weight holds values that are not"
+    ):
         open_converted(hf.root / "out").load(dtype)
 
 

@@ -160,6 +160,21 @@ def test_rope_kinds(read: Any, changes: dict[str, Any], expected: dict[str, Any]
 
 
 @pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (None, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),  # added to a model's file
+        ({"type": "yarn", "factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 512),
+    ],
+)
+def test_yarn_lengthens_what_a_model_takes(rope: dict[str, Any] | None, positions: int) -> None:
+    assert target(rope_scaling=rope).max_position == positions
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be .* got 'dynamic'"),

@@ -63,7 +63,11 @@ def test_the_published_file_reads_as_its_preset() -> None:
 
 def test_the_file_that_transformers_5_writes_reads_as_the_one_before() -> None:
     count = CONFIG["num_experts"]
-    written = {"num_local_experts": count, "num_experts": None, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
+    written = {
+        "num_local_experts": count,
+        "num_experts": None,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+    }
     assert read(**written) == read()
     assert read(num_experts=None).num_experts == 128
 
