@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dflash_jax.chat_template import render
 from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.hub import POINTER, is_pointer
 
@@ -90,7 +89,7 @@ class Tokenizer:
 
         Args:
           messages: objects with at least `role` and `content`.
-          **options: further names for the template, for example `enable_thinking=False`.
+          **options: further names for the template, for example `enable_thinking=False` or `tools=[...]`.
 
         Raises:
           PromptError: there is no template, or it refuses these messages.
@@ -101,30 +100,8 @@ class Tokenizer:
                 "this model has no chat template and takes no messages: give a text to continue (without --chat or chat=True), or "
                 "a model whose folder has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
-        extensions = ["jinja2.ext.loopcontrols"]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = _to_json
-        names = {**self.special, "messages": list(messages), "add_generation_prompt": True, **options}
-        try:
-            text = environment.from_string(self.template).render(**names)
-        except _Refusal as error:
-            raise PromptError(f"the chat template refused these messages: {error}") from error
-        except Exception as error:  # a template can fail in every way an expression can
-            raise TokenizerError(f"the chat template fails on these messages: {error}") from error
+        text = render(self.template, messages, {**self.special, **options})
         return self.encode(text, special=False)
-
-
-class _Refusal(TemplateError):
-    """What a template says itself."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def read_json(path: Path) -> dict[str, Any]:

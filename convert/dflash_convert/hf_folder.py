@@ -13,6 +13,7 @@ from dflash_convert.safetensors_reader import Tensor, read_header, strict_json
 from dflash_jax.errors import CheckpointError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
 SIDECARS = (
     "config.json",
     "generation_config.json",
@@ -27,6 +28,7 @@ SIDECARS = (
     "chat_template.json",
 )
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")
 _MAX_JSON_BYTES = 256 << 20
 
 
@@ -71,6 +73,10 @@ def read_folder(path: str | Path) -> HuggingFaceFolder:
         )
     result = HuggingFaceFolder(folder)
     names = sorted(entry.name for entry in folder.iterdir())
+    if ADAPTER in names and CONFIG not in names:
+        raise CheckpointError(
+            str(folder), f"holds an adapter ({ADAPTER}), not a model: merge it into its base model and give that folder"
+        )
     result.config = _read_config(result)
     for name in SIDECARS[1:]:
         if (folder / name).exists() and (problem := _leaves(folder, name)):
@@ -82,8 +88,9 @@ def read_folder(path: str | Path) -> HuggingFaceFolder:
             "mask_embedding.pt holds a weight in a pickle, which is never opened; save that tensor as `mask_embedding` "
             "in the safetensors file and remove the .pt file"
         )
-    if INDEX in names:
-        _read_shards(result)
+    # Where both are there, transformers reads the one file.
+    if INDEX in names and SINGLE not in names:
+        _read_shards(result, names)
     else:
         _read_single(result, names)
     return result
@@ -132,11 +139,10 @@ def _leaves(folder: Path, name: str) -> str | None:
 
 
 def _read_single(result: HuggingFaceFolder, names: list[str]) -> None:
-    """The one safetensors file of a folder without an index."""
+    """The one safetensors file of a folder."""
     found = [name for name in names if name.endswith(".safetensors")]
-    if SINGLE in found and len(found) > 1:
-        others = ", ".join(name for name in found if name != SINGLE)
-        result.notices.append(f"{SINGLE} is read; other safetensors files are left alone: {others}")
+    if SINGLE in found:
+        _leave_alone(result, SINGLE, [name for name in [INDEX, *found] if name in names and name != SINGLE])
         found = [SINGLE]
     if len(found) == 1:
         result.tensors = _read_file(result, found[0]) or {}
@@ -152,12 +158,19 @@ def _read_single(result: HuggingFaceFolder, names: list[str]) -> None:
             f"holds weights only as pickles ({', '.join(pickles)}), which can run code and are never opened; "
             "convert them to safetensors, or take the safetensors release of the model"
         )
+    elif others := [name for name in names if name.endswith(_OTHERS)]:
+        problem = f"holds weights only in formats not read here ({', '.join(others)}); take the safetensors release of the model"
     else:
         problem = f"holds no safetensors file; expected {SINGLE} or {INDEX} with its shards"
     result.problems.append(problem)
 
 
-def _read_shards(result: HuggingFaceFolder) -> None:
+def _leave_alone(result: HuggingFaceFolder, read: str, others: list[str]) -> None:
+    if others:
+        result.notices.append(f"{read} is read; other files of weights are left alone: {_some(others)}")
+
+
+def _read_shards(result: HuggingFaceFolder, names: list[str]) -> None:
     """The shards an index names, and whether they hold what it says."""
     index = _read_json(result, INDEX)
     weight_map = index.get("weight_map") if index is not None else None
@@ -169,6 +182,7 @@ def _read_shards(result: HuggingFaceFolder) -> None:
     placed: dict[str, list[str]] = defaultdict(list)
     for tensor, shard in weight_map.items():
         placed[shard if isinstance(shard, str) else repr(shard)].append(tensor)
+    _leave_alone(result, INDEX, [name for name in names if name.endswith(".safetensors") and name not in placed])
     homes: dict[str, list[str]] = defaultdict(list)
     for shard, listed in placed.items():
         held = _read_file(result, shard, by_index=True)

@@ -279,4 +279,34 @@ def test_several_safetensors_files_without_an_index(hf):
     assert "2 safetensors files, neither model.safetensors nor" in problems_of(folder)
     folder = hf.qwen3("other")
     save_file({"x": np.ones(2)}, folder / "consolidated.safetensors")
-    assert "consolidated.safetensors" in " ".join(open_checkpoint(folder).notices)
+    assert "left alone: consolidated.safetensors" in " ".join(open_checkpoint(folder).notices)
+
+
+def test_one_file_counts_over_an_index(hf, bits):
+    """As in transformers: saving a model over another one may leave the index and shards of that one."""
+    folder, small = hf.qwen3(shards=2), hf.qwen3("small", vocab_size=64)
+    (folder / "model.safetensors").write_bytes((small / "model.safetensors").read_bytes())
+    edit_config(folder, vocab_size=64)
+    opened, expected = open_checkpoint(folder), open_checkpoint(small).load()
+    ours = opened.load()
+    assert all(bits(ours[name]) == bits(expected[name]) for name in expected)
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    assert f"left alone: {INDEX}, {', '.join(shards)}" in " ".join(opened.notices)
+
+
+def test_files_beside_shards_are_mentioned(hf):
+    folder = hf.qwen3(shards=2)
+    assert not open_checkpoint(folder).notices
+    save_file({"x": np.ones(2)}, folder / "optimizer.safetensors")
+    assert (
+        f"{INDEX} is read; other files of weights are left alone: optimizer.safetensors"
+        in open_checkpoint(folder).notices
+    )
+
+
+def test_adapters_and_other_formats_say_what_they_are(hf):
+    folder = hf.qwen3()
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+    assert "only in formats not read here (model-Q4_K_M.gguf)" in problems_of(folder)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    assert "holds an adapter (adapter_config.json), not a model: merge it" in problems_of(folder)

@@ -51,6 +51,32 @@ def test_chat_messages_go_through_the_template() -> None:
     assert chat("{{ {'b': 1, 'a': 'é<'} | tojson }}") == '{"b": 1, "a": "é<"}'
 
 
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}", ""),
+        ("{% if not tools is defined %}{% set tools = 1 %}{% endif %}{{ tools }}", "None"),
+        ("{{ {'b': 1, 'a': 2} | tojson(separators=(',', ':'), sort_keys=true) }}", '{"a":2,"b":1}'),
+        ("{{ 'é' | tojson(ensure_ascii=true) }}{{ [1] | tojson(indent=1) }}", '"\\u00e9"[\n 1\n]'),
+        ("{% set a = 1 %}a{% generation %}{% set a = 2 %} b{{ a }}{% endgeneration %} c{{ a }}", "a b2 c1"),
+        (
+            "{% for m in messages %}{%- generation -%} {{ m.role }} {%- endgeneration -%}{% break %}{% endfor %}",
+            "system",
+        ),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+    ],
+)
+def test_templates_find_what_transformers_gives_them(template: str, text: str) -> None:
+    assert chat(template) == text
+
+
+def test_tools_reach_the_template() -> None:
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    assert chat(template, tools=[{"name": "f"}, {"name": "g"}]) == '{"name": "f"}{"name": "g"}'
+    with pytest.raises(TokenizerError, match="type function is not JSON serializable"):
+        chat(template, tools=[chat])
+
+
 def test_templates_may_leave_loops_early() -> None:
     assert (
         chat("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}") == "system"
@@ -78,6 +104,8 @@ def test_a_missing_template_says_what_to_do() -> None:
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{{ strftime_now.__globals__ }}",
+        "{% generation %}{{ ''.__class__ }}{% endgeneration %}",
     ],
 )
 def test_payloads_neither_run_nor_leak(payload: str) -> None:
