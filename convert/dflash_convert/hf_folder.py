@@ -194,10 +194,10 @@ def _read_shards(result: HuggingFaceFolder, names: list[str]) -> None:
                 f"{shard} lacks tensors that {INDEX} places in it: {_some(absent)}; fetch the shard again"
             )
             result.unreadable += absent
-        names = set(listed)
+        expected = set(listed)
         for name, tensor in held.items():
             homes[name].append(shard)
-            if name in names:
+            if name in expected:
                 result.tensors[name] = tensor
         if unlisted := [name for name in held if name not in weight_map]:
             result.problems.append(

@@ -163,7 +163,10 @@ def test_rope_kinds(read: Any, changes: dict[str, Any], expected: dict[str, Any]
     ("rope", "positions"),
     [
         (None, 512),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),  # added to a model's file
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+            1024,
+        ),  # added to a model's file
         ({"type": "yarn", "factor": 4.0}, 2048),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
