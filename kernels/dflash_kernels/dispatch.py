@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,10 +46,23 @@ def first_fitting(
     reasons = []
     for name in names:
         try:
+            if name != "xla" and jax.config.jax_enable_x64:
+                return _in_32_bits(implementations[name], args, options)
             return implementations[name](*args, **options)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NoImplementationError(f"{op}: no implementation takes this call\n  " + "\n  ".join(reasons))
+
+
+def _in_32_bits(implementation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Calls a kernel as it is where 64 bits are not enabled: there, every plain number in it would have 64."""
+    args, options = jax.tree.map(_narrow, (args, options))
+    with jax.enable_x64(False):
+        return implementation(*args, **options)
+
+
+def _narrow(value: Any) -> Any:
+    return value.astype(jnp.int32) if isinstance(value, jax.Array) and value.dtype == jnp.int64 else value
 
 
 def _as_jax(value: Any) -> Any:

@@ -105,6 +105,12 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+ONE_OF_EACH_KIND = (
+    "paged_attention", "ragged_paged_attention", "mla_attention", "kv_write", "dense_gated", "grouped_linear", "embed_norm",
+    "qkv_attention",
+)  # fmt: skip
+
+
 def layer_chain(*arrays: Any) -> Any:
     exchange = jax.new_ref(dflash_kernels.chain_exchange(arrays[1], arrays[5]))
     return dflash_kernels.layer_chain(*arrays, exchange=exchange)
@@ -181,6 +187,16 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
     assert set(lowered(op, "NVIDIA H200")) == {"mosaic_gpu_v2"}
     assert lowered(op, "NVIDIA A100-SXM4-80GB") == []
+
+
+@pytest.mark.parametrize("op", ONE_OF_EACH_KIND)
+def test_lowers_where_64_bits_are_enabled(op: str) -> None:
+    """Plain numbers have 64 bits then, and tables come in int64; kernels count in 32."""
+    arrays, options = OPS[op]
+    call = WRITTEN_OUT.get(op) or getattr(dflash_kernels, op)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: array(*x.shape, dtype=jnp.int64 if x.dtype == jnp.int32 else x.dtype), arrays)
+        assert custom_calls(lambda *arrays: call(*arrays, **options), *wide) == lowered(op, "NVIDIA H200")
 
 
 def test_the_device_in_use() -> None:
