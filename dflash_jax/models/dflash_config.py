@@ -71,6 +71,11 @@ class DFlashConfig(DecoderConfig):
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         top = KeyReader("config.json (DFlash)", values)
+        if "transformer_layer_config" in top.values:
+            raise ConfigError(
+                f"{top.subject} has the layout of the speculators library (transformer_layer_config), which is not read: take the "
+                "drafter's release with `dflash_config`, as z-lab publishes it"
+            )
         inner: dict[str, Any] = {}
         for key in ("eagle_config", "dflash_config"):  # the later one counts
             inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
