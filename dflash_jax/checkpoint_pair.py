@@ -71,9 +71,8 @@ def drafter_notice(path: str | Path | None, draft: str | Path | bool | None, dra
     name = Path(str(path)).name
     named = next((theirs for ours, theirs in KNOWN_DRAFTERS.items() if ours.endswith(f"/{name}")), None)
     known = f" ({named} was trained for a model of this name)" if named else ""
-    return [
-        f"no drafter: none lies in {path}/draft; name one with draft= or --draft{known}, or say draft=False or --no-draft"
-    ]
+    why = f"none lies in {path}/draft" if Path(str(path)).expanduser().exists() else f"none is known for {path}"
+    return [f"no drafter: {why}; name one with draft= or --draft{known}, or say draft=False or --no-draft"]
 
 
 def _no_drafter(why: str, revision: str | None) -> None:

@@ -1,8 +1,8 @@
-"""Whether weights are numbers, found out while they are still in the processor's cache."""
+"""Whether weights are numbers, found out while they are read."""
 
 import numpy as np
 
-# Of an array at a time: what a core's own cache holds.
+# Looked at twice, so no more than a core's own cache holds.
 BLOCK_BYTES = 1 << 20
 DAMAGED = (
     "holds values that are not finite (NaN or infinite): the file is damaged, or its training failed; fetch it again"

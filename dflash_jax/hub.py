@@ -11,6 +11,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _HUB_IGNORED = ["*/*", "tokenizer*.py", "tokenizer*.bin", "tokenizer*.pt", "tokenizer*.pkl"]
 
+# The first line is a number; that a model is gated, and what to do then, comes after it.
+_MOST_OF_A_REASON = 500
+
 # What `git clone` leaves in a large file's place where git-lfs is not installed.
 _POINTER_START = b"version https://git-lfs"
 POINTER = "is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder, or fetch it again"
@@ -42,6 +45,9 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
             raise CheckpointError(subject, "is a file; give the folder that holds it")
         if revision is not None:
             raise CheckpointError(subject, f"is a local folder, so revision {revision!r} has no meaning; leave it out")
+        if not (folder / "config.json").exists() and (found := sorted(folder.glob("snapshots/*/config.json"))):
+            problem = f"is a model's folder in the hub's cache: give its name on the hub, or {found[-1].parent}"
+            raise CheckpointError(subject, problem)
         real = folder.resolve()
         return folder, real.name if real.parent.name == "snapshots" else None
     if not _HUB_ID.fullmatch(subject):
@@ -55,10 +61,11 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
         fetched = huggingface_hub.snapshot_download(
             subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # what a lost connection raises is of whichever library the hub's uses, and no OSError
+        reason = " ".join(str(error).split())[:_MOST_OF_A_REASON] or type(error).__name__
         problem = (
-            f"is no folder here and could not be fetched ({reason}); check the name, the revision and the network, "
+            f"is no folder here and could not be fetched ({reason}); check the name, the revision, the network and, for a gated "
+            "model, your login (hf auth login), or download the model elsewhere and give its folder"
         )
-        raise CheckpointError(subject, problem + "or download the model elsewhere and give its folder") from error
+        raise CheckpointError(subject, problem) from error
     return Path(fetched), Path(fetched).name

@@ -174,6 +174,14 @@ def test_hub_failures_say_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(ConnectionError("no route to host")))
     with pytest.raises(CheckpointError, match=r"could not be fetched \(no route to host\); check the name"):
         resolve_source("owner/name")
+    gated = RuntimeError(
+        "403 Client Error.\n\nCannot access gated repo: ask for access."
+    )  # not every library's is an OSError
+    monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(gated))
+    with pytest.raises(
+        CheckpointError, match=r"\(403 Client Error. Cannot access gated repo: ask for access\.\).*hf auth login"
+    ):
+        resolve_source("owner/name")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match="pip install"):
         resolve_source("owner/name")
@@ -182,6 +190,11 @@ def test_hub_failures_say_what_to_do(monkeypatch, tmp_path):
             resolve_source(wrong)
     with pytest.raises(CheckpointError, match="revision 'main' has no meaning"):
         resolve_source(tmp_path, "main")
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("ab" * 20)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"folder in the hub's cache: give its name on the hub, or {snapshot}"):
+        resolve_source(snapshot.parent.parent)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
         resolve_source(tmp_path / "file")
