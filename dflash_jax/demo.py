@@ -38,7 +38,10 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
     print("-" * 80)
     drafted, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in (True, False))
     speeds = [tokens_per_second(completions) for completions in (drafted, plain)]
-    print(f"with drafting     {speeds[0]:8.0f} tokens/s   ({speeds[0] / speeds[1]:.2f} times as fast)")
+    ratio = (
+        f"   ({speeds[0] / speeds[1]:.2f} times as fast)" if all(speeds) else ""
+    )  # one token each: no time was measured
+    print(f"with drafting     {speeds[0]:8.0f} tokens/s{ratio}")
     print(f"without           {speeds[1]:8.0f} tokens/s")
     if model.draft is not None:
         longest = model.draft.num_drafts + 1

@@ -15,6 +15,7 @@ from dflash_jax.bench.measure import Figures, measure
 from dflash_jax.bench.workload import Workload, random_pair, read_prompts, synthetic
 from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
+from dflash_jax.files import written_whole
 from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
@@ -134,10 +135,5 @@ def write(path: str, rows: list[dict[str, Any]]) -> None:
     if path == "-":
         print(text, end="")
         return
-    scratch = Path(f"{path}.tmp-{os.getpid()}")
-    try:
+    with written_whole(path) as scratch:
         scratch.write_text(text)
-        os.replace(scratch, path)
-    except OSError:
-        scratch.unlink(missing_ok=True)
-        raise

@@ -61,15 +61,19 @@ def read_prompts(path: str | Path) -> list[str]:
       PromptError: the file cannot be read, holds no prompt, or an item has none of the keys.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path} cannot be read: {error}") from error
     rows: Sequence[Any]
     try:
         whole = json.loads(text)
-        rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError:
-        lines = [line for line in text.splitlines() if line.strip()]
+        whole = None
+    if isinstance(whole, list | dict | str):
+        rows = whole if isinstance(whole, list) else [whole]
+    else:
+        # Not `splitlines`: what else separates lines stands inside the strings of JSON.
+        lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
         rows = [json.loads(line) for line in lines] if _are_json(lines) else lines
     if not rows:
         raise PromptError(f"{path} holds no prompt")

@@ -1,7 +1,9 @@
 """Command line of the training package: `python -m dflash_jax.training --out DIR --work WORKDIR`."""
 
 import argparse
+import dataclasses
 import importlib.metadata
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,8 +12,9 @@ import jax
 import numpy as np
 
 from dflash_jax.errors import DFlashError
+from dflash_jax.files import written_whole
 from dflash_jax.training.card import cards
-from dflash_jax.training.corpus import build_corpus, heldout_prompts, heldout_windows
+from dflash_jax.training.corpus import TrainingError, build_corpus, heldout_prompts, heldout_windows
 from dflash_jax.training.drafter import train_drafter
 from dflash_jax.training.evaluate import lines, report_card
 from dflash_jax.training.export import export_pair, write_json
@@ -68,13 +71,31 @@ def versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items())
 
 
+def check_work(settings: Settings, work: Path) -> None:
+    """Remembers the settings in the work folder. Raises TrainingError where it holds what a run with others has left."""
+    path = work / "settings.json"
+    ours = json.loads(json.dumps(dataclasses.asdict(settings)))
+    if not path.exists():
+        with written_whole(path) as scratch:
+            scratch.write_text(json.dumps(ours, indent=1))
+        return
+    theirs = json.loads(path.read_text())
+    names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if names:
+        shown = ", ".join(f"{name} {theirs.get(name)!r:.60}, now {ours.get(name)!r:.60}" for name in names)
+        raise TrainingError(
+            f"{work} holds a run with other settings ({shown}): name another --work, or repeat its arguments"
+        )
+
+
 def train(settings: Settings, preset: str, out: Path, work: Path, clock: Clock) -> None:
     """All stages. Each reads what an earlier process left in `work`.
 
     Raises:
       Interrupted: the clock ran out.
-      TrainingError: the corpus is too small.
+      TrainingError: the corpus is too small, or `work` is of a run with other settings.
     """
+    check_work(settings, work)
     clock.report(f"device: {jax.devices()[0].device_kind}")
     corpus = build_corpus(settings, work / "corpus", clock.report)
     length = settings.rollouts[0].prompt

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dflash_jax.errors import DFlashError
+from dflash_jax.files import written_whole
 from dflash_jax.training.licences import permissive_licence
 from dflash_jax.training.settings import EOS_ID, Settings
 from dflash_jax.training.tokenizer import encode_files, train_tokenizer
@@ -162,7 +163,8 @@ def build_corpus(settings: Settings, folder: Path, report: Report) -> Corpus:
     manifest = {"packages": summary(files, settings), "left_out": skipped}
     manifest |= {"tokens": counts["train"], "prompt_tokens": counts["prompts"]}
     manifest["characters_per_token"] = sum(len(text) + 1 for text in used) / sum(counts.values())
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    with written_whole(folder / "manifest.json") as scratch:  # last: the folder is believed once it has this
+        scratch.write_text(json.dumps(manifest, indent=1))
     report(f"corpus: tokens {counts}, {manifest['characters_per_token']:.2f} characters each")
     return load_corpus(folder)
 

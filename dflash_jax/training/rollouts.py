@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import Qwen3Config
+from dflash_jax.files import written_whole
 from dflash_jax.models import bind
 from dflash_jax.training.attention import GrowingCache
 from dflash_jax.training.optimizer import Params, half
@@ -68,7 +69,8 @@ def roll_out(
                 seed = settings.seed * 1000 + 10 * index + (kind == "sampled")
                 began = clock.elapsed()
                 ids = _continuations(settings, params, plan, tokens, count, seed, kind == "sampled", clock)
-                np.save(path, ids)
+                with written_whole(path) as scratch:
+                    np.save(scratch, ids)
                 clock.note("rollouts", seconds=clock.elapsed() - began)
                 clock.report(f"rollouts: {len(ids)} {kind} continuations of {plan.prompt} + {plan.new} tokens")
             parts[kind] = np.load(path)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from dflash_jax.files import written_whole
 from dflash_jax.training.optimizer import learning_rates
 from dflash_jax.training.settings import Settings
 
@@ -45,7 +46,8 @@ class Clock:
         entry = self.log.setdefault(stage, {})
         values["seconds"] = entry.get("seconds", 0.0) + values.get("seconds", 0.0)
         entry.update(values)
-        self.path.write_text(json.dumps(self.log, indent=1))
+        with written_whole(self.path) as scratch:
+            scratch.write_text(json.dumps(self.log, indent=1))
 
 
 def latest(folder: Path) -> int | None:

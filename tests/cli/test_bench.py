@@ -105,10 +105,14 @@ def test_what_is_refused(model, workload, options, message) -> None:
         ("one line\n{not json\n", ["one line", "{not json"]),
         ('"said" and done\n"quoted"\n', ['"said" and done', '"quoted"']),
         ('{"text": "a"}', ["a"]),
+        ("\ufeffdef a(\r\nb\r\n", ["def a(", "b"]),
+        ('{"prompt": "a\u2028b\x85c"}\n{"prompt": "d"}\n', ["a\u2028b\x85c", "d"]),
+        ("a\x0cb\n", ["a\x0cb"]),
+        ("42\n", ["42"]),
     ],
 )
 def test_prompt_files(tmp_path, text, prompts) -> None:
-    (tmp_path / "prompts").write_text(text)
+    (tmp_path / "prompts").write_text(text, encoding="utf-8")
     assert read_prompts(tmp_path / "prompts") == prompts
 
 

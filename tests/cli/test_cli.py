@@ -233,6 +233,11 @@ def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):
     assert "same text         yes: 1 of 1" in out
 
 
+def test_demo_of_one_token_has_no_time_to_compare(target, capsys):
+    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "1"]) == 0
+    assert re.search(r"with drafting +0 tokens/s\nwithout +0 tokens/s\n", capsys.readouterr().out)
+
+
 def test_demo_without_a_drafter(target, capsys):
     assert main(["demo", "ab", "--model", str(target), "--no-draft", "--max-tokens", "9"]) == 0
     assert "acceptance" not in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The whole command on a handful of files, what it writes, and what happens when it is interrupted."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -152,6 +153,38 @@ def test_time_limit_ends_with_its_own_status(tiny, tmp_path):
     ]
     assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
     assert not (tmp_path / "out").exists()
+
+
+def test_a_work_folder_of_other_settings_is_not_gone_on_with(tiny, tmp_path, capsys):
+    """What lies there was trained with other taps; a card would name the new ones."""
+    arguments = [
+        "--preset",
+        "tiny",
+        "--folder",
+        tiny.folder,
+        "--out",
+        str(tmp_path / "out"),
+        "--work",
+        str(tmp_path / "work"),
+    ]
+    for _ in range(2):
+        assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
+    assert main([*arguments, "--stop-after", "0", "--taps", "0,2", "--seed", "3"]) == 1
+    assert "other settings (seed 0, now 3, taps [0, 1], now [0, 2]): name another --work" in capsys.readouterr().err
+
+
+def test_what_a_run_has_left_is_whole(tmp_path, monkeypatch):
+    clock = quiet(tmp_path)
+    clock.note("target", steps=1)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="full"):
+        clock.note("target", steps=2)
+    assert quiet(tmp_path).log["target"]["steps"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["log.json"]
+
+
+def full(*_):
+    raise OSError("the disk is full")
 
 
 def test_a_corpus_without_files_is_an_error(tmp_path, capsys):
