@@ -1,6 +1,24 @@
 """Checks of shapes that several operations share. Each raises ValueError with what was expected and what came."""
 
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array
+
+
+def check_axes(**of_each: tuple[Any, str]) -> None:
+    """Arrays by name, each with the letters of its axes."""
+    for name, (array, letters) in of_each.items():
+        if not hasattr(array, "shape") or len(array.shape) != len(letters.split()):
+            came = array.shape if hasattr(array, "shape") else f"a {type(array).__name__}"
+            raise ValueError(f"{name} must be an array [{', '.join(letters.split())}], not {came}")
+
+
+def check_filled(**of_each: Array) -> None:
+    """Arrays by name that have an entry or more."""
+    for name, array in of_each.items():
+        if 0 in array.shape:
+            raise ValueError(f"{name} {array.shape} must have one entry or more along each axis")
 
 
 def check_latent_pages(latent_pages: Array, width: int | None = None) -> None:
@@ -9,24 +27,38 @@ def check_latent_pages(latent_pages: Array, width: int | None = None) -> None:
         raise ValueError(f"latent pages of {latent_pages.shape} are not [P, 1, p, {'C' if width is None else width}]")
 
 
-def check_sequences(sequences: int, **of_each: Array | None) -> None:
-    """Arrays by name that have a number for each sequence, and `page_table [B, W]`; None where a call has none."""
+def check_sequences(sequences: int, **of_each: Any) -> None:
+    """Arrays of integers by name that have a number for each sequence, and `page_table [B, W]`; None where a call has none."""
     given = {name: array for name, array in of_each.items() if array is not None}
-    ranks = {"page_table": 2}
-    if sequences < 1 or any(x.ndim != ranks.get(name, 1) or x.shape[0] != sequences for name, x in given.items()):
+    check_axes(**{name: (array, "B W" if name == "page_table" else "B") for name, array in given.items()})
+    if sequences < 1 or any(array.shape[0] != sequences for array in given.values()):
         came = ", ".join(f"{name} {array.shape}" for name, array in given.items())
-        raise ValueError(f"{came} must start with {sequences} sequences, at least one, and only page_table has columns")
+        raise ValueError(f"{came} must start with {sequences} sequences, at least one")
+    check_integers(**given)
 
 
-def check_of_heads(heads: int, **of_each: Array | None) -> None:
-    """Arrays by name that have a number for each query head; None where a call has none."""
+def check_integers(**of_each: Array) -> None:
+    """Arrays by name that count, or point at something."""
     for name, array in of_each.items():
-        if array is not None and array.shape != (heads,):
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} must hold integers, not {array.dtype}")
+
+
+def check_of_heads(heads: int, **of_each: Any) -> None:
+    """Arrays by name that have a number for each query head; None where a call has none."""
+    given = {name: array for name, array in of_each.items() if array is not None}
+    check_axes(**{name: (array, "N") for name, array in given.items()})
+    for name, array in given.items():
+        if array.shape != (heads,):
             raise ValueError(f"{name} {array.shape} must be ({heads},), one for each query head")
 
 
 def check_wide(advice: str, **arrays: Array) -> None:
     """Arrays by name whose numbers have no scale: eight bits would also round what is multiplied with them."""
     for name, array in arrays.items():
-        if array.dtype.itemsize < 2:
+        if not is_wide(array):
             raise ValueError(f"{name} must be bfloat16, float16 or float32, not {array.dtype}: {advice}")
+
+
+def is_wide(array: Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1

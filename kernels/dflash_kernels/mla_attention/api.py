@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.checks import check_latent_pages, check_sequences, check_wide
+from dflash_kernels.checks import check_axes, check_filled, check_latent_pages, check_sequences, check_wide, is_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.mla_attention.mosaic_gpu import mla_attention_mosaic_gpu
 from dflash_kernels.mla_attention.reference import mla_attention_reference
@@ -56,16 +56,20 @@ def mla_attention(
       Attention-weighted latents in q's dtype, to be up-projected by the caller; rows without a visible key are 0, their lse -inf.
 
     Raises:
-      ValueError: shapes do not agree, a scale is given for pages that have none, or q is in eight bits.
+      ValueError: shapes do not agree, a scale is given for pages that have none, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(q=(q, "B T N C"), latent_pages=(latent_pages, "P 1 p C"))
     check_wide("only pages may have eight bits", q=q)
     b, t, _, width = q.shape
     check_latent_pages(latent_pages, width)
     if not 0 < kv_lora_rank <= width:
         raise ValueError(f"kv_lora_rank {kv_lora_rank} must be at least 1 and at most the rows' width {width}")
     check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
+    check_filled(q=q, latent_pages=latent_pages, page_table=page_table)
     quantised = latent_pages.dtype == jnp.float8_e4m3fn
+    if not quantised and not is_wide(latent_pages):
+        raise ValueError(f"latent pages are bfloat16, float16, float32 or float8_e4m3fn, not {latent_pages.dtype}")
     if latent_scale is not None and (not quantised or jnp.shape(latent_scale) != ()):
         raise ValueError(
             f"latent_scale is one number for float8_e4m3fn pages; these are {latent_pages.dtype}, it is {jnp.shape(latent_scale)}"

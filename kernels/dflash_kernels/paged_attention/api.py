@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.checks import check_of_heads, check_sequences, check_wide
+from dflash_kernels.attention_options import fitting_options
+from dflash_kernels.checks import check_axes, check_filled, check_of_heads, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic_gpu
@@ -55,8 +56,8 @@ def paged_attention(
       seq_lens: int32 keys of each sequence, the query tokens' own included; 0 for an idle row.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
       causal: a query sees no key after its own position.
-      window: keys seen to the left and right of the query's position, None on a side for all.
-      soft_cap: c of `c * tanh(score / c)`, applied after the scale.
+      window: keys seen to the left and right of the query's position, 0 and more, None on a side for all.
+      soft_cap: c of `c * tanh(score / c)`, positive, applied after the scale.
       sinks: float32 logit per head added to the softmax denominator only.
       alibi_slopes: float32 slope per head: `slope * (key position - query position)` is added to the score, after the cap.
       alibi_sqrt: add `-slope * sqrt(distance)` for keys behind the query and nothing for keys ahead of it instead.
@@ -73,24 +74,26 @@ def paged_attention(
       Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit).
 
     Raises:
-      ValueError: shapes do not agree, scales do not fit the pages' dtype, or q is in eight bits.
+      ValueError: shapes do not agree, scales do not fit the pages' dtype, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(q=(q, "B T N H"), k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"))
+    check_filled(k_pages=k_pages, v_pages=v_pages)
     check_wide("only pages may have eight bits", q=q)
     b, _, n, h = q.shape
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     if n % kv_heads or head_dim != h or k_pages.shape != v_pages.shape:
         raise ValueError(f"q heads {n} x {h} do not fit pages of {k_pages.shape} and {v_pages.shape} [P, K, p, H]")
     check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
+    check_filled(q=q, page_table=page_table)
     check_of_heads(n, sinks=sinks, alibi_slopes=alibi_slopes)
     if q_lens is None:
         q_lens = jnp.full((b,), q.shape[1], jnp.int32)
     with jax.named_scope("paged_attention"):
         out, lse = first_fitting(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,
-            causal=causal, window=window or (None, None), soft_cap=soft_cap, sinks=sinks, alibi_slopes=alibi_slopes,
+            **fitting_options(window, soft_cap, scale, h), causal=causal, sinks=sinks, alibi_slopes=alibi_slopes,
             alibi_sqrt=alibi_sqrt, k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
-            v_scale=fitting_scale(v_scale, v_pages, "v_scale", (kv_heads, h)), scale=h**-0.5 if scale is None else scale,
-            schedule=schedule,
+            v_scale=fitting_scale(v_scale, v_pages, "v_scale", (kv_heads, h)), schedule=schedule,
         )  # fmt: skip
     return (out, lse) if return_lse else out

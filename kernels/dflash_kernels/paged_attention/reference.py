@@ -81,7 +81,7 @@ def _attend(
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     if alibi_slopes is not None:
         bias = -jnp.sqrt(jnp.maximum(behind, 0).astype(jnp.float32)) if alibi_sqrt else -behind.astype(jnp.float32)
-        scores += alibi_slopes.reshape(kv_heads, -1, 1, 1) * bias[:, None, None]
+        scores += alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1, 1, 1) * bias[:, None, None]
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     sink = jnp.full((1, kv_heads, n // kv_heads, 1, 1), -jnp.inf)

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.checks import check_of_heads, check_sequences, check_wide
+from dflash_kernels.attention_options import fitting_options
+from dflash_kernels.checks import check_axes, check_filled, check_integers, check_of_heads, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.page_scales import fitting_scale
 from dflash_kernels.ragged_attention.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
@@ -47,8 +48,8 @@ def ragged_attention(
       cu_q_lens, cu_kv_lens: `[B + 1]` int32, starting with 0 and not decreasing; sequences may be empty. `cu_kv_lens` None: as the
         queries.
       causal: a query sees no key after its own position.
-      window: keys seen to the left and right of the query's position, None on a side for all.
-      soft_cap: c of `c * tanh(score / c)`, applied after the scale.
+      window: keys seen to the left and right of the query's position, 0 and more, None on a side for all.
+      soft_cap: c of `c * tanh(score / c)`, positive, applied after the scale.
       sinks: float32 logit per head added to the softmax denominator only.
       alibi_slopes: float32 slope per head: `slope * (key position - query position)` is added to the score, after the cap.
       alibi_sqrt: add `-slope * sqrt(distance)` for keys behind the query and nothing for keys ahead of it instead.
@@ -60,9 +61,10 @@ def ragged_attention(
       Output in q's dtype; rows without a visible key are 0 and their lse is -inf (or the sink's logit), padding is 0 and -inf.
 
     Raises:
-      ValueError: shapes do not agree, or something is in eight bits.
+      ValueError: shapes do not agree, something is in eight bits, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(q=(q, "T N H"), k=(k, "S K H"), v=(v, "S K V"), cu_q_lens=(cu_q_lens, "B+1"))
     check_wide(UNPACKED, q=q, k=k, v=v)
     if cu_kv_lens is None:
         cu_kv_lens = cu_q_lens
@@ -70,13 +72,16 @@ def ragged_attention(
             raise ValueError(f"{k.shape[0]} keys for {q.shape[0]} queries; pass cu_kv_lens where they differ")
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"keys {k.shape} and values {v.shape} must agree in rows and heads [S, K, ...]")
+    check_axes(cu_kv_lens=(cu_kv_lens, "B+1"))
+    check_integers(cu_kv_lens=cu_kv_lens)
     if cu_kv_lens.shape != cu_q_lens.shape:
         raise ValueError(f"cu_kv_lens {cu_kv_lens.shape} must have one entry for each of cu_q_lens {cu_q_lens.shape}")
-    _check_queries(q, k.shape[1], k.shape[2], cu_q_lens, sinks, alibi_slopes)
+    _check_queries(q, k.shape[1], k.shape[2], cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
     with jax.named_scope("ragged_attention"):
         out, lse = first_fitting(
             "ragged_attention", DENSE, implementation, q, k, v, cu_q_lens, cu_kv_lens,
-            **_options(q, causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale),
+            **fitting_options(window, soft_cap, scale, q.shape[-1]), causal=causal, sinks=sinks, alibi_slopes=alibi_slopes,
+            alibi_sqrt=alibi_sqrt,
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -119,42 +124,34 @@ def ragged_paged_attention(
       As `ragged_attention`.
 
     Raises:
-      ValueError: shapes do not agree, scales do not fit the pages' dtype, or q is in eight bits.
+      ValueError: shapes do not agree, scales do not fit the pages' dtype, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(q=(q, "T N H"), k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p V"), cu_q_lens=(cu_q_lens, "B+1"))
+    check_filled(k_pages=k_pages, v_pages=v_pages)
     check_wide("only pages may have eight bits", q=q)
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(f"pages {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
-    _check_queries(q, k_pages.shape[1], k_pages.shape[3], cu_q_lens, sinks, alibi_slopes)
+    _check_queries(q, k_pages.shape[1], k_pages.shape[3], cu_q_lens, sinks=sinks, alibi_slopes=alibi_slopes)
     check_sequences(cu_q_lens.shape[0] - 1, page_table=page_table, seq_lens=seq_lens)
+    check_filled(page_table=page_table)
     with jax.named_scope("ragged_paged_attention"):
         out, lse = first_fitting(
             "ragged_paged_attention", PAGED, implementation, q, k_pages, v_pages, cu_q_lens, page_table, seq_lens,
-            **_options(q, causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale),
-            k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
+            **fitting_options(window, soft_cap, scale, q.shape[-1]), causal=causal, sinks=sinks, alibi_slopes=alibi_slopes,
+            alibi_sqrt=alibi_sqrt, k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
             v_scale=fitting_scale(v_scale, v_pages, "v_scale", v_pages.shape[1::2]),
         )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
-def _check_queries(
-    q: Array, kv_heads: int, head_dim: int, cu_q_lens: Array, sinks: Array | None, alibi_slopes: Array | None
-) -> None:
+def _check_queries(q: Array, kv_heads: int, head_dim: int, cu_q_lens: Array, **of_heads: Any) -> None:
     n, h = q.shape[1:]
-    if n % kv_heads or head_dim != h:
+    if 0 in (n, h, kv_heads) or n % kv_heads or head_dim != h:
         raise ValueError(f"q heads {n} x {h} do not fit keys of {kv_heads} heads x {head_dim}")
     if cu_q_lens.shape[0] < 2:
         raise ValueError(
             f"cu_q_lens {cu_q_lens.shape} must have the start of every sequence and the end: [B + 1], B at least 1"
         )
-    check_of_heads(n, sinks=sinks, alibi_slopes=alibi_slopes)
-
-
-def _options(
-    q: Array, causal: bool, window: tuple[int | None, int | None] | None, soft_cap: float | None, sinks: Array | None,
-    alibi_slopes: Array | None, alibi_sqrt: bool, scale: float | None,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "causal": causal, "window": tuple(window or (None, None)), "soft_cap": soft_cap, "sinks": sinks,
-        "alibi_slopes": alibi_slopes, "alibi_sqrt": alibi_sqrt, "scale": q.shape[-1] ** -0.5 if scale is None else scale,
-    }  # fmt: skip
+    check_integers(cu_q_lens=cu_q_lens)
+    check_of_heads(n, **of_heads)

@@ -93,7 +93,7 @@ def _attend(
     if window[1] is not None:
         visible &= behind >= -window[1]
 
-    grouped = q.reshape(t, kv_heads, -1, h)
+    grouped = q.reshape(t, kv_heads, n // kv_heads, h)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k, precision=precision, preferred_element_type=jnp.float32) * scale
     if k_scale is not None:
         scores *= k_scale.T[:, None, None]
@@ -103,7 +103,7 @@ def _attend(
         bias = -jnp.sqrt(jnp.maximum(behind, 0).astype(jnp.float32)) if alibi_sqrt else -behind.astype(jnp.float32)
         scores += alibi_slopes.astype(jnp.float32).reshape(kv_heads, -1, 1, 1) * bias
     scores = jnp.where(visible, scores, -jnp.inf)
-    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     sink = jnp.full((kv_heads, n // kv_heads, 1, 1), -jnp.inf)
     if sinks is not None:
         sink = sinks.astype(jnp.float32).reshape(sink.shape)
@@ -119,4 +119,4 @@ def _attend(
         out *= v_scale.reshape(kv_heads, 1, 1, -1)
     lse = jnp.where(live, (top + jnp.log(total))[..., 0], -jnp.inf)
     out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
-    return out.reshape(t, n, -1).astype(q.dtype), lse.reshape(t, n)
+    return out.reshape(t, n, v.shape[-1]).astype(q.dtype), lse.reshape(t, n)

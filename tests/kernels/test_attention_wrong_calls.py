@@ -1,0 +1,95 @@
+"""What people get wrong in calls of attention: each is a sentence, in every op, and none is a silent answer."""
+
+import inspect
+from typing import Any
+
+import dflash_kernels
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+FLOATS, LENS = jnp.ones((10, 4, 16)), jnp.array([9, 16], jnp.int32)
+POOL, TABLE = jnp.ones((8, 2, 4, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+ENDS = jnp.array([0, 4, 10], jnp.int32)
+CALLS: dict[str, dict[str, Any]] = {
+    "paged_attention": {
+        "q": jnp.ones((2, 3, 4, 16)), "k_pages": POOL, "v_pages": POOL, "page_table": TABLE, "seq_lens": LENS,
+    },
+    "ragged_attention": {"q": FLOATS, "k": FLOATS[:, :2], "v": FLOATS[:, :2], "cu_q_lens": ENDS},
+    "ragged_paged_attention": {
+        "q": FLOATS, "k_pages": POOL, "v_pages": POOL, "cu_q_lens": ENDS, "page_table": TABLE, "seq_lens": LENS,
+    },
+    "mla_attention": {
+        "q": jnp.ones((2, 3, 4, 16)), "latent_pages": POOL[:, :1], "page_table": TABLE, "seq_lens": LENS, "kv_lora_rank": 8,
+        "scale": 0.25,
+    },
+}  # fmt: skip
+MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")
+WRONG = [
+    *(
+        (op, {"window": window}, "window .* must be a pair")
+        for op in MASKED
+        for window in ((-1, -1), 3, (3, 1, 1), (2.5, 0))
+    ),
+    *((op, {"soft_cap": cap}, "soft_cap .* must be positive, or None") for op in MASKED for cap in (0.0, -1.0, np.nan)),
+    *((op, {"sinks": [0.0] * 4}, r"sinks must be an array \[N\], not a list") for op in MASKED),
+    *((op, {"q": CALLS[op]["q"][0]}, r"q must be an array \[.*\], not \(") for op in CALLS),
+    *((op, {"q": jnp.ones(CALLS[op]["q"].shape, jnp.int32)}, "q must be bfloat16, .* not int32") for op in CALLS),
+    *((op, {"q": CALLS[op]["q"][..., :0, :]}, "entry or more|do not fit") for op in CALLS),
+    *((op, {"seq_lens": LENS.astype(jnp.float32)}, "must hold integers, not float32") for op in CALLS if "paged" in op),
+    *((op, {"seq_lens": [9, 16]}, r"seq_lens must be an array \[B\], not a list") for op in CALLS if "paged" in op),
+    *(
+        (op, {"page_table": TABLE[:, :0]}, r"page_table \(2, 0\) must have one entry")
+        for op in CALLS
+        if "ragged_a" not in op
+    ),
+    *((op, {"k_pages": POOL[0]}, r"k_pages must be an array \[P, K, p, H\]") for op in CALLS if "paged" in op),
+    *(
+        (op, {"k_pages": POOL.astype(kind), "v_pages": POOL.astype(kind)}, "pages are bfloat16, .* or int8, not")
+        for op in CALLS
+        if "paged" in op
+        for kind in (jnp.uint8, jnp.int32, jnp.float8_e5m2)
+    ),
+    ("paged_attention", {"q": jnp.ones((2, 0, 4, 16))}, "q .* must have one entry or more"),
+    ("mla_attention", {"latent_pages": POOL[:, :1].astype(jnp.uint8)}, "latent pages are .* not uint8"),
+    ("ragged_attention", {"cu_q_lens": ENDS.astype(jnp.float32)}, "must hold integers, not float32"),
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "message"), WRONG)
+def test_a_wrong_argument_is_named(op: str, changes: dict[str, Any], message: str) -> None:
+    # The function itself: in test runs a shape checker around it would speak first.
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(getattr(dflash_kernels, op))(**CALLS[op] | changes)
+
+
+@pytest.mark.parametrize("op", MASKED)
+def test_numbers_of_any_width(op: str) -> None:
+    """Windows past any sequence have no border, and NumPy's numbers make no result wider."""
+    call = inspect.unwrap(getattr(dflash_kernels, op))
+    wanted = call(**CALLS[op], scale=0.5, soft_cap=3.0, alibi_slopes=jnp.ones(4), return_lse=True)
+    with jax.enable_x64(True):
+        given = call(
+            **CALLS[op], window=(2**31 - 1, 2**40), scale=np.float64(0.5), soft_cap=np.float64(3), alibi_slopes=jnp.ones(4),
+            return_lse=True,
+        )  # fmt: skip
+    for ours, theirs in zip(given, wanted, strict=True):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    one = call(**CALLS[op], scale=jnp.float32(0.5), soft_cap=3.0, alibi_slopes=jnp.ones(4))
+    np.testing.assert_array_equal(one, wanted[0])
+
+
+def test_nothing_packed_at_all() -> None:
+    def attend(tokens: int, keys: int, ends: Array, key_ends: Array) -> tuple[Array, Array]:
+        arrays = jnp.ones((tokens, 4, 16)), jnp.ones((keys, 2, 16)), jnp.ones((keys, 2, 8))
+        return dflash_kernels.ragged_attention(*arrays, ends, key_ends, return_lse=True)  # pyright: ignore
+
+    none, some = jnp.zeros((3,), jnp.int32), jnp.array([0, 1, 3], jnp.int32)
+    assert [x.shape for x in attend(0, 3, none, some)] == [(0, 4, 8), (0, 4)]
+    out, lse = attend(3, 0, some, none)
+    assert out.shape == (3, 4, 8)
+    assert (out == 0).all()
+    assert (lse == -jnp.inf).all()
