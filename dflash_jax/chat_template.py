@@ -5,22 +5,26 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from dflash_jax.errors import PromptError, TokenizerError
+from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any]) -> str:
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], special: Mapping[str, str], options: Mapping[str, Any]
+) -> str:
     """The text that a template makes of messages, ready for the answer.
 
     Args:
-      names: what else it may read; `tools` and `documents` are None where they are not among them.
+      special: named special tokens.
+      options: what else it is told; `tools` and `documents` are None where they are not among them.
 
     Raises:
       PromptError: it refuses these messages.
+      ParameterError: it asks for no such option.
       TokenizerError: the template itself is broken.
     """
     environment = ImmutableSandboxedEnvironment(
@@ -29,13 +33,25 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], names: Mapping[
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     environment.filters["tojson"] = _to_json
     # Templates compare `tools` with none: a name that is not defined would not be equal to it.
-    given = {"tools": None, "documents": None, "messages": list(messages), "add_generation_prompt": True, **names}
+    given = {"tools": None, "documents": None, "messages": list(messages), "add_generation_prompt": True, **special}
     try:
-        return environment.from_string(template).render(**given)
+        _check_options(environment, template, options)
+        return environment.from_string(template).render({**given, **options})
     except _Refusal as error:
         raise PromptError(f"the chat template refused these messages: {error}") from error
+    except ParameterError:
+        raise
     except Exception as error:  # a template can fail in every way an expression can
         raise TokenizerError(f"the chat template fails on these messages: {error}") from error
+
+
+def _check_options(environment: Environment, template: str, options: Mapping[str, Any]) -> None:
+    """Raises ParameterError for names that the template would pass over, a misspelt one for example."""
+    asked = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - {"messages"}
+    if unknown := options.keys() - asked:
+        raise ParameterError(
+            f"the chat template asks for no {', '.join(sorted(unknown))}: its options are {', '.join(sorted(asked)) or 'none'}"
+        )
 
 
 class _Generation(Extension):

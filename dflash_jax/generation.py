@@ -109,6 +109,8 @@ def stream(
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
       DFlashError: at the first piece, while the model is serving another call.
     """
+    if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1:
+        raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": cycles}
     return _pieces(model, [prompts] if single else list(prompts), params, **options)
@@ -131,10 +133,15 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # Arrays have the method too.
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
-def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
+def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
     """Token ids of one prompt.
 
     Raises:
@@ -143,26 +150,26 @@ def prompt_ids(model: Model, prompt: Prompt, *, chat: bool, options: Mapping[str
     """
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, bytes | bytearray):
-        raise PromptError(
-            f"a prompt must be a text, token ids or messages, got bytes {prompt!r:.80}: decode them first"
-        )
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
+    if listed and all(_is_id(token) for token in prompt):
         return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
+    if not isinstance(prompt, str) and not (listed and all(isinstance(message, Mapping) for message in prompt)):
+        raise PromptError(
+            f"a prompt must be a text, token ids or messages, got {type(prompt).__name__} {prompt!r:.80}: decode bytes, and give "
+            "an array of ids as a list"
+        )
     if model.tokenizer is None:
         raise TokenizerError(
             f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder"
         )
     if isinstance(prompt, str):
         return tuple(model.tokenizer.encode(prompt))
-    if isinstance(prompt, Sequence) and all(isinstance(message, Mapping) for message in prompt):
-        return tuple(model.tokenizer.encode_chat(cast(Messages, prompt), **(options or {})))
-    raise PromptError(f"a prompt must be a text, token ids or messages, got {prompt!r:.80}")
+    return tuple(model.tokenizer.encode_chat(prompt, **(options or {})))
 
 
 def make_requests(
     model: Model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Any],
     params: Params = None,
     *,
     chat: bool = False,

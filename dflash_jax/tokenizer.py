@@ -45,6 +45,9 @@ class Tokenizer:
             if is_pointer(path):
                 raise TokenizerError(f"{path} {POINTER}") from error
             raise TokenizerError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
+        # How somebody once prepared batches for training: here a prompt would be cut, or filled up, without a word.
+        backend.no_truncation()
+        backend.no_padding()
         settings = read_json(folder / "tokenizer_config.json")
         template = settings.get("chat_template")
         if isinstance(template, list):
@@ -82,7 +85,7 @@ class Tokenizer:
         """Text of token ids, special tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of messages through the chat template, ready for the answer.
 
         The template runs in Jinja's immutable sandbox: it is data from a model folder.
@@ -93,6 +96,7 @@ class Tokenizer:
 
         Raises:
           PromptError: there is no template, or it refuses these messages.
+          ParameterError: the template asks for no such option.
           TokenizerError: the template itself is broken.
         """
         if self.template is None:
@@ -100,7 +104,7 @@ class Tokenizer:
                 "this model has no chat template and takes no messages: give a text to continue (without --chat or chat=True), or "
                 "a model whose folder has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
-        text = render(self.template, messages, {**self.special, **options})
+        text = render(self.template, messages, self.special, options)
         return self.encode(text, special=False)
 
 

@@ -203,7 +203,7 @@ def log_probabilities(
     """Log-probabilities of the emitted tokens and of the most probable ones, from the target's unfiltered logits."""
     if raw is None or not setup.logprobs:
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
-        return jnp.full(tokens.shape, jnp.nan), empty.astype(jnp.int32), empty
+        return jnp.full(tokens.shape, jnp.nan, jnp.float32), empty.astype(jnp.int32), empty
     table = jax.nn.log_softmax(raw, axis=-1)
     top, ids = jax.lax.top_k(table, min(MAX_LOGPROBS, raw.shape[-1]))
     return jnp.take_along_axis(table, tokens[:, :, None], axis=-1)[..., 0], ids, top

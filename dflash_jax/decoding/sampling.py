@@ -44,7 +44,7 @@ def noise_at(
 
     def one(key_data: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
-        return jax.random.gumbel(jax.random.fold_in(key, stream), (vocab,), mode="high")
+        return jax.random.gumbel(jax.random.fold_in(key, stream), (vocab,), jnp.float32, mode="high")
 
     return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
 

@@ -1,5 +1,6 @@
 """One pass over requests: who gets a slot, what the device does next, and what comes back."""
 
+import inspect
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,7 +28,7 @@ MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 
 
 class Run:
-    """One pass over a list of requests. Iterating yields `Update`s; closing or leaving early gives every page back.
+    """One pass over a list of requests. Iterating yields `Update`s; closing it gives every page back.
 
     Requests are admitted in order of arrival, each as soon as a slot is free and the pool has room for its prompt beside what the
     running ones need for their next few cycles. A pool that runs out is answered with fewer cycles for each look at the results,
@@ -59,8 +60,13 @@ class Run:
 
         Raises:
           PromptError, CapacityError: see `Core.check`.
-          ParameterError: it has more stop ids than the run was started for.
+          ParameterError: it has more stop ids than the run was started for, or the index of one that was cancelled.
+          DFlashError: the run has ended.
         """
+        if inspect.getgeneratorstate(self._updates) == inspect.GEN_CLOSED:
+            raise DFlashError("the run has ended, nobody would serve the request: start another run")
+        if request.index in self.cancelled:
+            raise ParameterError(f"index {request.index} was cancelled in this run: give the request another one")
         self.core.check(request)
         if len(request.stop_ids) > self.stop_width:
             raise ParameterError(

@@ -124,6 +124,26 @@ def test_added_requests_bring_what_they_need(pair, make_prompts):
     assert len(logprobs) == 20
 
 
+def test_nothing_is_added_where_it_would_not_be_served(pair, make_prompts):
+    """To a run that has ended or was closed, or under an index whose updates nobody wants any more."""
+    requests = [
+        Request(i, tuple(prompt), SamplingParams(max_tokens=20)) for i, prompt in enumerate(make_prompts((9, 12)))
+    ]
+    over, closed, run = (pair.engine.run(requests[:1], cycles=1) for _ in range(3))
+    assert list(over)
+    closed.close()
+    for ended in (over, closed):
+        with pytest.raises(DFlashError, match="has ended"):
+            ended.add(requests[1])
+    for seen, _ in enumerate(run):
+        if seen == 0:
+            run.add(requests[1])
+            run.cancel(1)
+            with pytest.raises(ParameterError, match="index 1 was cancelled"):
+                run.add(requests[1])
+    pair.assert_free()
+
+
 def test_stop_ids_end_inside_a_block(pair, make_prompts):
     prompt = make_prompts((25,))[0]
     whole = pair.run([prompt])[0][0]

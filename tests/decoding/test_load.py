@@ -135,6 +135,29 @@ def test_what_a_notebook_shows_is_short(target):
     assert len(shown) < 400
 
 
+WRONG = ([np.array([5, 6])], [jnp.array([5])], [[np.array([5, 6])]], [5.0], [[5], None], [b"a"], [True], np.array([5]))
+
+
+@pytest.mark.parametrize("prompt", WRONG, ids=str)
+def test_what_is_no_prompt_says_so(target, prompt):
+    generate = inspect.unwrap(dj.generate)  # the test run checks annotations first
+    with pytest.raises(dj.PromptError, match=r"must be a text, token ids or messages,.* got \w+"):
+        generate(dj.load(target, max_batch=1), prompt, PARAMS)
+
+
+def test_token_ids_of_any_kind(target):
+    model, generate = dj.load(target, max_batch=1), inspect.unwrap(dj.generate)
+    expected = dj.generate(model, [5, 6], PARAMS).token_ids
+    for prompt in (range(5, 7), (5, 6), list(np.array([5, 6])), [np.array(5), jnp.array(6)]):
+        assert generate(model, prompt, PARAMS).token_ids == expected
+
+
+@pytest.mark.parametrize("cycles", [0, -1, None, 2.5, "4", True])
+def test_cycles_of_a_stream(target, cycles):
+    with pytest.raises(dj.ParameterError, match="cycles must be an integer of at least 1"):
+        inspect.unwrap(dj.stream)(dj.load(target, max_batch=1), [5, 6], PARAMS, cycles=cycles)
+
+
 def test_options_of_a_template_that_is_not_used_are_refused(target):
     with pytest.raises(dj.ParameterError, match="chat=True"):
         dj.generate(dj.load(target, max_batch=1), [5, 6], PARAMS, chat_options={"enable_thinking": False})

@@ -1,14 +1,22 @@
-"""The decode loop lowers for GPUs that are not here, with the attention kernel of each."""
+"""The decode loop lowers for GPUs that are not here, with the attention kernel of each, and where 64 bits are enabled."""
 
 import re
+from dataclasses import replace
+from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.prefill import admit
+from dflash_jax.decoding.sampling import Mode, noise_at
+from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
-from dflash_jax.requests import empty_state
+from dflash_jax.requests import Request, empty_state, request_row
+from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
@@ -30,3 +38,29 @@ def test_loop_lowers(make_pair, kind, draft):
         traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, *shapes)
         calls = re.findall(r"custom_call @(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
+
+
+@pytest.mark.parametrize("proposals", get_args(Proposals))
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_64_bits_change_nothing(pair, mode, proposals):
+    """Whoever enables them for work of his own gets the same programs: log-probabilities had ended in a TypeError."""
+    engine = pair.engine
+    setup = replace(engine.setup(mode=mode, draft=True, logprobs=mode != "sampled"), proposals=proposals, verified=3)
+    state = jax.eval_shape(partial(empty_state, setup, 2, STOP_WIDTH, engine.dtype), engine.pool_shapes())
+    row = request_row(setup, Request(0, (1,), SamplingParams()), STOP_WIDTH, engine.dtype)
+    table, logits = np.zeros((2, 4), np.int32), np.zeros((1, 1, engine.target.vocab_size), np.float32)
+    programs = (
+        (partial(loop, setup, 4), engine.weights, table, state, np.int32(4), np.bool_(False), np.zeros(2, bool)),
+        (partial(admit, setup), state, np.int32(1), row, logits),
+    )
+    for program, *args in programs:
+        expected = jax.eval_shape(program, *args)
+        with jax.enable_x64(True):
+            assert jax.eval_shape(program, *args) == expected
+
+
+def test_64_bits_draw_the_same_noise():
+    seed, positions = jnp.array([[1, 2]], jnp.uint32), jnp.array([[7, 8]], jnp.int32)
+    expected = np.asarray(noise_at(seed, positions, 9))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(noise_at(seed, positions, 9), expected)

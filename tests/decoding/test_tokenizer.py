@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.errors import ConfigError, PromptError, TokenizerError
+from dflash_jax.errors import ConfigError, ParameterError, PromptError, TokenizerError
 from dflash_jax.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
@@ -30,7 +30,7 @@ def folder_with(path: Path, **files: Any) -> Path:
     return path
 
 
-def chat(template: str | None, messages: list[dict[str, Any]] = MESSAGES, **options: Any) -> str:
+def chat(template: str | None, messages: list[dict[str, Any]] = MESSAGES, /, **options: Any) -> str:
     tokenizer = byte_level()
     tokenizer.template = template
     return tokenizer.backend.decode(tokenizer.encode_chat(messages, **options), skip_special_tokens=False)
@@ -77,10 +77,28 @@ def test_tools_reach_the_template() -> None:
         chat(template, tools=[chat])
 
 
+@pytest.mark.parametrize("name", ["thinkng", "messages", "range", "role"])
+def test_options_that_a_template_does_not_ask_for_are_refused(name: str) -> None:
+    with pytest.raises(ParameterError, match=f"asks for no {name}: its options are add_generation_prompt, thinking"):
+        chat(TEMPLATE, **{name: False})
+    with pytest.raises(ParameterError, match=f"asks for no {name}: its options are none"):
+        chat("{% set role = 1 %}{{ messages[0].role }}", **{name: False})
+
+
 def test_templates_may_leave_loops_early() -> None:
     assert (
         chat("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}") == "system"
     )
+
+
+def test_prompts_are_not_cut_or_filled_up_as_batches_for_training_were(tmp_path: Path) -> None:
+    backend = byte_level().backend
+    backend.enable_truncation(5)
+    backend.enable_padding(length=40, pad_id=0)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("a longer text") == byte_level().encode("a longer text")
 
 
 def test_a_missing_template_says_what_to_do() -> None:
