@@ -14,7 +14,8 @@ folders are read by whatever is installed under the entry point `dflash_jax.read
 import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -42,7 +43,7 @@ class Checkpoint(Protocol):
     """An opened checkpoint: checked, not yet loaded.
 
     Attributes:
-      dtype: of the stored final norm, which activations take unless `load` is told otherwise.
+      dtype: of most bytes of weights, which a model takes for all of them where no other is asked for.
       notices: what was ignored or decided on opening, one sentence each.
     """
 
@@ -130,7 +131,9 @@ class Converted:
         self.family: Family = family_named(marker["family"])
         self.config: DecoderConfig = self.family.config_class.from_dict(marker["config"])
         self.parameters = self.family.parameters(self.config)
-        self.dtype: str = marker["parameters"].get("norm.weight", {}).get("dtype", "float32")
+        stored = marker["parameters"]
+        free = [one for one in self.parameters if one.dtype is None and one.name in stored]
+        self.dtype = main_dtype((stored[one.name]["dtype"], one.size) for one in free)
         self.notices: list[str] = list(marker["notices"])
         self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
 
@@ -184,6 +187,14 @@ class Converted:
             # Taken out of `found`, so that nothing here keeps alive what the caller lets go of.
             yield {name: found.pop(name) for name in names}
             release_memory()
+
+
+def main_dtype(stored: Iterable[tuple[str, int]]) -> str:
+    """The dtype of most of the weights, given in their arrays' dtypes and sizes: fine-tuning may leave norms in another one."""
+    sizes = Counter[str]()
+    for dtype, size in stored:
+        sizes[dtype] += size
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")
 
 
 def check_dtype(dtype: str | None) -> None:

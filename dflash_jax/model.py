@@ -23,10 +23,10 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.planning import check_limits, choose_dtype, plan_engine
+from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
 from dflash_jax.tokenizer import Tokenizer, end_token_ids
-from dflash_jax.weights import read_weights, same_shapes
+from dflash_jax.weights import read_weights
 
 
 @dataclass(repr=False)
@@ -202,17 +202,13 @@ def load(
                 target.config, params, texts, cache_dtype="int8" if cache_dtype == "int8" else "fp8"
             )
 
-    expected = engine.weights
     compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
-            engine.weights = read_weights(target, drafter, choose_dtype(dtype), engine.dtype, weight_dtype, observe)
+            engine.weights = read_weights(target, drafter, engine.dtype, weight_dtype, observe)
     except BaseException:
         drop(compiled)
         raise
-    if not same_shapes(engine.weights, expected):
-        drop(compiled)
-        engine.programs.forget()
     return model
 
 

@@ -174,10 +174,6 @@ class Programs:
             with kernels_side_by_side() if jax.default_backend() == "gpu" else nullcontext():
                 return traced.lower()
 
-    def forget(self) -> None:
-        """For weights of other shapes than the programs were compiled for."""
-        self._compiled.clear()
-
     def shapes(self) -> list[str]:
         """One line for each compiled program, for people."""
         lines = []

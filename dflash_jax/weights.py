@@ -21,9 +21,7 @@ type Shapes = dict[str, dict[str, Any]]
 def weight_shapes(
     models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype, weight_dtype: WeightDtype | None = None
 ) -> Shapes:
-    """The weights of a target and perhaps its drafter as the engine gets them, in shapes.
-
-    What `read_weights` gives differs from it where a checkpoint stores arrays in another dtype than its final norm.
+    """The weights of a target and perhaps its drafter as `read_weights` gives them, in shapes.
 
     Args:
       weight_dtype: after `quantise_weights`.
@@ -61,33 +59,26 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     return most
 
 
-def same_shapes(weights: Mapping[str, Mapping[str, Any]], expected: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether programs compiled for `expected` take `weights`."""
-    kinds = (jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (weights, expected))
-    return next(kinds) == next(kinds)
-
-
 def read_weights(
     target: Checkpoint,
     drafter: Checkpoint | None,
-    dtype: str | None,
-    draft_dtype: jnp.dtype,
+    dtype: jnp.dtype,
     weight_dtype: WeightDtype | None = None,
     observe: Callable[[Mapping[str, Array]], None] | None = None,
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
     Args:
-      dtype: of the target's weights; None keeps the stored one.
+      dtype: of all weights, but those of which a family fixes it.
       weight_dtype: of large matrices, see `quantise_weights`.
       observe: called with the target's weights as they were read.
     """
-    params = target.load(dtype)
+    params = target.load(dtype.name)
     if observe is not None:
         observe(params)
     weights = {"target": _kept(params, weight_dtype)}
     if drafter is not None:
-        params = drafter.load(str(draft_dtype))
+        params = drafter.load(dtype.name)
         check_draft_vocabulary(drafter.config, params)
         params = fuse_context_projection(drafter.config, params)
         weights["draft"] = _kept(params, weight_dtype)

@@ -22,7 +22,7 @@ import numpy as np
 from dflash_convert.hf_folder import HuggingFaceFolder, read_folder
 from dflash_convert.plan import KEEP, Plan, Step, make_plan
 from dflash_convert.safetensors_reader import DTYPES, Tensor, chunks
-from dflash_jax.checkpoint import check_dtype
+from dflash_jax.checkpoint import check_dtype, main_dtype
 from dflash_jax.config import DecoderConfig
 from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -49,10 +49,15 @@ class HuggingFaceCheckpoint:
     def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
         self.files, self.family, self.config, self.plan = files, family, config, plan
         self.folder = files.folder
-        self.dtype = next((step.dtype for step in plan.steps if step.parameter.name == "norm.weight"), "float32")
+        free = [step for step in plan.steps if step.parameter.dtype is None]
+        self.dtype = main_dtype((step.dtype, step.parameter.size) for step in free)
         self.notices = [*files.notices]
         self.notices += _left_out(plan.ignored)
         self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]
+        if others := [step.parameter.name for step in free if step.dtype != self.dtype]:
+            self.notices.append(
+                f"{len(others)} of {len(free)} arrays are not stored in {self.dtype}; a model has all in one type"
+            )
 
     def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
         """See `dflash_jax.checkpoint.Checkpoint.load`."""

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from dflash_convert.cli import main as dflash_convert
+from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
+from dflash_jax.checkpoint import open_checkpoint
 from dflash_jax.hub import resolve_source
 from dflash_jax.memory import size
 from dflash_jax.models import family_of, to_huggingface
@@ -45,6 +47,24 @@ def target(tmp_path):
 
 
 PARAMS = dj.SamplingParams(max_tokens=9)
+
+
+def test_norms_in_another_type_do_not_decide_for_the_model(tmp_path, monkeypatch):
+    """As fine-tuning with matrices in few bits leaves them. On a GPU the stored type counts, and pages would be of the norms'."""
+    monkeypatch.setattr("dflash_jax.planning.choose_dtype", lambda dtype: dtype)
+    folder = write(tmp_path / "mixed", TARGET, dtype=ml_dtypes.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    norms = {name: value.astype(np.float32) for name, value in tensors.items() if value.ndim == 1}
+    save_file(tensors | norms, folder / "model.safetensors")
+    model = dj.load(folder, max_batch=1)
+    assert str(model.engine.dtype) == "bfloat16"
+    assert {str(array.dtype) for array in model.engine.weights["target"].values()} == {"bfloat16"}
+    assert "13 of 26 arrays are not stored in bfloat16; a model has all in one type" in model.notices
+    assert dflash_convert(["--quiet", str(folder), "--output", str(tmp_path / "out")]) == 0
+    converted = open_checkpoint(tmp_path / "out")
+    assert converted.dtype == "bfloat16"
+    assert converted.load()["norm.weight"].dtype == jnp.float32
+    assert len(dj.generate(model, [5, 6, 7], PARAMS).token_ids) == 9
 
 
 def test_token_ids_need_no_tokenizer_and_text_does(tmp_path, target):

@@ -40,28 +40,6 @@ def test_what_a_run_calls_first_is_compiled_while_weights_are_read(draft, length
     ]
 
 
-def test_weights_in_other_dtypes_than_expected_are_served(monkeypatch):
-    """Half of a checkpoint is stored in another dtype: what was compiled ahead does not fit, and nobody notices."""
-    from dflash_jax import model as loading
-
-    def mixed(*args):
-        weights = read(*args)
-        name = "layers.0.mlp.down_proj.weight"
-        return weights | {"target": weights["target"] | {name: weights["target"][name].astype(jnp.bfloat16)}}
-
-    read = loading.read_weights
-    monkeypatch.setattr(loading, "read_weights", mixed)
-    params = dj.SamplingParams(max_tokens=4, ignore_eos=True)
-    model = dj.load(
-        dtype="float32",
-        max_batch=1,
-        max_model_len=64,
-        ahead=lambda model: model.engine.run(make_requests(model, ["x"], params)),
-    )
-    assert model.engine.programs.shapes() == []
-    assert len(dj.generate(model, "x", params).token_ids) == 4
-
-
 def test_a_program_is_compiled_once_whoever_asks():
     programs, traced = Programs(), []
 
