@@ -43,7 +43,7 @@ class Case:
 CASES = {
     "plain": Case(),
     "one-token": Case(slots=(33,), half=0, norm=False),
-    "nothing-written": Case(slots=(-1, -5)),
+    "nothing-written": Case(slots=(-1, -5, 80, 2_147_483_647)),
     "float32": Case(dtype=F32),
     "float16": Case(dtype=F16),
     "eight-heads": Case(n=32, k=8, slots=(5, -1, 9)),
@@ -146,7 +146,7 @@ def untouched(case: Case, before: Any, after: Any) -> None:
     """All but the named rows keep their bits."""
     after, expected = bits(after).copy(), bits(before)
     for slot in case.slots:
-        if slot >= 0:
+        if 0 <= slot < case.page_count * case.page_size:
             after[slot // case.page_size, :, slot % case.page_size] = expected[
                 slot // case.page_size, :, slot % case.page_size
             ]
@@ -154,7 +154,7 @@ def untouched(case: Case, before: Any, after: Any) -> None:
 
 
 def check_pools(case: Case, given: dict[str, Any], k_pages: Any, v_pages: Any, k_scale: Any, true: Any) -> None:
-    live = np.array(case.slots) >= 0
+    live = (np.array(case.slots) >= 0) & (np.array(case.slots) < case.page_count * case.page_size)
     slots = np.array(case.slots)[live]
     true_k, true_v = (x[live] for x in true)
     untouched(case, given["k_pages"], k_pages)

@@ -47,7 +47,7 @@ def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) ->
 def expected(pool: np.ndarray, new: np.ndarray, slots: list[int]) -> np.ndarray:
     pool = pool.copy()
     for token, slot in enumerate(slots):
-        if slot >= 0:
+        if 0 <= slot < PAGES * PAGE_SIZE:
             pool[slot // PAGE_SIZE, :, slot % PAGE_SIZE] = new[token].astype(pool.dtype)
     return pool
 
@@ -55,8 +55,13 @@ def expected(pool: np.ndarray, new: np.ndarray, slots: list[int]) -> np.ndarray:
 @DTYPES
 @pytest.mark.parametrize(
     "slots",
-    [[5], [0, PAGES * PAGE_SIZE - 1, -1, 40, -5, 17, 16, -2_147_483_648], [-1, -1, -1]],
-    ids=["one", "mixed", "none"],
+    [
+        [5],
+        [0, PAGES * PAGE_SIZE - 1, -1, 40, -5, 17, 16, -2_147_483_648],
+        [-1, -1, -1],
+        [PAGES * PAGE_SIZE, 5, 2_147_483_647, PAGES * PAGE_SIZE + 20],
+    ],
+    ids=["one", "mixed", "none", "past"],
 )
 def test_only_the_named_slots_change(slots: list[int], dtype: Any, implementation: str) -> None:
     rng = np.random.default_rng(len(slots))
@@ -107,15 +112,15 @@ def test_a_donated_pool_is_written_in_place(program: Any, dtype: Any, implementa
     ("width", "dtype"), [(576, jnp.bfloat16), (656, jnp.uint8), (576, jnp.float8_e4m3fn), (24, jnp.float32)]
 )
 def test_rows_arrive_as_they_are(width: int, dtype: Any, where: str) -> None:
-    """Latent rows of every kind, NaNs among them; rows past the last slot are padding."""
+    """Latent rows of every kind, NaNs among them; rows past the last slot are padding, slots past the pool nobody's."""
     rng = np.random.default_rng(width)
-    pool, rows = random_bits(rng, (5, 1, 8, width), dtype), random_bits(rng, (7, width), dtype)
-    slots = np.array([3, -1, 39, -2_147_483_648, 0], np.int32)
+    pool, rows = random_bits(rng, (5, 1, 8, width), dtype), random_bits(rng, (9, width), dtype)
+    slots = np.array([3, -1, 39, -2_147_483_648, 0, 40, 2_147_483_647], np.int32)
     interpret = plgpu.InterpretGPUParams() if where == "interpreted" else None
     (written,) = jax.jit(functools.partial(launch, interpret=interpret))((pool,), (rows[:, None],), slots)
     expected = pool.copy()
     for row, slot in zip(rows, slots, strict=False):
-        if slot >= 0:
+        if 0 <= slot < 40:
             expected[slot // 8, 0, slot % 8] = row
     np.testing.assert_array_equal(bits(written), bits(expected))
 

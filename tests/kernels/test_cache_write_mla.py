@@ -21,7 +21,7 @@ RANK, ROTATED, NOPE, EPS = 128, 32, 24, 1e-5
 def make_case(
     tokens: int, heads: int, *, rank=RANK, rotated=ROTATED, nope=NOPE, dtype: Any = jnp.bfloat16, pool: Any = None
 ):
-    """A pool, rows, queries, slots (one of them negative), cos, sin, norm and scale."""
+    """A pool, rows, queries, slots (one of them negative, one past the pool), cos, sin, norm and scale."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
@@ -29,6 +29,7 @@ def make_case(
 
     slots = rng.permutation(8 * 16)[:tokens].astype(np.int32)
     slots[tokens // 2] = -3
+    slots[0] = 8 * 16 + 2 if tokens > 2 else slots[0]
     angles = rng.uniform(-np.pi, np.pi, (tokens, rotated // 2))
     cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
     width = rank + rotated if pool != np.uint8 else rank + rank // 32 + 2 * rotated
@@ -57,7 +58,7 @@ def test_definition(interleaved: bool) -> None:
     kv_c = rows[:, :RANK] / np.sqrt((rows[:, :RANK] ** 2).mean(-1, keepdims=True) + EPS) * norm
     latents = np.concatenate([kv_c, turned(rows[:, RANK:], turn)], axis=-1)
     for row, slot in zip(latents, np.asarray(slots), strict=True):
-        if slot >= 0:
+        if 0 <= slot < 8 * 16:
             expected[slot // 16, 0, slot % 16] = row
     np.testing.assert_allclose(found.latent_pages, expected, rtol=0, atol=1e-5)
     expected_q = np.concatenate([q[..., :NOPE], turned(q[..., NOPE:], turn[:, None])], axis=-1)

@@ -28,7 +28,7 @@ def cache_write(
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
       k, v: new keys and values, cast to the pools' dtype.
-      slots: int32; a negative slot writes nothing. No two tokens may share a slot.
+      slots: int32; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -56,7 +56,7 @@ def latent_write(
       latent_pages: page pool; donate it to the surrounding jit and the write happens in place.
       latents: new rows as the pool keeps them (`latent_cache`), or cast to its dtype. Rows past the last slot are padding and
         written nowhere.
-      slots: int32, at most as many as rows; a negative slot writes nothing. No two rows may share a slot.
+      slots: int32, at most as many as rows; a negative slot, or one past the pool, writes nothing. No two rows may share a slot.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:

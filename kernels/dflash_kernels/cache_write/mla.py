@@ -46,7 +46,7 @@ def mla_write(
       latent_pages: page pool in any format of `latent_cache`; donate it to the surrounding jit and the write happens in place.
       rows: the projection's output `[kv_c | k_pe]`.
       q: the queries' projection, `H = nope + r`.
-      slots: int32, `page * p + row`; a negative slot writes nothing. No two tokens may share a slot.
+      slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor, `r = 2 * half`.
       norm: weight of the latent's norm.
       eps: added to the mean square.

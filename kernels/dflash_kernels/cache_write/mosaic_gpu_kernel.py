@@ -51,6 +51,11 @@ class Segment:
         return next(rows for rows in (8, 4, 2, 1) if self.heads % rows == 0)
 
 
+def in_pool(slot: Any, pages: int, page_size: int) -> Any:
+    """Whether a slot is one of a pool's: a store anywhere else would land in somebody's memory."""
+    return (slot >= 0) & (slot <= min(pages * page_size - 1, 2**31 - 1))
+
+
 def power_of_two_in(number: int) -> int:
     return number & -number
 
@@ -112,9 +117,10 @@ def write(
     """
     names = [*inputs, *pools, *(["q"] if q else [])]
     tokens, groups = inputs["slots"].shape[0], sum(segment.heads // segment.rows for segment in segments)
+    pages = next(iter(pools.values())).shape[0]
 
     def body(*refs):
-        _Block(dict(zip(names, refs, strict=True)), columns, eps, page_size).run(segments)
+        _Block(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size).run(segments)
 
     held = {name: jax.new_ref(pool) for name, pool in pools.items()}
     out = plgpu.kernel(
@@ -130,11 +136,11 @@ def write(
 class _Block:
     """One CTA's work."""
 
-    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, page_size: int):
+    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, pages: int, page_size: int):
         self.refs, self.columns, self.eps = refs, columns, eps
         self.token, self.group = lax.axis_index("token"), lax.axis_index("group")
         slot = refs["slots"][self.token]
-        self.live = slot >= 0
+        self.live = in_pool(slot, pages, page_size)
         self.page, self.row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
 
     def run(self, segments: tuple[Segment, ...]) -> None:

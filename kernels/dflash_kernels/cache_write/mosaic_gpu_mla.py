@@ -67,7 +67,7 @@ def _write(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from dflash_kernels.cache_write.mosaic_gpu_kernel import Columns
+    from dflash_kernels.cache_write.mosaic_gpu_kernel import Columns, in_pool
 
     (tokens, heads, head_dim), (half, rank), page_size = q.shape, (cos.shape[1], norm.shape[0]), pool.shape[2]
     turning, at_once = 2 * half, next(count for count in (8, 4, 2, 1) if heads % count == 0)
@@ -118,7 +118,7 @@ def _write(
             normed = (rounded.astype(jnp.float32) * weight).astype(rows.dtype)
             rotated = turned(rotated, angle, staged.at[pl.ds(0, 1)])
 
-            @pl.when(slot >= 0)
+            @pl.when(in_pool(slot, pool.shape[0], page_size))
             def _():
                 page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
                 pool_ref.at[page, pl.ds(0, 1), row, pl.ds(0, rank)][...] = stored(normed)

@@ -57,7 +57,7 @@ def qkv_write(
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
         pools take scales.
       qkv: the projection's output, `F = (N + 2 K) * H`: query heads, key heads, value heads.
-      slots: int32, `page * p + row`; a negative slot writes nothing. No two tokens may share a slot.
+      slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor; None where nothing turns.
       q_norm, k_norm: weights, or None for no norm.
       eps: added to the mean square.
