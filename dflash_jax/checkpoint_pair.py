@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.checkpoint import Checkpoint, open_checkpoint
 from dflash_jax.config import DecoderConfig
-from dflash_jax.errors import PairError
+from dflash_jax.errors import CheckpointError, PairError
 from dflash_jax.models import DFlashConfig
 
 # Published drafters, by the target they were trained for (hub ids).
@@ -46,19 +46,28 @@ def _open_drafter(
 ) -> Checkpoint | None:
     if draft is False:
         return _no_drafter("none is wanted", revision)
+    published = None
     if draft is None or draft is True:
         beside = target.folder / "draft"
         known = KNOWN_DRAFTERS.get(str(path))
         if beside.is_dir():
             draft = beside
         elif known is not None:
-            draft = known
+            draft = published = known
         elif draft is True:
             known_ids = ", ".join(f"{theirs} for {ours}" for ours, theirs in KNOWN_DRAFTERS.items())
             raise PairError(f"no drafter is known for {path}; known: {known_ids}. Name one as draft=")
         else:
             return _no_drafter(f"none is known for {path}", revision)
-    drafter = open_checkpoint(draft, revision=revision)
+    try:
+        drafter = open_checkpoint(draft, revision=revision)
+    except CheckpointError as error:
+        if published is None:
+            raise
+        way_out = (
+            f"it was published for {path}; name another one with draft= or --draft, or say draft=False or --no-draft"
+        )
+        raise CheckpointError(published, [*error.problems, way_out]) from error
     if drafter.family.role != "draft":
         raise PairError(f"{draft} is a {drafter.family.name} target, not a DFlash drafter")
     return drafter

@@ -160,7 +160,8 @@ def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, A
         )
     if model.tokenizer is None:
         raise TokenizerError(
-            f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder"
+            f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder (transformers writes it: "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     if isinstance(prompt, str):
         return tuple(model.tokenizer.encode(prompt))

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -109,6 +110,14 @@ def test_pairs_that_do_not_fit(tmp_path, target, change, said):
     draft = write(tmp_path / "draft", DRAFT | change)
     with pytest.raises(dj.PairError, match=said):
         dj.load(target, draft=draft)
+
+
+def test_a_published_drafter_that_cannot_be_had_can_be_left_out(target, monkeypatch):
+    monkeypatch.setattr("dflash_jax.checkpoint_pair.KNOWN_DRAFTERS", {str(target): "owner/drafter"})
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(dj.CheckpointError, match=rf"owner/drafter:\n(.|\n)*published for {target}; name another one"):
+        dj.load(target)
+    assert dj.load(target, draft=False, max_batch=1).draft is None
 
 
 @pytest.mark.parametrize(("draft", "why"), [(False, "none is wanted"), (None, "none is known")])
