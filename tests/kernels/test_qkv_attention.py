@@ -28,7 +28,7 @@ def make(lens: list[int], q_lens: list[int], tokens: int, kv_heads: int, group: 
     for _ in range(2):
         pool = rng.standard_normal((pages, kv_heads, PAGE, HEAD_DIM))
         for sequence, (length, new) in enumerate(zip(lens, q_lens, strict=True)):
-            for position in range(length - new, width * PAGE):
+            for position in range(max(length - new, 0), width * PAGE):
                 pool[table[sequence, position // PAGE], :, position % PAGE] = np.nan
         pools.append(pool)
     for sequence, length in enumerate(lens):
@@ -56,8 +56,9 @@ def check(call: dict[str, Any], found: Any, causal: bool) -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
-    """New tokens alone, at a page's start, across two pages, of nobody, fewer than there is room for; more tiles than slots."""
-    call = make([5, 69, 66, 0, 40, 250], [5, 5, 5, 0, 3, 5], tokens=5, kv_heads=1, group=4, width=4)
+    """New tokens alone, at a page's start, across two pages, of nobody, fewer than there is room for; more tiles than slots; more
+    tokens than the sequence has with them, and none at all."""
+    call = make([5, 69, 66, 0, 40, 250, 3, 0], [5, 5, 5, 0, 3, 5, 5, 5], tokens=5, kv_heads=1, group=4, width=4)
     found = launch(
         Heads(**call), causal=causal, scale=HEAD_DIM**-0.5, eps=EPS,
         tuning=Tuning(splits=splits, stages=2, together=splits > 1), interpret=plgpu.InterpretGPUParams(),

@@ -63,7 +63,7 @@ def qkv_attention(
     """`qkv_write` of M = B * T tokens, a sequence's one after the other, then `paged_attention` of their queries.
 
     Token i of sequence b stands at position `seq_lens[b] - q_lens[b] + i`; its key and value go to that place in the sequence's
-    pages. Tokens past `q_lens` and places past the table write nothing.
+    pages. Tokens past `q_lens` and places before the sequence or past the table write nothing.
 
     Args:
       k_pages, v_pages, page_table, seq_lens, q_lens, causal, scale: as of `paged_attention`; donate the pools to the surrounding

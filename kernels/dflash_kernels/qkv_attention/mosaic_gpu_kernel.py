@@ -126,7 +126,7 @@ class _Written(Block):
         self.fill_ring(("k", "v"), pages, below=self.new)
         call, place = (self.shapes, self.eps, self.refs), (self.b, self.head)
         qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
-        low, high, tiles = self.first, jnp.minimum(self.seq_len, self.kv_len), (self.new, self.new + 1)
+        low, high, tiles = jnp.maximum(self.first, 0), self.kv_len, (self.new, self.new + 1)
         if self.stride > 1:
             # New tokens lie in two tiles at most.
             own = self.new + lax.rem(self.new + self.split, jnp.int32(2))

@@ -18,7 +18,7 @@ def qkv_attention_reference(
     token = jnp.arange(tokens)
     position = (seq_lens - q_lens)[:, None] + token
     column = position // page_size
-    inside = (token < q_lens[:, None]) & (column < page_table.shape[1])
+    inside = (token < q_lens[:, None]) & (position >= 0) & (column < page_table.shape[1])
     page = jnp.take_along_axis(page_table, jnp.clip(column, 0, page_table.shape[1] - 1), axis=1)
     slots = jnp.where(inside, page * page_size + position % page_size, -1).reshape(-1)
     q, k_pages, v_pages, _ = qkv_write_reference(
