@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from dflash_kernels.target import HOPPER, target
+from dflash_kernels.target import HOPPER, default_device, target
 
 
 class NoImplementationError(NotImplementedError):
@@ -28,11 +29,16 @@ def first_fitting(
       implementations: name to function, best first. A function refuses by raising NotImplementedError with its reason.
       wanted: None for all in order, or one name, or several in the order to try. What is named is never replaced silently.
         "triton" is left out of all on Hopper, where the other kernels and XLA are what is measured: there it has to be named.
-      *args, **options: passed on, NumPy's arrays as JAX's, which traced indices can be used on.
+      *args, **options: passed on, NumPy's arrays as JAX's, which traced indices can be used on. Arrays that were put on a device
+        of another platform than the default one say what the call is for; in a program that is traced nothing does, and it is
+        for the default device.
 
     Raises:
       NoImplementationError: a name is unknown, or every candidate refused.
     """
+    if (elsewhere := _held_elsewhere(args, options)) is not None:
+        with jax.default_device(elsewhere):
+            return first_fitting(op, implementations, wanted, *args, **options)
     if wanted is None:
         left_out = {"triton"} if "triton" in implementations and target().capability == HOPPER else set()
         names = [name for name in implementations if name not in left_out]
@@ -52,6 +58,16 @@ def first_fitting(
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NoImplementationError(f"{op}: no implementation takes this call\n  " + "\n  ".join(reasons))
+
+
+def _held_elsewhere(args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """A device that arrays outside of a trace were put on, where none is of the default device's platform."""
+    arrays = [leaf for leaf in jax.tree.leaves((args, options)) if isinstance(leaf, jax.Array)]
+    if any(isinstance(array, Tracer) for array in arrays):
+        return None
+    devices = [device for array in arrays if array.committed for device in array.devices()]
+    platform = default_device().platform
+    return devices[0] if devices and all(device.platform != platform for device in devices) else None
 
 
 def _in_32_bits(implementation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:

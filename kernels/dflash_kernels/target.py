@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 
@@ -39,10 +40,15 @@ class Target:
         return f"the device, {self.kind}, {known}"
 
 
+def default_device() -> Any:
+    """What programs are compiled for whose arrays do not say otherwise."""
+    chosen = jax.config.jax_default_device
+    return jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
 def target() -> Target:
     """The abstract device of the mesh in use where it names another kind than the default device, else the default device."""
-    chosen = jax.config.jax_default_device
-    device = jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    device = default_device()
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.device_kind != device.device_kind:
         known = next((_KNOWN[word] for word in re.findall(r"\w+", abstract.device_kind) if word in _KNOWN), (0, 0))

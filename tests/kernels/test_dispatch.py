@@ -1,8 +1,10 @@
 """Which implementation runs, and what is said when none does."""
 
+import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError
@@ -41,6 +43,18 @@ def test_arrays_of_numpy_can_be_indexed_by_traced_ones() -> None:
     pages, table = np.arange(6.0, dtype=np.float32), np.array([4, 1])
     found = first_fitting("op", {"plain": lookup}, None, pages, table, scale=np.float32(2) * np.ones(()))
     assert found.tolist() == [8, 2]
+
+
+def test_arrays_on_another_device_are_served_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine whose default device is a GPU, with arrays that somebody has put on the CPU."""
+    (here, *_) = jax.devices()
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr("dflash_kernels.dispatch.default_device", lambda: jax.config.jax_default_device or gpu)
+    where = {"plain": lambda *args: jax.config.jax_default_device}
+    put, left = jax.device_put(1.0, here), jnp.ones(())
+    assert first_fitting("op", where, None, [left, put]) == here
+    assert first_fitting("op", where, None, left) is None
+    assert jax.jit(lambda x: x if first_fitting("op", where, None, x, left) is None else 0)(put) == 1
 
 
 def test_what_is_named_is_never_replaced() -> None:
