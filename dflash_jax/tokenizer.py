@@ -49,6 +49,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         settings = read_json(folder / "tokenizer_config.json")
+        _add_missing(backend, settings, read_json(folder / "added_tokens.json"))
         template = settings.get("chat_template")
         if isinstance(template, list):
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -106,6 +107,31 @@ class Tokenizer:
             )
         text = render(self.template, messages, self.special, options)
         return self.encode(text, special=False)
+
+
+def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Tokens that stand beside `tokenizer.json` alone, as transformers adds them: a chat template's marks would be read as letters.
+
+    Raises:
+      TokenizerError: one cannot get the id that it has there.
+    """
+    beside: dict[str, tuple[Any, Mapping[str, Any]]] = {text: (number, {}) for text, number in added.items()}
+    decoder = settings.get("added_tokens_decoder")
+    for number, entry in decoder.items() if isinstance(decoder, Mapping) else ():
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and number.isdecimal():
+            beside[entry["content"]] = int(number), entry
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for text, (number, entry) in sorted(beside.items(), key=lambda item: str(item[1][0]).zfill(9)):
+        if text in known:
+            continue
+        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        token = tokenizers.AddedToken(text, **flags)
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if (found := backend.token_to_id(text)) != number:
+            raise TokenizerError(
+                f"token {text!r} has id {number} in tokenizer_config.json or added_tokens.json and would be {found} after those of "
+                "tokenizer.json: take the files of one release"
+            )
 
 
 def read_json(path: Path) -> dict[str, Any]:

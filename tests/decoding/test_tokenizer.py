@@ -185,6 +185,36 @@ def test_named_special_tokens_come_from_the_settings(tmp_path: Path) -> None:
     assert tokenizer.special == {"eos_token": SPECIAL, "pad_token": "<pad>"}
 
 
+def test_tokens_beside_the_tokenizer_are_added_to_it(tmp_path: Path) -> None:
+    """As in transformers, where their ids fit; a template's marks would otherwise be read as letters, without a word."""
+
+    def loaded(name: str, **files: Any) -> Tokenizer:
+        (tmp_path / name).mkdir()
+        tokenizer = Tokenizer.from_folder(folder_with(tmp_path / name, **files))
+        assert tokenizer is not None
+        return tokenizer
+
+    size = byte_level().backend.get_vocab_size()
+    entry = {
+        "content": "<x>",
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
+    known = {str(size - 1): entry | {"content": SPECIAL}}
+    special = loaded("special", tokenizer_config={"added_tokens_decoder": known | {str(size): entry}})
+    assert special.encode("a<x>b") == [97, size, 98]
+    assert special.decode([97, size, 98]) == "ab"
+    plain = loaded("plain", added_tokens={SPECIAL: size - 1, "<y>": size + 1, "<x>": size})
+    assert plain.encode("<y><x>") == [size + 1, size]
+    assert plain.decode([size + 1, size]) == "<y><x>"
+    assert loaded("word", added_tokens={"ab": 256}).encode("ab") == [256]  # in the vocabulary, but no merge leads there
+    with pytest.raises(TokenizerError, match=f"'<x>' has id {size + 3} in .* and would be {size} after"):
+        loaded("gap", tokenizer_config={"added_tokens_decoder": {str(size + 3): entry}})
+
+
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path) is None
 
