@@ -23,9 +23,17 @@ def cache_folder(name: str = "xla") -> Path:
 
     Args:
       name: "programs" for the engine's, "xla" for JAX's.
+
+    Raises:
+      OSError: the user has no home, as in a container that runs with a number nobody has.
     """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "dflash_jax" / name
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError as error:
+            raise OSError(f"user {os.getuid()} has no home folder: set XDG_CACHE_HOME or HOME") from error
+    return base / "dflash_jax" / name
 
 
 def enable_compilation_cache(notice: Callable[[str], object] = warnings.warn) -> Path:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 def read_models(path: str | Path | None, draft: str | Path | bool | None = None) -> None:
     """Asks for the files that `load` would read of folders here; arguments are as `load` takes them."""
-    target = None if path is None else Path(path).expanduser()
-    if isinstance(draft, str | Path):
-        drafter = Path(draft).expanduser()
-    else:
-        drafter = None if draft is False or target is None else target / "draft"
+    try:
+        target = None if path is None else Path(path).expanduser()
+        if isinstance(draft, str | Path):
+            drafter = Path(draft).expanduser()
+        else:
+            drafter = None if draft is False or target is None else target / "draft"
+    except RuntimeError:  # no such user: `load` will say so
+        return
     folders = [folder for folder in (target, drafter) if folder is not None]
     read_ahead([file for folder in folders for file in sorted(folder.glob("*.safetensors"))])
 

@@ -37,7 +37,10 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
         raise CheckpointError(
             repr(source), f"is a {type(source).__name__}; give a folder or a model id of the form owner/name"
         )
-    folder, subject = Path(source).expanduser(), str(source)
+    try:
+        folder, subject = Path(source).expanduser(), str(source)
+    except RuntimeError:
+        raise CheckpointError(str(source), "begins with the home of a user whom this machine does not know") from None
     if not subject:
         raise CheckpointError("no model", "an empty name was given; give a folder or a model id of the form owner/name")
     if folder.exists():

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from dflash_jax.cli import main
 from dflash_jax.compilation_cache import cache_folder, enable_compilation_cache, refuse_shared
 from dflash_jax.programs import Programs
 
@@ -137,3 +138,17 @@ def test_unusable_folder_is_a_note_and_no_error(target, tmp_path):
     run = [sys.executable, "-m", "dflash_jax.cli", "generate", "ab", "--model", str(target), "--max-tokens", "9"]
     done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
     assert done.stderr.startswith("note: compiled programs are not kept: ")
+
+
+def test_a_user_without_a_home_is_a_note(target, monkeypatch, capsys):
+    """As in a container that runs with a number nobody has."""
+
+    def nobody(_):
+        raise KeyError("uid not found")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert main(["generate", "ab", "--model", str(target), "--max-tokens", "2"]) == 0
+    assert "note: compiled programs are not kept: user " in capsys.readouterr().err
+    assert main(["generate", "ab", "--model", "~nobody-of-this-name/model", "--no-draft"]) == 3

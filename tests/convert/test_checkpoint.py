@@ -188,6 +188,8 @@ def test_hub_failures_say_what_to_do(monkeypatch, tmp_path):
     for wrong in ("nowhere", "/no/such/folder", "../x/y", "owner/name/more"):
         with pytest.raises(CheckpointError, match="neither an existing folder nor a model id"):
             resolve_source(wrong)
+    with pytest.raises(CheckpointError, match="home of a user whom this machine does not know"):
+        resolve_source("~nobody-of-this-name/model")
     with pytest.raises(CheckpointError, match="revision 'main' has no meaning"):
         resolve_source(tmp_path, "main")
     snapshot = tmp_path / "models--owner--name" / "snapshots" / ("ab" * 20)
