@@ -93,3 +93,43 @@ def test_nothing_packed_at_all() -> None:
     assert out.shape == (3, 4, 8)
     assert (out == 0).all()
     assert (lse == -jnp.inf).all()
+
+
+SLOTS, ROWS = jnp.arange(5, dtype=jnp.int32), jnp.ones((5, 2, 16))
+ANGLES = {"cos": jnp.ones((5, 8)), "sin": jnp.ones((5, 8))}
+WRITES: dict[str, dict[str, Any]] = {
+    "cache_write": {"k_pages": POOL, "v_pages": POOL, "k": ROWS, "v": ROWS, "slots": SLOTS},
+    "latent_write": {"latent_pages": POOL[:, :1], "latents": ROWS[:, 0], "slots": SLOTS},
+    "qkv_write": {"k_pages": POOL, "v_pages": POOL, "qkv": jnp.ones((5, 128)), "slots": SLOTS, **ANGLES},
+    "kv_write": {"k_pages": (POOL,), "v_pages": (POOL,), "kv": jnp.ones((5, 64)), "slots": SLOTS, **ANGLES},
+    "mla_write": {
+        "latent_pages": jnp.ones((8, 1, 4, 24)), "rows": jnp.ones((5, 24)), "q": jnp.ones((5, 4, 20)), "slots": SLOTS,
+        "norm": jnp.ones(8), **ANGLES,
+    },
+}  # fmt: skip
+WRONG_WRITES = [
+    *((op, {"slots": SLOTS[:, None]}, r"slots must be an array \[.\], not \(5, 1\)") for op in WRITES),
+    *((op, {"slots": SLOTS.astype(jnp.float32)}, "slots must hold integers, not float32") for op in WRITES),
+    *(
+        (op, {"cos": jnp.ones(8)}, r"cos must be an array \[T, half\], not \(8,\)")
+        for op in WRITES
+        if "cos" in WRITES[op]
+    ),
+    ("cache_write", {"k_pages": POOL[0]}, r"k_pages must be an array \[P, K, p, H\], not \(2, 4, 16\)"),
+    ("latent_write", {"latents": ROWS}, r"latents must be an array \[T, C\], not \(5, 2, 16\)"),
+    ("qkv_write", {"qkv": jnp.ones((5, 8, 16))}, r"projection must be an array \[T, F\], not \(5, 8, 16\)"),
+    ("mla_write", {"q": jnp.ones((5, 80))}, r"q must be an array \[T, N, H\], not \(5, 80\)"),
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "message"), WRONG_WRITES)
+def test_a_wrong_argument_of_a_write_is_named(op: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        inspect.unwrap(getattr(dflash_kernels, op))(**WRITES[op] | changes)
+
+
+def test_a_schedule_of_other_sequences() -> None:
+    call = CALLS["paged_attention"]
+    schedule = dflash_kernels.paged_schedule(jnp.ones((3,), jnp.int32), heads=4, kv_heads=2, tokens=3)
+    with pytest.raises(ValueError, match=r"the schedule is for 6 sequences times KV heads, not 2 \* 2"):
+        dflash_kernels.paged_attention(**call, schedule=schedule)

@@ -105,6 +105,8 @@ def test_output_in_float8(implementation: str) -> None:
     arrays, scale = [jnp.asarray(x) for x in (outs[0], lses[0], outs[1], lses[1])], jnp.float32(0.02)
     plain, plain_lse = merge_states(*arrays, prefix_rows=4, implementation=implementation)
     out, lse = merge_states(*arrays, prefix_rows=4, out_scale=scale, implementation=implementation)
+    same, _ = merge_states(*arrays, prefix_rows=4, out_scale=float(scale), implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(out))
     assert out.dtype == jnp.float8_e4m3fn
     np.testing.assert_array_equal(lse, plain_lse)
     codes = np.asarray(out, np.float32)

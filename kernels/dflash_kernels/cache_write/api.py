@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.cache_write.reference import cache_write_reference, latent_write_reference
-from dflash_kernels.checks import check_latent_pages
+from dflash_kernels.checks import check_axes, check_integers, check_latent_pages
 from dflash_kernels.dispatch import first_fitting
 
 IMPLEMENTATIONS = {"mosaic_gpu": cache_write_mosaic_gpu, "xla": cache_write_reference}
@@ -35,6 +35,10 @@ def cache_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(
+        k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"), k=(k, "T K H"), v=(v, "T K H"), slots=(slots, "T")
+    )
+    check_integers(slots=slots)
     if k.shape != v.shape or k_pages.shape != v_pages.shape or k.shape[1:] != (k_pages.shape[1], k_pages.shape[3]):
         raise ValueError(f"k {k.shape} and v {v.shape} [T, K, H] do not fit pages of {k_pages.shape} [P, K, p, H]")
     if slots.shape != k.shape[:1]:
@@ -63,8 +67,10 @@ def latent_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(latent_pages=(latent_pages, "P 1 p C"), latents=(latents, "T C"), slots=(slots, "S"))
+    check_integers(slots=slots)
     check_latent_pages(latent_pages, latents.shape[1])
-    if slots.ndim != 1 or slots.shape[0] > latents.shape[0]:
+    if slots.shape[0] > latents.shape[0]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {latents.shape[0]} rows, or fewer")
     with jax.named_scope("latent_write"):
         return first_fitting("latent_write", LATENT_IMPLEMENTATIONS, implementation, latent_pages, latents, slots)

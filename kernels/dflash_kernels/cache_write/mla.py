@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.mla_reference import mla_write_reference
 from dflash_kernels.cache_write.mosaic_gpu_mla import mla_write_mosaic_gpu
-from dflash_kernels.checks import check_latent_pages
+from dflash_kernels.checks import check_axes, check_integers, check_latent_pages
 from dflash_kernels.dispatch import first_fitting
 
 MLA_IMPLEMENTATIONS = {"mosaic_gpu": mla_write_mosaic_gpu, "xla": mla_write_reference}
@@ -58,6 +58,9 @@ def mla_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
+    check_axes(cos=(cos, "T half"), sin=(sin, "T half"), norm=(norm, "R"))
+    check_integers(slots=slots)
     t, c = rows.shape
     check_latent_pages(latent_pages, None if latent_pages.dtype == jnp.uint8 else c)
     if slots.shape != (t,) or q.shape[0] != t or cos.shape[0] != t or cos.shape != sin.shape:

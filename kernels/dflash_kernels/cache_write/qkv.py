@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.cache_write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
 from dflash_kernels.cache_write.qkv_reference import kv_write_reference, qkv_write_reference
+from dflash_kernels.checks import check_axes, check_integers
 from dflash_kernels.dispatch import first_fitting
 
 QKV_IMPLEMENTATIONS = {"mosaic_gpu": qkv_write_mosaic_gpu, "xla": qkv_write_reference}
@@ -136,12 +137,15 @@ def kv_write(
 
 
 def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, head_dim: int) -> None:
+    check_axes(projection=(x, "T F"), slots=(slots, "T"))
+    check_integers(slots=slots)
     if slots.shape != x.shape[:1]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {x.shape[0]} tokens")
     if (cos is None) != (sin is None):
         raise ValueError("cos and sin go together: give both or neither")
     if cos is None or sin is None:
         return
+    check_axes(cos=(cos, "T half"), sin=(sin, "T half"))
     if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
         raise ValueError(
             f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.dispatch import first_fitting
@@ -18,7 +19,7 @@ def merge_states(
     suffix_lse: Float[Array, "*rows"],
     *,
     prefix_rows: int | Int[Array, ""] | None = None,
-    out_scale: Float[Array, ""] | None = None,
+    out_scale: Float[Array, ""] | float | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
     """Attention of each row over two disjoint sets of keys, from its attention over each set.
@@ -46,6 +47,8 @@ def merge_states(
         raise ValueError(f"outputs and lse of {shapes} must be [..., H] and [...] with the same leading axes")
     if prefix_rows is not None and prefix_lse.ndim == 0:
         raise ValueError("prefix_rows counts along the leading axis; a single row has none")
+    if out_scale is not None:
+        out_scale = jnp.asarray(out_scale, jnp.float32)
     with jax.named_scope("merge_states"):
         return first_fitting(
             "merge_states", IMPLEMENTATIONS, implementation, prefix_out, prefix_lse, suffix_out, suffix_lse,

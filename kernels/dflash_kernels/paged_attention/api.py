@@ -87,6 +87,11 @@ def paged_attention(
     check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
     check_filled(q=q, page_table=page_table)
     check_of_heads(n, sinks=sinks, alibi_slopes=alibi_slopes)
+    if schedule is not None and schedule.arrived is not None and schedule.arrived.shape != (b * kv_heads,):
+        raise ValueError(
+            f"the schedule is for {schedule.arrived.shape[0]} sequences times KV heads, not {b} * {kv_heads}: make it from the "
+            "lengths of this call"
+        )
     if q_lens is None:
         q_lens = jnp.full((b,), q.shape[1], jnp.int32)
     with jax.named_scope("paged_attention"):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from dflash_kernels.checks import check_axes, check_integers
+
 
 class Heads(NamedTuple):
     """Pools, what is written to them and asked of them, and where; see `attention_chain`."""
@@ -24,6 +26,10 @@ class Heads(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError where shapes do not agree."""
+        of_sequences = {name: (getattr(self, name), "B") for name in ("seq_lens", "q_lens")}
+        check_axes(qkv=(self.qkv, "M E"), page_table=(self.page_table, "B W"), **of_sequences)
+        check_axes(cos=(self.cos, "M half"), sin=(self.sin, "M half"))
+        check_integers(page_table=self.page_table, seq_lens=self.seq_lens, q_lens=self.q_lens)
         k, v, qkv, b = self.k_pages, self.v_pages, self.qkv, self.page_table.shape[0]
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
             raise ValueError(f"pools {k.dtype}{k.shape} and {v.dtype}{v.shape} must be alike and [P, K, p, H]")
