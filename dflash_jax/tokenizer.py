@@ -152,19 +152,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """End-of-text ids: `generation_config.json`, then `config.json`, then the tokenizer's `eos_token`.
+    """End-of-text ids: those of `generation_config.json`, otherwise of `config.json`, and the tokenizer's own `eos_token`.
+
+    Fine-tuning for conversation often changes the tokenizer's alone: the other files name the base model's, which never come.
 
     Raises:
       ConfigError: a file is not readable JSON, or says something that is no id.
     """
+    ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            if all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-                return tuple(ids)
-            raise ConfigError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {ids!r}")
+        values = read_json(folder / name)
+        inner = values.get("text_config")
+        found = values.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, Mapping) else None)
+        found = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+            raise ConfigError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}")
+        ids = ids or found
     if tokenizer is not None and (text := tokenizer.special.get("eos_token")):
         token = tokenizer.backend.token_to_id(text)
-        return () if token is None else (token,)
-    return ()
+        ids = ids if token is None else [*ids, token]
+    return tuple(dict.fromkeys(ids))

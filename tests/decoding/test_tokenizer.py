@@ -263,8 +263,17 @@ def test_end_tokens_are_looked_up_in_order(tmp_path: Path) -> None:
     assert end_token_ids(tmp_path, tokenizer) == (7,)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": null}')
     assert end_token_ids(tmp_path, tokenizer) == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
+    assert end_token_ids(tmp_path, tokenizer) == (7,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 7, 11]}')
     assert end_token_ids(tmp_path, tokenizer) == (9, 7, 11)
+    tokenizer.special["eos_token"] = SPECIAL  # what a model that was trained for conversation ends with
+    assert end_token_ids(tmp_path, tokenizer) == (9, 7, 11, special)
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{special}, 7]}}')
+    assert end_token_ids(tmp_path, tokenizer) == (special, 7)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 8}}')
+    assert end_token_ids(tmp_path, None) == (8,)
 
 
 @pytest.mark.parametrize("value", ["[1, true]", '"5"', "[1.5]", '["x"]', "{}"])
