@@ -2,71 +2,67 @@
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from threading import Condition, Event, Lock, local
+from threading import Condition, Event, Lock, get_ident, local
 
 TURN_S = 2e-4
 PATIENCE_S = 1.0
 
 
-@contextmanager
-def short_turns() -> Iterator[None]:
-    """Python changes threads more often inside. May be entered from several threads at a time.
+class Setting[T]:
+    """A setting of the process that is another one while anybody is inside. May be entered from several threads at a time.
 
-    Whoever needs Python while others trace, to start a transfer or a program, would wait the usual 5 ms at each of its hundreds of
-    steps.
+    Args:
+      usual: tells what it is.
+      change, restore: set it for those inside, and back to what it was.
     """
-    with _TURNS.lock:
-        if _TURNS.inside == 0:
-            _TURNS.usual = sys.getswitchinterval()
-            sys.setswitchinterval(min(_TURNS.usual, TURN_S))
-        _TURNS.inside += 1
-    try:
-        yield
-    finally:
-        with _TURNS.lock:
-            _TURNS.inside -= 1
-            if _TURNS.inside == 0:
-                sys.setswitchinterval(_TURNS.usual)
+
+    def __init__(self, usual: Callable[[], T], change: Callable[[T], object], restore: Callable[[T], object]):
+        self._usual, self._change, self._restore = usual, change, restore
+        self._inside, self._lock = 0, Lock()
+        self._before: T | None = None  # none where it is as usual
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        entered = False
+        # An interrupt may come after every call: whatever it finds done is undone.
+        try:
+            with self._lock:
+                if self._before is None:
+                    self._before = self._usual()
+                self._inside, entered = self._inside + 1, True
+                self._change(self._before)
+            yield
+        finally:
+            if entered:
+                with self._lock:
+                    self._inside -= 1
+                    if self._inside == 0 and self._before is not None:
+                        self._restore(self._before)
+                        self._before = None
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Python does not look for cycles of garbage inside. May be entered from several threads at a time.
-
-    Tracing makes millions of objects and hardly any such cycles; looking for them takes a tenth of its time.
-    """
-    with _COLLECTION.lock:
-        if _COLLECTION.inside == 0:
-            _COLLECTION.on = gc.isenabled()
-            gc.disable()
-        _COLLECTION.inside += 1
-    try:
-        yield
-    finally:
-        with _COLLECTION.lock:
-            _COLLECTION.inside -= 1
-            if _COLLECTION.inside == 0 and _COLLECTION.on:
-                gc.enable()
+def _shorten_turns(usual: float) -> None:
+    sys.setswitchinterval(min(usual, TURN_S))
 
 
-@dataclass
-class _Collection:
-    inside: int = 0
-    on: bool = True
-    lock: Lock = field(default_factory=Lock)
+def _stop_collection(_: bool) -> None:
+    gc.disable()
 
 
-@dataclass
-class _Turns:
-    inside: int = 0
-    usual: float = 0.0
-    lock: Lock = field(default_factory=Lock)
+def _collect_again(usual: bool) -> None:
+    if usual:
+        gc.enable()
 
 
-_TURNS, _COLLECTION = _Turns(), _Collection()
+# Python changes threads more often inside. Whoever needs Python while others trace, to start a transfer or a program, would wait
+# the usual 5 ms at each of its hundreds of steps.
+short_turns = Setting(sys.getswitchinterval, _shorten_turns, sys.setswitchinterval)
+# Python does not look for cycles of garbage inside. Tracing makes millions of objects and hardly any such cycles; looking for them
+# takes a tenth of its time.
+no_collection = Setting(gc.isenabled, _stop_collection, _collect_again)
+
 _PLACE = local()
 FIRST = -1
 
@@ -107,27 +103,37 @@ class Line:
     """
 
     def __init__(self):
-        self._changed = Condition(Lock())
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._waiting: list[tuple[int, int]] = []
         self._arrivals = 0
-        self._taken = False
+        self._taken: int | None = None  # by which thread
 
     def __enter__(self) -> None:
-        with self._changed:
-            self._arrivals += 1
-            ours = getattr(_PLACE, "number", FIRST), self._arrivals
-            self._waiting.append(ours)
+        # Here and below the lock itself, not the condition: interrupted as its own `__exit__` begins, that would stay locked.
+        ours = None
         try:
+            with self._lock:
+                ours, self._arrivals = (getattr(_PLACE, "number", FIRST), self._arrivals), self._arrivals + 1
+                self._waiting.append(ours)
             _wait_for_earlier()
-            with self._changed:
-                self._changed.wait_for(lambda: not self._taken and min(self._waiting) == ours)
-                self._taken = True
-        finally:
-            with self._changed:
+            with self._lock:
+                # A turn of its own that it did not end was interrupted as it was about to.
+                self._changed.wait_for(lambda: self._taken in (None, get_ident()) and min(self._waiting) == ours)
+                self._taken = get_ident()
                 self._waiting.remove(ours)
-                self._changed.notify_all()  # the line may have got shorter by an interrupt
+        except BaseException:
+            self._leave(ours)
+            raise
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._taken = False
+        self._leave()
+
+    def _leave(self, ours: tuple[int, int] | None = None) -> None:
+        """Ends this thread's turn, and its waiting in the place `ours`."""
+        with self._lock:
+            if ours in self._waiting:
+                self._waiting.remove(ours)
+            if self._taken == get_ident():
+                self._taken = None
             self._changed.notify_all()

@@ -134,23 +134,27 @@ class Programs:
 
         A program that another thread is compiling already is waited for.
         """
-        key = (function, static, _signature(args))
-        with self._lock:
-            if key in self._compiled:
-                return self._compiled[key]
-            others = self._pending.get(key)
-            ours = self._pending.setdefault(key, Future())
-        if others is not None:
-            return others.result()
+        key, ours = (function, static, _signature(args)), Future()
+        # An interrupt may come after every call: none may leave a program behind that is pending for good.
         try:
+            with self._lock:
+                if key in self._compiled:
+                    return self._compiled[key]
+                if (others := self._pending.get(key)) is None:
+                    self._pending[key] = ours
+            if others is not None:
+                return others.result()
             program, keep = self._make(function, static, donate, args)
             self._compiled[key] = program
             ours.set_result(program)
         except BaseException as error:
-            ours.set_exception(error)
+            if not ours.done():
+                ours.set_exception(error)
             raise
         finally:
-            del self._pending[key]
+            if self._pending.get(key) is ours:
+                del self._pending[key]
+            del ours  # which holds the error, and that this frame
         keep()  # nobody waits for it
         return program
 
@@ -177,7 +181,7 @@ class Programs:
     def shapes(self) -> list[str]:
         """One line for each compiled program, for people."""
         lines = []
-        for function, static, (_, leaves) in self._compiled:
+        for function, static, (_, leaves) in tuple(self._compiled):  # at once: others may be compiling
             setup = next((part for part in static if hasattr(part, "mode")), None)
             kind = "" if setup is None else f" {'draft' if setup.draft else 'plain'} {setup.mode}"
             first = f"({leaves[0][0]}, '{leaves[0][1]}')" if leaves else ""

@@ -190,6 +190,10 @@ class Core:
             Pages((), ()) if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
         )
 
+    def lose_pools(self) -> None:
+        """The device failed: what its last program returned may be its error in place of numbers, to whoever reads it."""
+        self._pools = None
+
     def keep_pools(self, target: Pages, draft: Pages) -> None:
         """The pools as the newest program returned them: it has consumed the ones before."""
         self._pools = (target, draft)

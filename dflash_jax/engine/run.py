@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+import jax
 import numpy as np
 
 from dflash_jax.decoding.loop import loop
@@ -112,7 +113,11 @@ class Run:
                 # Nobody else runs: an interrupt came while a run that was interrupted gave its pages back.
                 core.allocator.reclaim()
             with named_memory_errors("requests were served"):
-                yield from self._turns()
+                try:
+                    yield from self._turns()
+                except jax.errors.JaxRuntimeError:
+                    core.lose_pools()
+                    raise
         except BaseException:
             # An interrupt can come at any point, also in the middle of a change of the account.
             if ours:

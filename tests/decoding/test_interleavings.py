@@ -7,10 +7,12 @@ before, has the text that it has alone.
 import threading
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cache import PageAllocator
-from dflash_jax.errors import DFlashError
+from dflash_jax.errors import CapacityError, DFlashError
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -91,6 +93,26 @@ def test_an_interrupt_while_lost_pools_are_made_again(eager, make_prompts, monke
             monkeypatch.undo()
             eager.engine.goes_ahead = True
             assert continued(eager, prompts) == expected
+
+
+def test_a_device_that_failed_leaves_nothing_behind(eager, make_prompts, monkeypatch):
+    """Results of a program that failed while the host went on are its error, in every later call that reads them."""
+    prompts = make_prompts((12, 30, 50))
+    expected, call, calls = continued(eager, prompts), eager.engine.programs.call, iter(range(99))
+
+    def failing(function, *args):
+        result = call(function, *args)
+        if next(calls) == 9:
+            pools = eager.engine.take_pools()
+            eager.engine.keep_pools(*jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), pools))
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return result
+
+    monkeypatch.setattr(eager.engine.programs, "call", failing)
+    with pytest.raises(CapacityError, match="ran out while requests were served"):
+        eager.run(prompts, cycles=2)
+    monkeypatch.undo()
+    assert continued(eager, prompts) == expected
 
 
 def test_left_inside_a_prompt(eager, make_prompts):

@@ -1,6 +1,8 @@
 """Programs are traced in the order in which they are needed."""
 
 import gc
+import itertools
+import signal
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax.line import Line, no_collection, place, short_turns
@@ -145,3 +148,64 @@ def test_short_turns_end_with_the_last_who_is_inside():
             assert sys.getswitchinterval() < usual
         assert sys.getswitchinterval() < usual
     assert sys.getswitchinterval() == usual
+
+
+class Interrupt:
+    """A profiler that raises KeyboardInterrupt the n-th time that the interpreter looks for signals: as a function of Python
+    begins, and after a call of one in C."""
+
+    def __init__(self, at: int):
+        self.left, self.where = at, ""
+
+    def __call__(self, frame, event: str, _):
+        file = frame.f_code.co_filename
+        if event in ("call", "c_return") and file.endswith(
+            ("line.py", "programs.py", "threading.py", "_base.py", "contextlib.py")
+        ):
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{file}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+
+
+def test_an_interrupt_at_any_moment_of_compiling_leaves_nothing_taken():
+    """The next call had waited for ever for a program that nobody compiled any more, or for a line that nobody was in."""
+
+    def late(*_):
+        raise TimeoutError
+
+    before, usual, at = signal.signal(signal.SIGALRM, late), sys.getswitchinterval(), 0
+    try:
+        for at in itertools.count(1):
+            programs, interrupt = Programs(), Interrupt(at)
+            call = partial(programs.call, lambda _, x, at=at: x + at, (), (), None, np.float32(1))
+            sys.setprofile(interrupt)
+            try:
+                call()
+            except KeyboardInterrupt:
+                sys.setprofile(None)
+            sys.setprofile(None)
+            signal.setitimer(signal.ITIMER_REAL, 10)
+            assert call() == 1 + at, interrupt.where
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert (gc.isenabled(), sys.getswitchinterval()) == (True, usual), interrupt.where
+            if not interrupt.where:
+                break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert at > 60
+
+
+def test_shapes_are_told_while_others_compile():
+    programs = Programs()
+
+    class Meanwhile:
+        """What is asked whether it has a mode, in the middle of the list."""
+
+        def __getattr__(self, name):
+            programs._compiled[name, (), (None, ())] = None
+            raise AttributeError(name)
+
+    programs._compiled[test_one_at_a_time, (Meanwhile(),), (None, ())] = None
+    assert programs.shapes() == ["test_one_at_a_time"]
