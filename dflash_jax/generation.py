@@ -102,6 +102,9 @@ def stream(
 ) -> Generator[Piece]:
     """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing it, or leaving it early, gives every page back.
 
+    As every generator, it is stepped and closed by one thread at a time: whoever takes its steps in threads of their own, from
+    asyncio for example, awaits the last one before closing.
+
     Args:
       cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less.
 

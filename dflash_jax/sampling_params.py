@@ -23,7 +23,8 @@ class SamplingParams:
       top_k: keep this many tokens; 0 keeps all.
       min_p: keep tokens at least this fraction as probable as the most probable one.
       seed: makes sampling repeatable; the same seed gives the same text with and without drafting, alone or in a batch, up to
-        rounding. None draws a fresh one.
+        rounding. (Of a model loaded with `proposals="rejection"`, a text depends on drafting and on the verified length too.) None
+        draws a fresh one.
       stop: strings that end the text; the text ends before the first of them.
       stop_token_ids: ids that end the text besides the model's own end tokens.
       ignore_eos: go on past the model's end tokens (stop_token_ids still count).

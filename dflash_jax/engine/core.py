@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import jax
@@ -94,6 +94,10 @@ class Core:
         self._lengths: VerifyLength | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
         self.returns_early = False  # as `engine.ahead` has seen it
+
+    def __copy__(self) -> "Core":
+        """Same weights and programs, pages of its own: what one finds in its pages the other's do not hold."""
+        return replace(self)
 
     @property
     def page_bytes(self) -> int:

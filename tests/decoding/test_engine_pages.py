@@ -1,5 +1,7 @@
 """Which pages running requests have: they grow, are taken away, are forgotten, and all come back."""
 
+import copy
+
 import jax
 import pytest
 
@@ -48,6 +50,19 @@ def test_contents_of_lost_pages_and_other_weights_are_forgotten(make_pair, make_
     assert other != expected
     pair.engine.weights = weights
     assert pair.run([prompt])[0] == expected
+
+
+def test_a_copy_has_pages_of_its_own(pair, make_prompts):
+    """A shared account had named pages to the one that only the other had written."""
+    other = copy.copy(pair)
+    other.engine = copy.copy(pair.engine)
+    stem = make_prompts((40,))[0]
+    prompts = [[*stem, 5, 6], make_prompts((70,), seed=2)[0], [*stem, 7]]
+    expected = [pair.run([prompt])[0] for prompt in prompts]
+    for one in (other, pair, other, other, pair):
+        assert [one.run([prompt])[0] for prompt in prompts] == expected
+        prompts, expected = [*prompts[1:], prompts[0]], [*expected[1:], expected[0]]
+    assert other.engine.programs is pair.engine.programs
 
 
 def test_closing_early_gives_every_page_back(pair, make_prompts):
