@@ -191,6 +191,10 @@ def test_refusals_name_their_reason() -> None:
         best(x[:7], weight, multiprocessors=132)
     with pytest.raises(NotImplementedError, match="rows of a multiple of 512, not bfloat16 of 256"):
         add_norm_launch(*norm_call(1, 2, 256), eps=EPS)
+    # XLA's result would be float32, and a result's dtype must not hang on who computes it.
+    parts, stream, norm = norm_call(1, 2, 512)
+    with pytest.raises(NotImplementedError, match="a norm's weight in the stream's dtype, bfloat16, not float32"):
+        add_norm_launch(parts, stream, norm.astype(jnp.float32), eps=EPS)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -1,6 +1,7 @@
 """From one layer's attention to the next layer's projection: the definition, and the Hopper kernel in Pallas's interpreter,
 lowered for an H200, and for real (`-m gpu`)."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -191,6 +192,12 @@ def test_other_dtypes_are_refused() -> None:
     call = make(2, TINY, dtype=jnp.float16)
     with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float16"):
         launch(*arrays(call), None, None, eps=EPS, ctas=2)
+    call = make(2, TINY)
+    for name, dtype in (("following", jnp.float16), ("post_norm", jnp.float32), ("next_norm", jnp.float32)):
+        with pytest.raises(NotImplementedError, match=rf"takes bfloat16 throughout, .*{jnp.dtype(dtype)}"):
+            launch(*arrays({**call, name: call[name].astype(dtype)}), None, None, eps=EPS, ctas=2)
+    with pytest.raises(NotImplementedError, match=r"takes a stream in float32, .* not bfloat16"):
+        launch(*arrays({**call, "stream": call["stream"].astype(jnp.bfloat16)}), None, None, eps=EPS, ctas=2)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
@@ -201,6 +208,11 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         layer_chain(**{**call, "next_norm": None}, exchange=None)
     with pytest.raises(ValueError, match="a column for each of 2 rows"):
         layer_chain(**{**call, "stream": call["stream"][:, :1]}, exchange=None)
+    # The functions themselves: in test runs a shape checker around them would speak first.
+    with pytest.raises(ValueError, match=r"weights of norms \[\(64,\), \(128,\)\] must be one for each of 128 rows"):
+        inspect.unwrap(layer_chain)(**{**call, "post_norm": call["post_norm"][:64]}, exchange=None)
+    with pytest.raises(ValueError, match=r"scales \(5,\) must be one for each row of a weight \(128, 256\)"):
+        inspect.unwrap(layer_chain)(**call, scales=(jnp.ones(5), None, None, None), exchange=None)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")

@@ -131,7 +131,7 @@ def add_norm_launch(
     """`add_norm` without the device check."""
     from dflash_kernels.dense import mosaic_gpu_norm as kernel
 
-    _refuse_width(stream)
+    _refuse_width(stream, weight)
     added, normed = kernel.add_norm(parts, stream, weight, eps=eps, interpret=interpret)
     return added, normed
 
@@ -155,14 +155,16 @@ def add_norm_scores_launch(
     if stream.shape[0] > SCORED_ROWS or scorer.shape[0] % kernel.SCORES or scorer.dtype != stream.dtype:
         stream, normed = add_norm_launch(parts, stream, weight, eps=eps, interpret=interpret)
         return stream, normed, dense_scores(normed, scorer)
-    _refuse_width(stream)
+    _refuse_width(stream, weight)
     stream, normed, scores = kernel.add_norm_scores(parts, stream, weight, scorer, eps=eps, interpret=interpret)
     return stream, normed, scores
 
 
-def _refuse_width(stream: Array) -> None:
+def _refuse_width(stream: Array, weight: Array) -> None:
     from dflash_kernels.dense import mosaic_gpu_norm as kernel
 
+    if weight.dtype != stream.dtype:
+        raise NotImplementedError(f"takes a norm's weight in the stream's dtype, {stream.dtype}, not {weight.dtype}")
     if stream.shape[1] % (kernel.LANES * kernel.VECTOR) or stream.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"takes bfloat16 rows of a multiple of {kernel.LANES * kernel.VECTOR}, not {stream.dtype} of {stream.shape[1]}"

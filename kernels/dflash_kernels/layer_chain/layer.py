@@ -30,6 +30,13 @@ class Layer(NamedTuple):
         following = self.following
         if (self.next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
             raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
+        norms = [None if norm is None else norm.shape for norm in (self.post_norm, self.next_norm)]
+        if any(shape not in (None, (hidden,)) for shape in norms):
+            raise ValueError(f"weights of norms {norms} must be one for each of {hidden} rows of the stream")
+        weights = (self.o, self.gate_up, self.down, following)
+        for weight, scale in zip(weights, self.scales or (None,) * 4, strict=True):
+            if weight is not None and scale is not None and scale.shape != weight.shape[:1]:
+                raise ValueError(f"scales {scale.shape} must be one for each row of a weight {weight.shape}")
         if columns < rows:
             raise ValueError(f"stream {self.stream.shape} must have a column for each of {rows} rows")
 

@@ -67,18 +67,21 @@ def launch(
 def refuse_dtypes(activations: Sequence[Array], layer: Layer) -> None:
     """Raises NotImplementedError for dtypes that no product has."""
     # The stream goes into products before its norm divides it: float16 would overflow.
-    weights = (layer.o, layer.gate_up, layer.down)
-    found, stored = {array.dtype for array in activations}, {weight.dtype for weight in weights}
+    weights = [layer.o, layer.gate_up, layer.down, *([] if layer.following is None else [layer.following])]
+    norms = [layer.post_norm, *([] if layer.next_norm is None else [layer.next_norm])]
+    found, stored = {array.dtype for array in (*activations, *norms)}, {weight.dtype for weight in weights}
     allowed = [jnp.bfloat16] if layer.scales is None else [jnp.int8, jnp.float8_e4m3fn]
     if found != {jnp.dtype(jnp.bfloat16)} or stored not in [{jnp.dtype(dtype)} for dtype in allowed]:
-        names = ", ".join(str(array.dtype) for array in (*activations, *weights))
+        names = ", ".join(str(array.dtype) for array in (*activations, *norms, *weights))
         raise NotImplementedError(
             f"takes bfloat16 throughout, not {names}, or weights all in int8 or in float8_e4m3fn with scales"
         )
 
 
 def refuse_stream(schedule: Plan, rows: int, stream: Array) -> None:
-    """Raises NotImplementedError for a stream of other columns than the launch has."""
+    """Raises NotImplementedError for a stream of another dtype or of other columns than the launch has."""
+    if stream.dtype != jnp.float32:
+        raise NotImplementedError(f"takes a stream in float32, as `chain_stream` makes it, not {stream.dtype}")
     if stream.shape[1] != schedule.tokens:
         raise NotImplementedError(f"takes a stream of {schedule.tokens} columns for {rows} rows, not {stream.shape[1]}")
 
