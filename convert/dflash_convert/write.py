@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.metadata import version
@@ -29,6 +30,8 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 
 # Larger arrays are stored in several pieces, which are written and read side by side without a second copy of the whole.
 _PIECE_BYTES = 64 << 20
+# Removing what was begun: how often at most, and how long it must stay gone.
+_LOOKS, _BETWEEN_LOOKS_S = 50, 0.1
 # No room: of the disk, of a quota, of what a process may write.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
@@ -86,7 +89,7 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     except BaseException as error:
         if old.exists() and not output.exists():
             old.rename(output)
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(temporary)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise OutputError(
                 f"{output} cannot be written ({error.strerror}): nothing is left of it; make room or name another output"
@@ -95,6 +98,18 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder in which Orbax's threads may still be writing, as they do when another one's write has failed.
+
+    They make what they miss, so it is looked at once more.
+    """
+    for _ in range(_LOOKS):
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_BETWEEN_LOOKS_S)
+        if not folder.exists():
+            return
 
 
 def _refuse_existing(output: Path, overwrite: bool) -> None:

@@ -8,6 +8,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
 
 import jax
 import pytest
@@ -159,6 +162,28 @@ def test_a_disk_that_fills_up_while_other_files_are_written(tmp_path):
         fill(errno.ENOSPC)
     with pytest.raises(PermissionError):  # anything else stays what it is
         fill(errno.EACCES)
+    assert os.listdir(tmp_path) == []
+
+
+def test_threads_that_still_write_leave_nothing_behind(tmp_path):
+    """Some of Orbax's writes are under way when one fails; they make the folders that they miss."""
+
+    def write_on():
+        ends = time.monotonic() + 0.3
+        while time.monotonic() < ends:
+            with suppress(OSError):
+                (tmp_path / f"out.tmp-{os.getpid()}").mkdir(exist_ok=True)
+                (tmp_path / f"out.tmp-{os.getpid()}" / "piece").write_text("")
+
+    def fail():
+        with output_folder(tmp_path / "out"):
+            thread.start()
+            raise OSError(errno.EIO, "I/O")
+
+    thread = threading.Thread(target=write_on)
+    with pytest.raises(OSError, match="I/O"):
+        fail()
+    thread.join()
     assert os.listdir(tmp_path) == []
 
 
