@@ -14,9 +14,10 @@ Products of 512 rows run at the power limit, one after the other at 1.5 GHz: gat
 count where the matrix units are busy 88 % of the time: tiles of 256 x 192 bring a fifth less than of 128 x 256, and plans that are
 `lean` issue as few as a quarter of the instructions. On the same numbers and with the stream to add cuBLAS takes as long within the
 spread: 81 and 85 us in two runs for the product down, which takes 82 and 86 here; 159 for gate and up without SiLU, 161 here with
-it. As one call each, o and down of cuBLAS save a cycle of 8B 1 to 1.6 %; but compiled on the GPU, XLA makes an addition apart or
-two halves of the depth of them, and with their norms they take 124 us for 120 here, and 81 for 74 of a 4B model. Nothing beyond the 2 % that whole cycles spread by: the hint below for 512
-rows and for pages, pages of the next layer brought to the cache while down multiplies, weights asked for in runs of 512 bytes.
+it. A cycle of 8B took 1 to 1.6 % less with cuBLAS for o and down, one call each; but compiled on the GPU, XLA makes an addition
+apart or two halves of the depth of them, and with their norms they take 124 us for 120 here, and 81 for 74 of a 4B model. Nothing
+beyond the 2 % that whole cycles spread by: the hint below for 512 rows and for pages, pages of the next layer brought to the cache
+while down multiplies, weights asked for in runs of 512 bytes.
 
 A product of 128 rows waits for memory, and hardly less for the way into a multiprocessor, 95 KB/us: of weights [2560, 9728], which
 memory has in 11.7 us, a CTA brings 1.09 MB with its x, in 11.5. So 12 MB of gate_up's weights that are in the cache already save
