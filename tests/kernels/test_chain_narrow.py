@@ -76,7 +76,9 @@ def test_refusals_name_their_reason() -> None:
     with pytest.raises(NotImplementedError, match="widths that 256 divides, not inner 640"):
         plan(live=1, ctas=132, eps=1e-6, itemsize=1, **(SMALL | {"inner": 640}))
     small, _ = narrowed(products.make(1, SMALL), jnp.int8)
-    with pytest.raises(NotImplementedError, match="not bfloat16, int8, int8, int8, or weights all in int8"):
+    with pytest.raises(
+        NotImplementedError, match="not bfloat16, bfloat16, bfloat16, int8, int8, int8, int8, or weights all in int8"
+    ):
         products.interpreted(small | {"scales": None}, 4)
 
 
