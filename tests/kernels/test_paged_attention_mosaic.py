@@ -49,7 +49,8 @@ def check(case: Case, tuning: Tuning, interpret: Any) -> None:
     (out, lse), (true_out, true_lse) = run(case, tuning, interpret), oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
-    near = 1e-5 if interpret is not None else 1e-4  # a GPU's exponentials are approximate
+    # int8 keys meet queries of two bytes a number; a GPU's exponentials are approximate.
+    near = 1e-4 if interpret is None else 3e-5 if case.k_pages.dtype == np.int8 else 1e-5
     np.testing.assert_allclose(lse, true_lse, rtol=near, atol=near)
     assert (out[~np.isfinite(true_lse)] == 0).all()
 
@@ -172,6 +173,7 @@ def test_schedule() -> None:
     for t in (1, 16):
         assert [planned(b, t).splits for b in (64, 8, 1)] == [1, 2, 16]
         assert planned(64, t).direct
+        assert [planned(b, t).once for b in (64, 8, 1)] == [False, True, True]
         launch = planned(8, t)
         shared = 64 * 128 * (2 + 4) + launch.stages * launch.keys * 128 * 4
         assert shared + 512 <= HALF_SHARED_MEMORY

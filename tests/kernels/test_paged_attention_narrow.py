@@ -112,7 +112,7 @@ def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
 
 @pytest.mark.parametrize("stored", [pytest.param(FP8, id="fp8"), pytest.param(INT8, id="int8")])
 def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
-    """Far outside of float16's range, each row for itself; what one holds harms no other."""
+    """Far outside of float16's range; what one row holds harms no other. Keys of int8 meet all rows in the largest one's unit."""
     case = make_case([100], t=4, kv_heads=1, group=2, page_size=64, head_dim=64, dtype=jnp.bfloat16, stored=stored)
     sizes = 2.0 ** np.array([[40, 0], [20, -60], [43, 39], [-120, 41]])
     case.q *= sizes[None, :, :, None].astype(jnp.bfloat16)
@@ -123,8 +123,10 @@ def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     case.q[0, 2, 0] = np.nan
     found, _ = run(case, Tuning(splits=1), interpret)
     spared = np.array([[1, 1], [1, 0], [0, 1], [1, 1]], bool)
-    np.testing.assert_array_equal(found[0][spared], expected[0][spared])
-    assert np.isnan(found[0][~spared].astype(np.float32)).all()
+    found, expected = (each[0].astype(np.float32) for each in (found, expected))
+    apart = 0 if stored == FP8 else 2**-8 * np.abs(expected).max()
+    np.testing.assert_allclose(found[spared], expected[spared], rtol=0, atol=apart)
+    assert np.isnan(found[~spared]).all()
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,7 @@ def test_schedule() -> None:
         assert used <= HALF_SHARED_MEMORY
         assert launch.stages >= 4
         assert launch.direct == (b == 64)
+        assert launch.once
     assert plan_narrow(Tuning(), b=1, tokens=40, **shape, **MASK).row_blocks == 3
     assert plan_narrow(Tuning(), b=1, tokens=16, **shape | {"head_dim": 256}, **MASK).rows == 32
 

@@ -82,7 +82,7 @@ def attention(
 class _Launch:
     """What `Part` reads of a launch, for one key head and no window."""
 
-    stages, keys, kv_heads, heads_at_once, window, items = _STAGES, KEYS, 1, 1, (None, None), 0
+    stages, keys, kv_heads, heads_at_once, window, items, once = _STAGES, KEYS, 1, 1, (None, None), 0, False
     block_rows = rows = NARROW_ROWS
 
     def __init__(self, launch: Launch):

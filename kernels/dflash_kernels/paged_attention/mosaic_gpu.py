@@ -98,8 +98,8 @@ def _attend(
         table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
     )  # fmt: skip
     if interpret is not None:
-        # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False)
+        # The interpreter has no shared memory of other CTAs, and no hints.
+        launch = dataclasses.replace(launch, together=False, once=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(

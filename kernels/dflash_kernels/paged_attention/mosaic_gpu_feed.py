@@ -26,7 +26,7 @@ class Fed(Part):
 
     def __init__(self, launch, refs, buffers, interpret):
         super().__init__(launch, refs, buffers)
-        self.interpret, self.entries = interpret, None
+        self.interpret, self.entries, self.one_warp = interpret, None, self.ahead
 
     def hold_entries(self):
         """Asks for the table's entries, before the sequence's length is there."""

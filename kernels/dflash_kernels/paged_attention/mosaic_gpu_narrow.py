@@ -4,7 +4,8 @@ A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H,
 lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
 Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
 each row (`put_queries`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie with
-queries of two bytes, the upper ones as one set of rows and the lower ones as another.
+queries of two bytes, the upper ones as one set of rows and the lower ones as another, all in one unit: one of each row would be 30
+of a tile's 440 instructions, 1.5 % of the time of 64 sequences with 4,096 keys and 16 queries.
 
 The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
@@ -122,15 +123,15 @@ class _Block(Scored):
 
         @pl.when(self.begin < self.end)
         def _():
-            self.fill_ring(self.streams, pages)
-            start.put_queries(
-                asked, queries, self.buffers["q_sm"], self.buffers["q_factor_sm"], self.first_row,
-                jnp.minimum(self.q_len, launch.tokens) * launch.group, self.interpret,
+            ops.by_one_warp(self.begin < self.end, lambda: self.fill_ring(self.streams, pages), self.interpret)
+            common = start.put_queries(
+                asked, queries, self.buffers["q_sm"], self.buffers["q_factor_sm"], self.buffers["columns_sm"],
+                self.first_row, jnp.minimum(self.q_len, launch.tokens) * launch.group, self.interpret,
             )  # fmt: skip
             unit = launch.scale * (1.0 if launch.soft_cap else LOG2E)
-            if self.dtype != jnp.int8:
-                unit *= self.refs["k_scale"][self.head]
-            self.unit = plgpu.layout_cast(self.buffers["q_factor_sm"][...], COLUMN) * unit
+            self.unit = (
+                common * unit if self.dtype == jnp.int8 else self._factors() * (self.refs["k_scale"][self.head] * unit)
+            )
             acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
             carry = (acc, *self._first(), jnp.int32(0), self.pages(self.begin + launch.stages))
             acc, base, total, place, _ = self.walk(self._step, carry, skip=1)
@@ -142,6 +143,9 @@ class _Block(Scored):
             self._write_lse(plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), COLUMN))
             if launch.direct:
                 self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX))
+
+    def _factors(self):
+        return plgpu.layout_cast(self.buffers["q_factor_sm"][...], COLUMN)
 
     def _start_scores(self, tile):
         return ops.start_scores(self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
@@ -155,6 +159,8 @@ class _Block(Scored):
         """Base and sum of weights after the first tile's scores."""
         plgpu.barrier_wait(self.buffers["tile_in"].at[0])
         nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
+        if self.dtype == jnp.int8:
+            nothing += self._factors()  # NaN for a row that is not finite
         return self._raised(self.begin, nothing, 0, masked=True)
 
     def _raised(self, tile, base, place, *, masked: bool):

@@ -13,6 +13,7 @@ from jaxlib.mlir.dialects import arith
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
 _TOP = 14  # exponent of a row's largest number once it is scaled
+_LEAST = 20  # exponent that a row is taken to have at least, as float32 has it
 _NAN = 0x7FC00000
 
 
@@ -30,12 +31,13 @@ def ask_for_queries(source, first_row, count: int) -> list:
     return found
 
 
-def put_queries(asked: list, source, target, factors, first_row, rows) -> None:
+def put_queries(asked: list, source, target, factors, first_row, rows, tops=None):
     """What was asked for to shared memory, zeros from row `rows` on; then all may read it.
 
-    Each row is multiplied by the power of two that brings its largest number to between 2^14 and 2^15; `factors` gets the inverse.
-    A target of float16 gets them in the keys' order, rows of float16 as they are. One of int8 gets them rounded, all upper bytes
-    before all lower ones (`_bytes`), and NaN as the factor of rows that are not finite throughout.
+    A target of float16 gets them in the keys' order, each row times the power of two that brings its largest number to between
+    2^14 and 2^15, rows of float16 as they are; `factors` gets the inverses. One of int8 gets them rounded, all upper bytes before
+    all lower ones (`_bytes`), times one power of two that does so to the largest number of all finite rows, by way of `tops`, four
+    words of shared memory; `factors` gets NaN for rows that are not finite throughout, and 0. Returns its inverse for int8.
     """
     i32, f32 = th.i32(), ir.F32Type.get()
     wide = isinstance(ir.MemRefType(source.type).element_type, ir.BF16Type)
@@ -44,18 +46,22 @@ def put_queries(asked: list, source, target, factors, first_row, rows) -> None:
     width, (count, columns) = th.swizzle(target), th.rows_and_columns(target)
     count = count // 2 if split else count
     place, first, sharing = th.address(target, space=3), first_row.registers.item(), _sharing(head_dim)
-    for index, (row, column) in enumerate(_units(count, head_dim)):
-        inside = arith.andi(th.below(row, count), th.below(column, 2 * head_dim))
+    units, held, found = _units(count, head_dim), [], []
+    for index, (row, _) in enumerate(units):
         # Rows of dead tokens may hold anything.
         exists = arith.cmpi(arith.CmpIPredicate.slt, th.add(first, row), rows.registers.item())
         loaded = [word for words in asked[2 * index : 2 * index + 2] for word in words]
-        words = [arith.select(exists, word, utils.c(0, i32)) for word in loaded]
+        held.append([arith.select(exists, word, utils.c(0, i32)) for word in loaded])
         as_they_are = utils.c(127 + _TOP, i32), None
-        exponent, finite = _exponent_of_row(words, sharing, wide) if wide or split else as_they_are
+        found.append(_exponent_of_row(held[-1], sharing, wide) if wide or split else as_they_are)
+    common = _largest(found, sharing, tops) if split else None
+    for (row, column), words, (exponent, finite) in zip(units, held, found, strict=True):
+        inside = arith.andi(th.below(row, count), th.below(column, 2 * head_dim))
+        exponent = exponent if common is None else common
         times = utils.bitcast(th.shift_left(arith.subi(utils.c(254 + _TOP, i32), exponent), 23), f32)
         inverse = th.shift_left(th.sub(exponent, _TOP), 23)
         if split:
-            inverse = arith.select(finite, inverse, utils.c(_NAN, i32))
+            inverse = arith.select(finite, utils.c(0, i32), utils.c(_NAN, i32))
             pairs = [_bytes(words[i], words[i + 1], times, wide) for i in range(0, 8, 2)]
             parts = [[pair[part] for pair in pairs] for part in range(2)]
             inner = [th.within(th.add(row, part * count), th.div(column, 2), columns // 2, width) for part in range(2)]
@@ -68,6 +74,32 @@ def put_queries(asked: list, source, target, factors, first_row, rows) -> None:
         leads = arith.andi(inside, th.below(column, 1))
         th.when(leads, "st.shared.b32 [$0], $1;", th.add(th.address(factors, space=3), th.mul(row, 4)), inverse)
     mgpu.commit_shared()
+    if split:
+        inverse = utils.bitcast(th.shift_left(th.sub(common, _TOP), 23), f32)
+        return mgpu.FragmentedArray.splat(inverse, ())
+    return None
+
+
+def _largest(found: list, sharing: int, tops):
+    """The largest exponent of all threads' finite rows."""
+    i32 = th.i32()
+    top = functools.reduce(
+        arith.maxui, [arith.select(finite, exponent, utils.c(_LEAST, i32)) for exponent, finite in found]
+    )
+    distance = sharing
+    while distance < 32:
+        top = arith.maxui(top, utils.shfl_bfly(top, distance))
+        distance *= 2
+    lane, warp = th.lane_and_warp()
+    th.when(th.below(lane, 1), "st.shared.b32 [$0], $1;", th.add(th.address(tops, space=3), th.mul(warp, 4)), top)
+    utils.warpgroup_barrier()
+    all_four = utils.inline_ptx(
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+        th.address(tops, space=3),
+        result_types=[i32] * 4,
+        has_side_effects=True,
+    )
+    return functools.reduce(arith.maxui, all_four)
 
 
 def asked_words(count: int, head_dim: int) -> int:
@@ -97,7 +129,7 @@ def _exponent_of_row(words, sharing: int, wide: bool):
     for distance in range(sharing.bit_length() - 1):
         top = arith.maxui(top, utils.shfl_bfly(top, 1 << distance))
     exponent = th.div(top, 1 << 7) if wide else th.add(th.div(top, 1 << 10), 127 - 15)
-    exponent = arith.maxui(arith.minui(exponent, utils.c(254, i32)), utils.c(20, i32))
+    exponent = arith.maxui(arith.minui(exponent, utils.c(254, i32)), utils.c(_LEAST, i32))
     return exponent, th.below(top, 0x7F80 if wide else 0x7C00)
 
 

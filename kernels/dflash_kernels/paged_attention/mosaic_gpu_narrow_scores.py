@@ -20,15 +20,16 @@ class Scored(Part):
 
     Attributes:
       dtype: that pages are stored in.
-      unit: what a score is multiplied with, by query row.
+      unit: what a score is multiplied with, by query row; for int8, besides the key's scale, one for all.
     """
 
+    one_warp = True
+
     def __init__(self, launch, refs, buffers, dtype, interpret):
-        super().__init__(launch, refs, buffers)
+        self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
+        super().__init__(launch, refs, buffers | {f"{stream}_in": buffers["tile_in"] for stream in self.streams})
         self.dtype, self.interpret = dtype, interpret
         self.unit: Any = None
-        self.streams = ("k", "v", "k_scale") if dtype == jnp.int8 else ("k", "v")
-        self.buffers = buffers | {f"{stream}_in": buffers["tile_in"] for stream in self.streams}
 
     def exponents(self, scores, tile, masked: bool):
         scores = self._in_base_2(scores, self.stage(tile), tile)
@@ -37,10 +38,11 @@ class Scored(Part):
     def _in_base_2(self, scores, stage, tile):
         """Scores as exponents of two: scaled, capped, and ALiBi's share added."""
         launch = self.launch
-        scores = scores * self.spread(self.unit)
         if self.dtype == jnp.int8:
-            of_keys = plgpu.layout_cast(self.buffers["k_scale_sm"].at[stage][...], KEY)
+            of_keys = plgpu.layout_cast(self.buffers["k_scale_sm"].at[stage][...], KEY) * self.unit
             scores = scores * lax.broadcast_in_dim(of_keys, scores.shape, [0])
+        else:
+            scores = scores * self.spread(self.unit)
         if launch.soft_cap is not None:
             scores = precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
         if "slopes" not in self.refs:

@@ -53,15 +53,20 @@ def entry(row, index, interpret: Any):
     return ask(row, index)
 
 
-def put_queries(asked: list[Any], source, target, factors, first_row, rows, interpret: Any):
-    """What was asked for of `source` to shared memory, each row times the power of two that brings its largest number to between
-    2^14 and 2^15.
+def put_queries(asked: list[Any], source, target, factors, memory, first_row, rows, interpret: Any):
+    """What was asked for of `source` to shared memory, times powers of two that bring a largest number to between 2^14 and 2^15.
 
     Args:
       rows: of the source's rows `t * G + g` the first so many are wanted, zeros take the place of others.
-      target: in shared memory, given rows `first_row` and on: `[N, H]` float16 in the keys' order, rows of float16 as they are; or
-        `[2 N, H]` int8, numbers rounded to `256 * upper + lower`, all upper bytes first.
-      factors: `[N]` float32 in shared memory, given what scores have to be multiplied with.
+      target: in shared memory, given rows `first_row` and on: `[N, H]` float16 in the keys' order, each row times its own power,
+        those of float16 as they are; or `[2 N, H]` int8, numbers times the power of the largest finite row, rounded to
+        `256 * upper + lower`, all upper bytes first.
+      factors: `[N]` float32 in shared memory, given what scores have to be multiplied with; for int8, NaN where a row is not
+        finite throughout and 0 elsewhere.
+      memory: four words of shared memory for int8.
+
+    Returns:
+      What all scores have to be multiplied with, a float32 scalar, for int8; else None.
     """
     if interpret is not None:
         count = factors.shape[0]
@@ -71,26 +76,31 @@ def put_queries(asked: list[Any], source, target, factors, first_row, rows, inte
         plain = jnp.where((first_row + jnp.arange(count) < rows)[:, None], plain, 0.0)
         top = jnp.max(jnp.where(jnp.isfinite(plain), jnp.abs(plain), 0.0), axis=1)
         exponent = jnp.clip(jnp.frexp(top)[1] - 1, -107, 127) - 14
+        finite = jnp.isfinite(plain).all(axis=1)
         if source.dtype == target.dtype:
             exponent = jnp.zeros_like(exponent)
+        if target.dtype == jnp.int8:
+            exponent = jnp.full_like(exponent, jnp.max(jnp.where(finite, exponent, -107 - 14)))
         scaled, factor = (jnp.ldexp(x, e) for x, e in ((plain, -exponent[:, None]), (jnp.ones_like(top), exponent)))
         if target.dtype == jnp.int8:
-            factor = jnp.where(jnp.isfinite(plain).all(axis=1), factor, jnp.nan)
+            factors[...] = jnp.where(finite, 0.0, jnp.nan)
             whole = jnp.minimum(jnp.round(jnp.where(jnp.isfinite(scaled), scaled, 0.0)).astype(jnp.int32), 2**15 - 129)
             upper = (whole + 128) >> 8
             target[...] = jnp.concatenate([upper, whole - 256 * upper]).astype(jnp.int8)
-        else:
-            target[...] = in_key_order(scaled).astype(target.dtype)
+            return factor[0]
+        target[...] = in_key_order(scaled).astype(target.dtype)
         factors[...] = factor
-        return
+        return None
 
     from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as queries
     from dflash_kernels.paged_attention import mosaic_gpu_threads as th
 
-    arg_types = (plgpu.RefType(), tile_of(target), plgpu.RefType(), SCALAR, SCALAR, *[WORDS.layout] * len(asked))
+    arg_types = (plgpu.RefType(), tile_of(target), *[plgpu.RefType()] * 2, SCALAR, SCALAR, *[WORDS.layout] * len(asked))
+    one = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.float32), layout=SCALAR)
 
-    @plgpu.inline_mgpu(arg_types=arg_types)
-    def put(_ctx, source, target, factors, first_row, rows, *held):
-        queries.put_queries([th.as_words(array) for array in held], source, target, factors, first_row, rows)
+    @plgpu.inline_mgpu(arg_types=arg_types, return_type=one if target.dtype == jnp.int8 else ())
+    def put(_ctx, source, target, factors, memory, first_row, rows, *held):
+        words = [th.as_words(array) for array in held]
+        return queries.put_queries(words, source, target, factors, first_row, rows, memory) or ()
 
-    put(source, target, factors, first_row, rows, *asked)
+    return put(source, target, factors, memory, first_row, rows, *asked)

@@ -7,6 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.paged_attention import mosaic_gpu_once as once
+
 
 class Part:
     """One part of a sequence's tiles under one block of query rows. Scalars are read once, at construction.
@@ -23,7 +25,10 @@ class Part:
 
     Attributes:
       stride: from one of its tiles to the next. 1: a part is tiles in a row; the number of parts: they take turns.
+      one_warp: starts copies, unless all threads of a warpgroup do.
     """
+
+    one_warp = False
 
     @property
     def stride(self) -> int:
@@ -33,6 +38,7 @@ class Part:
         self.launch, self.refs, self.buffers = launch, refs, buffers
         self.b, self.split, self.parts = self._place()
         self.wg = lax.axis_index("wg")
+        self.arrivals = once.addresses(buffers) if launch.once else {}
         heads = lax.axis_index("heads")
         self.head = lax.rem(heads, jnp.int32(launch.kv_heads))
         self.row_block = lax.div(heads, jnp.int32(launch.kv_heads))
@@ -133,12 +139,17 @@ class Part:
         pool, memory, barrier = self.refs[stream], self.buffers[f"{stream}_sm"], self.buffers[f"{stream}_in"].at[stage]
         if launch.page_size >= launch.keys:
             part = lax.rem(tile, jnp.int32(launch.page_size // launch.keys))
-            rows = pl.ds(part * launch.keys, launch.keys)
-            plgpu.copy_gmem_to_smem(pool.at[pages[0], self.head, rows], memory.at[stage], barrier)
-            return
-        for copy, page in enumerate(pages):
-            rows = pl.ds(copy * launch.page_size, launch.page_size)
-            plgpu.copy_gmem_to_smem(pool.at[page, self.head], memory.at[stage, rows], barrier)
+            copies = [(pages[0], pl.ds(part * launch.keys, launch.keys), memory.at[stage])]
+        else:
+            places = [pl.ds(copy * launch.page_size, launch.page_size) for copy in range(len(pages))]
+            whole = pl.ds(0, launch.page_size)
+            copies = [(page, whole, memory.at[stage, rows]) for page, rows in zip(pages, places, strict=True)]
+        for page, rows, target in copies:
+            if launch.once:
+                arrival = once.arrival(self.arrivals[f"{stream}_in"], stage)
+                once.copy_once(pool, page, self.head, rows, target, arrival, one_warp=self.one_warp)
+            else:
+                plgpu.copy_gmem_to_smem(pool.at[page, self.head, rows], target, barrier)
 
     def stage(self, tile):
         return lax.rem(lax.div(tile - self.begin, jnp.int32(self.stride)), jnp.int32(self.launch.stages))

@@ -64,7 +64,7 @@ def attention(
     """
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False)
+        launch = dataclasses.replace(launch, together=False, once=False)
     b, rows, whole = shapes.sequences, -(-shapes.rows // 8) * 8, launch.direct or launch.together
     shape = (b, launch.tokens, launch.kv_heads, launch.group) if whole else (b, launch.kv_heads, launch.splits, rows)
     made = {"o": jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.bfloat16 if whole else jnp.float32)}
