@@ -68,8 +68,7 @@ class Bring:
 
     def _bring_weights(self):
         arrived, left = self.buffers["w_in"], self.buffers["w_out"]
-        # Copies of weights of one byte have not been checked with the hint on a GPU.
-        arrivals = address_of(arrived) if self.syncs and not self.plan.narrow else None
+        arrivals = address_of(arrived) if self.syncs else None
         for _, product, taken, _ in self._products():
 
             def bring(step, _, product=product, taken=taken):

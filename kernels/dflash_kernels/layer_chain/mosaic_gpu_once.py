@@ -1,7 +1,8 @@
 """Copies to shared memory of what a launch reads once, which leave the cache to what CTAs read again and hand to one another.
 
 Pallas's copies have no word for that: these are the same instruction with a hint, and complete the same barriers. With the hint a
-layer of Qwen3-4B for 16 tokens takes 62.1 us on an H200 instead of 66.3, and the results are the same to the bit.
+layer of Qwen3-4B for 16 tokens takes 62.1 us on an H200 instead of 66.3, with weights in float8 57.2 instead of 69.2, and the
+results are the same to the bit.
 """
 
 # Pallas declares what it inlines with the context that it passes itself.
