@@ -1,6 +1,7 @@
 """Products and what follows them: the definitions, and the Hopper kernels in Pallas's interpreter, lowered for an H200, and for
 real (`-m gpu`)."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -73,7 +74,7 @@ def test_the_definitions(form: str, dtype: Any) -> None:
     [
         # Several turns of a cluster, a last tile that overlaps, a ring that is used again.
         ("plain", 256, 136, 704, {"tile_rows": 128, "step": 24}),
-        ("gated", 128, 88, 128, {"tile_rows": 128, "step": 24}),
+        ("gated", 128, 88, 640, {"tile_rows": 128, "step": 24}),  # two blocks at a time, more than find room
         ("parts", 256, 96, 256, {"tile_rows": 256, "step": 48, "splits": 2}),
         ("gated", 64, 88, 128, {"tile_rows": 64, "step": 32}), ("plain", 192, 72, 128, {"tile_rows": 64, "step": 48}),
     ],
@@ -82,6 +83,15 @@ def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, ti
     x, weight = make(form, rows, features, depth)
     schedule = plan(rows, features, depth, form, multiprocessors=4, **tiles)
     check(form, x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_short_rings_run(slots: int) -> None:
+    """Of two slots the second never becomes free before a third block has come: blocks must be asked for one at a time."""
+    x, weight = make("gated", 128, 48, 384)
+    schedule = plan(128, 48, 384, "gated", multiprocessors=4, tile_rows=128, step=24)
+    schedule = dataclasses.replace(schedule, slots=slots)
+    check("gated", x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
 
 
 def test_the_plan_that_is_chosen_runs() -> None:

@@ -84,6 +84,14 @@ class Plan:
         return self.lean and begins and self.tile_rows <= 2 * ROWS
 
     @property
+    def pairs(self) -> bool:
+        """Whether blocks are asked for two at a time, as soon as there is room for both.
+
+        A slot is free when the block after its own has come: with two of them nothing would ever follow.
+        """
+        return self.form == "gated" and not self.lean and self.steps % 2 == 0 and self.slots > 2
+
+    @property
     def by_rows(self) -> int:
         """1 where warpgroups share a tile's rows, 0 where they share its features."""
         return int(self.tile_rows > ROWS)
