@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.hub import resolve_source
 from dflash_jax.models import Family, family_named
+from dflash_jax.read_ahead import read_ahead
 
 MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
 FORMAT = 1

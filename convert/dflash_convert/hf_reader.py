@@ -24,10 +24,10 @@ from dflash_convert.plan import KEEP, Plan, Step, make_plan
 from dflash_convert.safetensors_reader import DTYPES, Tensor, chunks
 from dflash_jax.checkpoint import check_dtype, main_dtype
 from dflash_jax.config import DecoderConfig
-from dflash_jax.early import read_ahead
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.models import Family, family_of
+from dflash_jax.read_ahead import read_ahead, wait_until_read
 from dflash_jax.staging import Incoming, place
 
 _MOST_NOTICES = 8
@@ -181,6 +181,7 @@ def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:
     """
     stored = DTYPES[tensor.dtype]
     span = replace(tensor, shape=(array.size,), offset=tensor.offset + begin * stored.itemsize)
+    wait_until_read(span.path, span.offset, span.nbytes)
     floating, position = jnp.issubdtype(array.dtype, jnp.floating), 0
     whole = array.dtype == stored
     for piece in chunks(span, PART_BYTES if whole else CONVERTED_BYTES, into=array if whole else None):
