@@ -1,4 +1,4 @@
-"""Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the memory floor.
+"""Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the floor.
 
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
     python benchmarks/decode.py --models qwen3-4b --context 8192 --batch 8 --cache-dtype none int8
@@ -38,7 +38,7 @@ from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 THREADS = 12  # that compile
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
+BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on this kind of GPU
 # From this context on one width of the page table: programs for the beginnings of prompts take longer to compile than to run.
 LONG = 8192
 # Peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
@@ -87,25 +87,31 @@ def stored(weights: object) -> int:
 
 
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float | None:
-    """Bytes that must be read once over the memory bandwidth: weights, keys and values, and the head again for a draft.
+    """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    None with experts: how many of them tokens of random weights take is not known.
+    Bytes are weights, keys and values, and the head again for a draft. None with experts: how many of them tokens of random weights
+    take is not known.
     """
     target, drafter = engine.target, engine.draft
     if hasattr(target, "num_experts"):
         return None
-    read = stored(engine.weights["target"])
-    if not target.tie_embeddings:  # a few rows of the table are looked up
-        read -= stored(engine.weights["target"]["embed.weight"])
-    read += batch * context * page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
+    read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
+    pages = page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
+    took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        read += (
-            stored(engine.weights["draft"]) + stored(head) - stored(engine.weights["draft"]["context_kv_proj.weight"])
-        )
-        read += batch * context * page_bytes(drafter, 1, engine.dtype)
-    return round(read / BANDWIDTH * 1e3, 3)
+        read = [w for name, w in engine.weights["draft"].items() if name != "context_kv_proj.weight"] + [head]
+        pages = page_bytes(drafter, 1, engine.dtype)
+        took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, context, batch)
+    return round(took * 1e3, 3)
+
+
+def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, context: int, batch: int) -> float:
+    """The longer of reading weights and pages of a pass, and of its products and attention."""
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim > 1)
+    attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
+    return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
 
 
 def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> Run:
