@@ -204,7 +204,7 @@ def test_schedule() -> None:
         ({}, jnp.bfloat16, {"scale": -1.0}, "takes a positive scale"),
     ],
 )
-def test_refusals_name_their_reason(shape: dict[str, int], dtype: Any, changes: dict[str, Any], reason: str) -> None:
+def test_refusals_name_their_reason(shape: dict[str, Any], dtype: Any, changes: dict[str, Any], reason: str) -> None:
     case = make_case([4], t=1, dtype=dtype, **shape)
     scales = {name: jnp.asarray(scale) for name, scale in case.options.items()}
     with pytest.raises(NotImplementedError, match=reason):
