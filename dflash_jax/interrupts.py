@@ -6,6 +6,7 @@ it could not be imported; `was_interrupted` tells the two apart.
 """
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,8 +18,12 @@ _arrived = False
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """While it lasts, SIGINT raises KeyboardInterrupt where it counts. Does nothing in a process that ignores SIGINT."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    """While it lasts, SIGINT raises KeyboardInterrupt where it counts.
+
+    Does nothing in a process that ignores SIGINT, and in other threads than the main one, which are not interrupted.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     before = signal.signal(signal.SIGALRM, _interrupt)

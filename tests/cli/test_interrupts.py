@@ -2,6 +2,7 @@
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -56,3 +57,14 @@ def test_process_that_ignores_interrupts_goes_on_doing_so():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_commands_run_in_any_thread():
+    """Python lets the main one alone set what answers a signal."""
+
+    def run() -> bool:
+        with interrupts():
+            return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(run).result()

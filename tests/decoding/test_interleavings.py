@@ -101,12 +101,11 @@ def test_a_device_that_failed_leaves_nothing_behind(eager, make_prompts, monkeyp
     expected, call, calls = continued(eager, prompts), eager.engine.programs.call, iter(range(99))
 
     def failing(function, *args):
-        result = call(function, *args)
         if next(calls) == 9:
             pools = eager.engine.take_pools()
             eager.engine.keep_pools(*jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), pools))
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return result
+        return call(function, *args)
 
     monkeypatch.setattr(eager.engine.programs, "call", failing)
     with pytest.raises(CapacityError, match="ran out while requests were served"):
