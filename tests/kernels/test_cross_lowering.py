@@ -189,6 +189,26 @@ def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
     assert lowered(op, "NVIDIA A100-SXM4-80GB") == []
 
 
+@pytest.mark.parametrize(
+    "window", [(None, None), (40, None), (None, 3), (40, 3)], ids=["everything", "left", "right", "both"]
+)
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8])
+def test_attention_without_a_causal_mask_lowers(stored: Any, window: tuple[int | None, int | None]) -> None:
+    """On Hopper every kind of pages has code of its own for what a row sees."""
+    q, *_, table, lengths = OPS["paged_attention"][0]
+    pool, scales = array(*POOL.shape, dtype=stored), {}
+    if stored == jnp.float8_e4m3fn:
+        scales = dict.fromkeys(("k_scale", "v_scale"), array(8, dtype=jnp.float32))
+    elif stored == jnp.int8:
+        scales = {"k_scale": array(99, 8, 64, dtype=jnp.float32), "v_scale": array(8, 128, dtype=jnp.float32)}
+
+    def call(*arrays: Any) -> Any:
+        given = dict(zip(scales, arrays[5:], strict=True))
+        return dflash_kernels.paged_attention(*arrays[:5], causal=False, window=window, **given)
+
+    assert set(custom_calls(call, q, pool, pool, table, lengths, *scales.values())) == {"mosaic_gpu_v2"}
+
+
 @pytest.mark.parametrize("op", ONE_OF_EACH_KIND)
 def test_lowers_where_64_bits_are_enabled(op: str) -> None:
     """Plain numbers have 64 bits then, and tables come in int64; kernels count in 32."""

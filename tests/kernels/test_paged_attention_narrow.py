@@ -23,6 +23,7 @@ CASES = {
     "q16-row-blocks": (FP8, 17, 4, 32, 64, [90], [17], {}, Tuning(splits=2)),
     "window": (FP8, 3, 5, 32, 192, [290, 70], [3, 1], {"window": (70, 0), "sinks": SINKS[:10]}, Tuning(splits=1)),
     "left": (FP8, 3, 2, 64, 64, [150, 70], [3, 2], {"causal": False, "window": (40, None)}, Tuning(splits=1)),
+    "everything": (FP8, 4, 3, 64, 128, [150, 0], [4, 4], {"causal": False, "sinks": SINKS[:6]}, Tuning(splits=2)),
     "cap-alibi": (FP8, 2, 2, 8, 64, [90, 3], [2, 2], {"soft_cap": 1.5, "alibi_slopes": SLOPES}, Tuning()),
     "int8": (INT8, 4, 4, 64, 128, [150, 64, 0, 1], None, {}, Tuning(splits=2, merge="xla")),
     "int8-full": (INT8, 11, 3, 128, 64, [150], [11], {"causal": False, "window": (90, 3)}, Tuning(splits=1)),
