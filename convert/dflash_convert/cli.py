@@ -98,8 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "JAX_PLATFORMS" not in os.environ:
         # Bytes move on the host. Orbax would start JAX's GPU backend all the same, which takes most of the card's memory.
         jax.config.update("jax_platforms", "cpu")
-    # Orbax logs each thread's traceback of a write that failed. The error itself is told below.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Orbax logs each thread's traceback of a write that failed, asyncio every failure but the first. The error is told below.
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with interrupts():
             return console.finish(_run(options, console))

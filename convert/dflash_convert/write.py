@@ -238,17 +238,35 @@ def _write_params(target: Path, checkpoint: HuggingFaceCheckpoint, progress: Pro
     context.array.saving.use_compression = False
     context.array.saving.scoped_storage_options_creator = _storage
     context.memory.deepcopy_host_arrays = False
-    with progress("converting", checkpoint.plan.nbytes) as advance, context, _system_errors():
+    with (
+        _by_descriptor(target.parent) as folder,
+        progress("converting", checkpoint.plan.nbytes) as advance,
+        context,
+        _system_errors(),
+    ):
         for names in group_names({name: step.nbytes for name, step in steps.items()}):
             # Orbax stores no empty arrays; readers make them from the marker.
             arrays = {name: assemble(steps[name], steps[name].dtype, advance) for name in names if steps[name].nbytes}
             if arrays:
-                ocp.partial.save(str(target), arrays)
+                ocp.partial.save(str(folder / target.name), arrays)
             del arrays
             release_memory()
-        ocp.partial.finalize(str(target))
+        ocp.partial.finalize(str(folder / target.name))
     # Orbax notes here where it wrote to. The note is not read again, and a local path does not belong in a result.
     (target / "commit_success.txt").unlink(missing_ok=True)
+
+
+@contextmanager
+def _by_descriptor(folder: Path) -> Iterator[Path]:
+    """A name of the folder that leads nowhere once it is removed; on systems without /proc the folder's own.
+
+    When one of Orbax's writes has failed, others are still under way, and make the folders that they miss: after a tenth of a
+    second on a busy machine. The descriptor is left open then, or its number could come to mean a folder of somebody else's.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    named = Path(f"/proc/self/fd/{descriptor}")
+    yield named if named.is_dir() else folder
+    os.close(descriptor)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.decoding import accept
 from dflash_jax.decoding.accept import accept_matching, accept_rejection
-from dflash_jax.decoding.sampling import RequestArrays
+from dflash_jax.decoding.sampling import RequestArrays, noise_at
 
 B, G, VOCAB = 256, 4, 7
 
@@ -83,6 +84,15 @@ def test_rejection_of_laws_without_a_common_token() -> None:
     accepted, tokens = rejection(proposals, draft, target)
     assert (np.asarray(accepted) == 0).all()
     assert set(np.asarray(tokens)[:, 0]) == {3, 4, 5, 6}
+
+
+def test_a_refusal_by_rounding_alone_emits_what_the_target_allows(monkeypatch) -> None:
+    """A uniform number that rounds to 1 refuses a proposal that p and q find equally likely: nothing is left of p - q then."""
+    monkeypatch.setattr(accept, "noise_at", lambda *args, stream: noise_at(*args, stream) + 100 * (stream == 2))
+    law = jnp.full((B, G + 1, VOCAB), 0.0).at[:, :, :2].set(-jnp.inf)
+    accepted, tokens = rejection(jnp.full((B, G), 2, jnp.int32), law[:, :G], law)
+    assert (np.asarray(accepted) == 0).all()
+    assert set(np.asarray(tokens)[:, 0]) == set(range(2, VOCAB))
 
 
 @pytest.mark.parametrize("shift", [-300.0, 300.0])

@@ -23,7 +23,7 @@ from dflash_jax.decoding.state import DecodeState, Setup
 
 from .chi_square import count, p_value
 
-VOCAB, PROPOSALS, PLACES, SAMPLES, START = 6, 3, 3, 24_000, 4
+VOCAB, PROPOSALS, PLACES, SAMPLES, START = 6, 2, 3, 24_000, 4
 GOOD, BAD = 1e-3, 1e-6
 
 _rng = np.random.default_rng(0)
