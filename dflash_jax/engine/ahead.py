@@ -1,21 +1,37 @@
-"""Cycles that are started before the results of the ones before are looked at: the device does not wait for the host.
+"""What the device has been given before the host has looked at what came before it: the device does not wait for the host.
 
-A call of some hundred arrays and the way back of its results take the host about 3 ms, as long as a cycle. Where nothing but those
-results could change what runs next, the next call is queued behind the one that runs. Requests that have ended meanwhile are done
-on the device and change nothing in it; where all have, it ends at once.
+A call of some hundred arrays, the way back of its results and whoever reads them take the host about 3 ms, as long as a cycle. So
+a prompt or cycles are queued behind those whose results are awaited, wherever nothing but these results could change what they do.
+Requests that have ended meanwhile are done on the device and change nothing in it; where all have, cycles end at once. Their
+pages may be given to others before the device is done with them: who gets them writes to them later on the same device.
 """
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import jax
 
 from dflash_jax.decoding.state import Emitted, Setup
+from dflash_jax.engine.core import CYCLES_PER_CHUNK
 from dflash_jax.engine.slots import Job
 
 if TYPE_CHECKING:
     from dflash_jax.engine.run import Run
+
+# Started and not looked at yet: one that runs, and one behind it.
+MOST = 2
+# Cycles of a call that stands before a prompt, or before one that may come.
+FEW_CYCLES = 2
+
+
+@dataclass
+class First:
+    """The first token of a request whose prompt is on its way to the pages."""
+
+    job: Job
+    emitted: Emitted
 
 
 @dataclass
@@ -42,68 +58,96 @@ class Call:
 
 
 class Ahead:
-    """At most one call of a run behind the one whose results are awaited. While it is there, nothing but cancelling happens to the
-    run's requests: nobody is admitted, and slots stay where they are."""
+    """What a run has started and not looked at. While cycles are among it, sequences stay in their slots and none is preempted."""
 
     def __init__(self, run: "Run"):
         self.run, self.core = run, run.core
-        self.call: Call | None = None
-        self._alone = True
+        self.items: deque[First | Call] = deque()
+        self._open = False
+        self._few = FEW_CYCLES
         self._read = 0.0, 0.0
 
-    def stop(self) -> None:
-        """For runs that are given requests while they run: one that comes would wait for two calls."""
-        self._alone = False
-
-    def take(self) -> Call | None:
-        """The call that was started ahead."""
-        call, self.call = self.call, None
-        return call
-
-    def follow(self, call: Call) -> None:
-        """Starts the call after `call`, whose results are awaited, if it is certain what it has to do."""
-        if not (self._allowed and self._worth(call)):
-            return
-        setup, cycles = self.run.fitting.lengths(self.run.cycles)
-        if setup == call.setup and self._make_room(call, cycles):
-            started = time.perf_counter(), self.core.programs.compile_s
-            self.call = self.run.start(setup, cycles, started)
-
-    def seconds(self, call: Call) -> float:
-        """Time of a call whose results have just come, from the end of the one before; compilation excluded."""
-        now, compiled = time.perf_counter(), self.core.programs.compile_s
-        began, before = max((call.started, call.compiled), self._read)
-        self._read = now, compiled
-        spent = now - began - (compiled - before)
-        if self.core.goes_ahead is None and jax.default_backend() == "gpu":
-            # Not where a call keeps the host busy: results would come later, and no sooner.
-            busy = call.returned - call.started - (compiled - call.compiled)
-            self.core.returns_early = busy < 0.5 * spent
-        return spent
+    @property
+    def calls(self) -> list[Call]:
+        return [item for item in self.items if isinstance(item, Call)]
 
     @property
-    def _allowed(self) -> bool:
+    def full(self) -> bool:
+        return len(self.items) >= MOST
+
+    @property
+    def allowed(self) -> bool:
+        """Whether anything may be started behind cycles, or cycles behind anything."""
         return self.core.returns_early if self.core.goes_ahead is None else self.core.goes_ahead
 
-    def _worth(self, call: Call) -> bool:
-        run = self.run
-        jobs = [job for job, slot in call.running if job.slot == slot]
-        if not self._alone or run.waiting or run.slots.prefilling is not None or run.retired.any():
-            return False
-        if run.fitting.slots() != len(run.slots.jobs):
-            return False
-        # Stop strings are found on the host, which then cancels; a length is known before.
-        return not any(job.request.params.stop for job in jobs) and any(job.remaining > call.cycles for job in jobs)
+    def open(self) -> None:
+        """For runs that are given requests while they run: one that comes waits for all that was started before."""
+        self._open = True
 
-    def _make_room(self, call: Call, cycles: int) -> bool:
-        """Gives the running requests pages for both calls, unless there are too few or the program would be another one."""
-        run, core = self.run, self.core
-        wanted = {job: run.pages_for(job, call.cycles + cycles, call.setup.width) for job in run.slots.decoding}
-        more = {job: count for job, count in wanted.items() if count > len(job.pages)}
-        growth = sum(count - len(job.pages) for job, count in more.items())
-        width = core.width_of(max(wanted.values(), default=1) * core.page_size)
-        if not wanted or growth > core.allocator.num_free or width != call.width:
-            return False
-        for job, count in more.items():
+    def add(self, item: First | Call) -> None:
+        for job, cycles, width in self._parts(item):
+            job.due += cycles
+            job.coming += cycles * width
+        self.items.append(item)
+
+    def take(self) -> First | Call:
+        """What was started first and is looked at now."""
+        item = self.items.popleft()
+        for job, cycles, width in self._parts(item):
+            job.due -= cycles
+            job.coming -= cycles * width
+        return item
+
+    def plan(self, patience: int) -> tuple[Setup, int] | None:
+        """What cycles behind all that was started verify, and how many of them, at most `patience`; None where results come first.
+
+        Gives the running requests the pages for it.
+        """
+        run, calls, jobs = self.run, self.calls, self.run.slots.decoding
+        if not self.allowed or run.wants_slots or run.fitting.slots() != len(run.slots.jobs):
+            return None
+        if not any(job.remaining > job.due for job in jobs):
+            return None
+        cycles = min(patience, self._few) if self._open or run.waiting else patience
+        # Stop strings are found on the host, which then cancels; a length is known before.
+        if calls and cycles > CYCLES_PER_CHUNK and any(job.request.params.stop for job in jobs):
+            return None
+        setup, cycles = run.fitting.lengths(cycles)
+        wanted = {job: max(len(job.pages), run.pages_for(job, cycles, setup.width)) for job in jobs}
+        width = self.core.width_of(max(wanted.values()) * self.core.page_size)
+        growth = sum(count - len(job.pages) for job, count in wanted.items())
+        # Another width is another program, which nobody may have compiled.
+        if growth > self.core.allocator.num_free or (calls and width != calls[-1].width):
+            return None
+        for job, count in wanted.items():
             run.slots.resize(job, count)
-        return True
+        return setup, cycles
+
+    def seen(self) -> tuple[float, float]:
+        """When results came before, and seconds spent compiling until then; those of now are remembered."""
+        before, self._read = self._read, (time.perf_counter(), self.core.programs.compile_s)
+        return before
+
+    def seconds(self, call: Call, cycles: int) -> float:
+        """Time of a call whose results have just come, from the end of what was before it; compilation excluded.
+
+        Args:
+          cycles: that ran.
+        """
+        began, before = max((call.started, call.compiled), self.seen())
+        now, compiled = self._read
+        spent = now - began - (compiled - before)
+        busy = call.returned - call.started - (compiled - call.compiled)
+        if cycles:
+            # The host has twice the time it takes for a call: the user's share of it is not known.
+            self._few = max(FEW_CYCLES, round(2 * busy * cycles / max(spent, 1e-9)))
+        if self.core.goes_ahead is None and jax.default_backend() == "gpu":
+            # Not where a call keeps the host busy: results would come later, and no sooner.
+            self.core.returns_early = busy < 0.75 * spent
+        return spent
+
+    def _parts(self, item: First | Call) -> list[tuple[Job, int, int]]:
+        """Jobs that still wait for `item`, with the tokens they gain at least, and those they may for each."""
+        if isinstance(item, First):
+            return [(item.job, 1, 0)]
+        return [(job, item.cycles, item.setup.width) for job, slot in item.running if job.slot == slot]

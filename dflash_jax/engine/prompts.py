@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.state import Emitted
+from dflash_jax.engine.ahead import First
 from dflash_jax.engine.core import LEAST_TOKENS
 from dflash_jax.engine.slots import Job
 from dflash_jax.engine.warmup import admit_program
@@ -26,29 +27,28 @@ class Prompts:
 
     def __init__(self, run: "Run"):
         self.run, self.core = run, run.core
+        self.spent = 0  # tokens of prompts since the last cycles
 
-    def turn(self) -> Iterator[Update]:
-        """A part of a long prompt, or several prompts that together cost no more than `max_chunk` tokens."""
-        run, chunks, spent, before = self.run, self.core.buckets.chunk, 0, None
-        while (job := run.slots.prefilling) is not None:
-            size = round_up(len(job.context) - job.filled, chunks)
-            cost = max(size, LEAST_TOKENS)
-            if spent and spent + cost > self.core.max_chunk:
-                break
-            spent += cost
-            emitted = self._chunk(job, size)
-            # Looked at once the device has the next prompt to go on with.
-            if before is not None:
-                yield from self._first_token(*before)
-            before = None if emitted is None else (job, emitted)
-            if job is run.slots.prefilling:
-                break
-            run.drop_cancelled()
-            run.admit()
-        if before is not None:
-            yield from self._first_token(*before)
-            run.drop_cancelled()
-            run.admit()  # what was added meanwhile
+    def start(self) -> bool:
+        """A part of a long prompt, or one of several prompts that together cost no more than `max_chunk` tokens; False where that
+        was spent since the last cycles, or nobody can enter."""
+        run, core = self.run, self.core
+        if run.ahead.calls and not run.ahead.allowed:
+            return False
+        run.admit()
+        if (job := run.slots.prefilling) is None:
+            return False
+        size = round_up(len(job.context) - job.filled, core.buckets.chunk)
+        cost = max(size, LEAST_TOKENS)
+        if run.slots.decoding and self.spent and self.spent + cost > core.max_chunk:
+            return False
+        self.spent += cost
+        emitted = self._chunk(job, size)
+        if job is run.slots.prefilling:
+            self.spent = core.max_chunk
+        elif emitted is not None:
+            run.ahead.add(First(job, emitted))
+        return True
 
     def _chunk(self, job: Job, size: int) -> Emitted | None:
         """The next chunk of a prompt; with the last one the first token, unless it was emitted before the slot was lost."""
@@ -73,10 +73,12 @@ class Prompts:
         run.slots.publish(job)
         return None if job.tokens else emitted
 
-    def _first_token(self, job: Job, emitted: Emitted) -> Iterator[Update]:
+    def first_token(self, item: First) -> Iterator[Update]:
         """The update of a prompt that is in the pages, unless its request was cancelled since."""
-        rows = jax.tree.map(operator.itemgetter(None), on_host(emitted, logprobs=self.run.setup.logprobs))
+        job = item.job
         if job.slot >= 0:
+            rows = jax.tree.map(operator.itemgetter(None), on_host(item.emitted, logprobs=self.run.setup.logprobs))
+            self.run.ahead.seen()
             spent = time.perf_counter() - job.started - (self.core.programs.compile_s - job.compiled)
             update = Update.collect(job.request, rows, 0, first=True, seconds=spent)
             self.run.account(job, update)

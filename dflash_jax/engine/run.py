@@ -14,7 +14,7 @@ from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.engine.ahead import Ahead, Call
+from dflash_jax.engine.ahead import Ahead, Call, First
 from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Core
 from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.prompts import Prompts
@@ -73,7 +73,7 @@ class Run:
             raise ParameterError(
                 f"{len(request.stop_ids)} stop ids, a run started without them takes {self.stop_width}"
             )
-        self.ahead.stop()
+        self.ahead.open()
         self._queue(request)
 
     def cancel(self, index: int) -> None:
@@ -131,12 +131,16 @@ class Run:
         core = self.core
         self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
         while self.waiting or self.slots.taken:
-            self.drop_cancelled()
-            if self.ahead.call is None:
-                self.admit()
-                yield from self.prompts.turn()
-            if self.ahead.call is not None or self.slots.decoding:
-                yield from self._run_cycles()
+            while not self.ahead.full and self._start():
+                pass
+            if self.ahead.items:
+                item = self.ahead.take()
+                yield from self.prompts.first_token(item) if isinstance(item, First) else self._look(item)
+
+    def _start(self) -> bool:
+        """Gives the device the next part of a prompt, or cycles; False where there is nothing, or results have to be seen first."""
+        self.drop_cancelled()
+        return self.prompts.start() or self._start_cycles()
 
     def drop_cancelled(self) -> None:
         """Takes queue places and slots from requests that were cancelled since the last look."""
@@ -151,11 +155,16 @@ class Run:
         self.retired[job.slot] = True
         self.slots.leave(job)
 
+    @property
+    def wants_slots(self) -> bool:
+        """Whether somebody waits who could have a slot if there were as many as there may be."""
+        return bool(self.waiting) and None not in self.slots.jobs and len(self.slots.jobs) < self.most_slots
+
     def admit(self) -> None:
         """Gives a slot to the request that has waited longest, one prompt at a time."""
         if not self.waiting or self.slots.prefilling is not None:
             return
-        if None not in self.slots.jobs and len(self.slots.jobs) < self.most_slots:
+        if self.wants_slots and not self.ahead.calls:
             self._fit_slots(self.most_slots)
         job, few = self.waiting[0], min(self.cycles, CYCLES_PER_CHUNK)
         growth = sum(
@@ -165,38 +174,43 @@ class Run:
             self.waiting.popleft()
             job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
 
-    def _run_cycles(self) -> Iterator[Update]:
-        call = self.ahead.take() or self._first_cycles()
-        if call is None:
-            return
-        self.ahead.follow(call)
-        host = on_host(call.rows, logprobs=call.setup.logprobs)
-        spent, updates = self.ahead.seconds(call), []
-        self.fitting.learn([job for job, slot in call.running if job.slot == slot], call.setup.width, host)
-        for job, slot in call.running:
-            if job.slot == slot:  # has not left since the call was started
-                update = Update.collect(job.request, host, slot, first=False, seconds=spent)
-                job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
-                self.account(job, update)
-                updates.append(update)
-        yield from (update for update in updates if update.index not in self.cancelled)
-
-    def _first_cycles(self) -> Call | None:
-        """Starts cycles that follow none whose results are still to come."""
+    def _start_cycles(self) -> bool:
+        if not self.slots.decoding:
+            return False
         started = time.perf_counter(), self.core.programs.compile_s
-        self._fit_slots()
-        setup, cycles = self.fitting.lengths(self._patience())
-        cycles = self._make_room(cycles, setup.width)
-        return self.start(setup, cycles, started) if self.slots.decoding else None
-
-    def start(self, setup: Setup, cycles: int, started: tuple[float, float]) -> Call:
-        """Starts cycles of all requests that decode; their pages are there."""
-        core, running = self.core, self.slots.decoding
-        table = self.slots.table(core.width_of(max(len(job.pages) for job in running) * core.page_size))
-        state, rows = core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
+        if self.ahead.items:
+            planned = self.ahead.plan(self._patience())
+            if planned is None:
+                return False
+            setup, cycles = planned
+        else:
+            self._fit_slots()
+            setup, cycles = self.fitting.lengths(self._patience())
+            cycles = self._make_room(cycles, setup.width)
+            if not self.slots.decoding:  # the youngest left, and older ones are at their prompts
+                return True
+        running, self.prompts.spent = self.slots.decoding, 0
+        table = self.slots.table(self.core.width_of(max(len(job.pages) for job in running) * self.core.page_size))
+        state, rows = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
         self.keep(state)
         self.retired[:] = False
-        return Call([(job, job.slot) for job in running], rows, setup, cycles, table.shape[1], *started)
+        self.ahead.add(Call([(job, job.slot) for job in running], rows, setup, cycles, table.shape[1], *started))
+        return True
+
+    def _look(self, call: Call) -> Iterator[Update]:
+        """Waits for the results of cycles."""
+        running = [(job, slot) for job, slot in call.running if job.slot == slot]  # who has not left since they were started
+        if not running:
+            return
+        host = on_host(call.rows, logprobs=call.setup.logprobs)
+        spent, updates = self.ahead.seconds(call, int(np.count_nonzero(host.counts.any(axis=1)))), []
+        self.fitting.learn([job for job, _ in running], call.setup.width, host)
+        for job, slot in running:
+            update = Update.collect(job.request, host, slot, first=False, seconds=spent)
+            job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
+            self.account(job, update)
+            updates.append(update)
+        yield from (update for update in updates if update.index not in self.cancelled)
 
     def _patience(self) -> int:
         """Cycles until the next look at most."""
@@ -251,8 +265,9 @@ class Run:
         self.preemptions += 1
 
     def pages_for(self, job: Job, cycles: int, length: int) -> int:
-        """Pages of a running request before so many cycles of `length` tokens: max_tokens limits its tokens too."""
-        most = min((cycles - 1) * length, job.remaining - 1)
+        """Pages of a running request before so many cycles of `length` tokens, behind those that were started: max_tokens limits
+        its tokens too."""
+        most = min(job.coming + (cycles - 1) * length, job.remaining - 1)
         return self.core.pages_for(job.filled + most)
 
     def keep(self, state: DecodeState) -> None:

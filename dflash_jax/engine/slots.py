@@ -18,6 +18,8 @@ class Job:
       slot: -1 while it waits.
       filled: tokens in the target's pages; the device's `seq_lens` once it decodes.
       fresh: how many of them the drafter's pages may lack.
+      due: tokens it gains at least by what was started and not looked at yet.
+      coming: tokens that cycles among it may give it.
       decoding: whether its context is in the pages and the device runs it.
       keys: of the full pages of its text, as far as they were asked for.
       started, compiled: clock and compile time when it took its slot.
@@ -30,6 +32,8 @@ class Job:
     pages: list[int] = field(default_factory=list)
     filled: int = 0
     fresh: int = 0
+    due: int = 0
+    coming: int = 0
     decoding: bool = False
     keys: list[bytes] = field(default_factory=list)
     started: float = 0.0
@@ -97,6 +101,7 @@ class Slots:
             return False
         job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
         job.filled, job.fresh = len(shared) * self.page_size, 0
+        job.due = job.coming = 0
         self.jobs[job.slot] = job
         self.found += len(shared)
         self.resize(job, pages)

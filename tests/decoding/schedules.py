@@ -56,7 +56,7 @@ class Interrupter:
         self.left = at
         places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
         places += [(run, "admit"), (run, "_make_room"), (run, "account"), (engine, "keep_pools")]
-        places += [(run.ahead, "follow"), (run.ahead, "take"), (run.ahead, "seconds"), (run, "drop_cancelled")]
+        places += [(run.ahead, "plan"), (run.ahead, "add"), (run.ahead, "take"), (run.ahead, "seconds"), (run, "drop_cancelled")]
         for owner, name in places:
             patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 
@@ -104,8 +104,8 @@ def play(
 
     Args:
       lengths: one of these is verified in the next cycles, another one each time.
-      ahead: cycles are started before the results of others are looked at. All requests are there from the beginning, some ended by
-        a token, and more are cancelled.
+      ahead: prompts and cycles are started before the results of others are looked at. Some requests are ended by a token, and
+        more are cancelled.
     """
     rng, outcome = random.Random(seed), Outcome()
     chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
@@ -121,7 +121,7 @@ def play(
     # The pools stay as they are, so that nothing is compiled again; the account knows fewer pages.
     engine.take_pools()
     engine.allocator = PageAllocator(min(engine.num_pages, needed + rng.choice([0, 1, 2, 4, 8, 40])))
-    arrived = len(requests) if ahead else rng.randint(1, len(requests))
+    arrived = rng.randint(1, len(requests))
     engine.goes_ahead = ahead
     cycles, slots = rng.choice([1, 2, 3] if ahead else [1, 1, 1, 2, 5, 32]), rng.randint(2 if ahead else 1, 4)
     run = engine.run(requests[:arrived], cycles=cycles, slots=slots)
@@ -134,7 +134,7 @@ def play(
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:
                 assert update.index not in cancelled | ended
-                outcome.behind += run.ahead.call is not None
+                outcome.behind += bool(run.ahead.calls)
                 outcome.moved, slots = outcome.moved + (len(run.slots.jobs) != slots), len(run.slots.jobs)
                 engine.verify_length = random.Random(hash((seed, update.index, len(got[update.index])))).choice(lengths)
                 got[update.index] += update.tokens

@@ -30,7 +30,7 @@ def finish(run, tokens=None):
     """Tokens and the reason of its end for each request, and how many updates came with a call behind them."""
     tokens, reasons, behind = {} if tokens is None else tokens, {}, 0
     for update in run:
-        behind += run.ahead.call is not None
+        behind += bool(run.ahead.calls)
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
         reasons[update.index] = update.finish_reason
     return tokens, reasons, behind
@@ -70,7 +70,7 @@ def test_cancelled_while_a_call_is_behind(eager, make_prompts):
     run, tokens = start(eager, prompts), {}
     for update in run:
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
-        if run.ahead.call is not None:
+        if run.ahead.calls:
             break
     else:
         pytest.fail("no call was started ahead")
@@ -86,7 +86,7 @@ def test_closed_while_a_call_is_behind(eager, make_prompts):
     whole, _ = expected(eager, prompts)
     run = start(eager, prompts)
     for _ in run:
-        if run.ahead.call is not None:
+        if run.ahead.calls:
             break
     run.close()
     eager.assert_free()
@@ -94,13 +94,78 @@ def test_closed_while_a_call_is_behind(eager, make_prompts):
     assert tokens == whole
 
 
-def test_looks_first_where_results_may_change_what_is_next(eager, make_prompts):
-    prompts = make_prompts([5, 9])
-    assert not finish(start(eager, prompts[:1], stop="x"))[2]
-    run = start(eager, prompts[:1])
-    run.add(Request(1, tuple(prompts[1]), SamplingParams(max_tokens=9)))
-    assert not finish(run)[2]
+def test_looks_first_where_much_would_be_in_vain(eager, make_prompts):
+    """A stop string may end a request long before the end of many cycles; of a few it may be worth none."""
+    prompts = make_prompts([5])
+    assert finish(start(eager, prompts, stop="x", cycles=5))[2] == 1  # behind the prompt
+    assert finish(start(eager, prompts, stop="x", cycles=4))[2] > 1
     eager.assert_free()
+
+
+def watched(pair, monkeypatch):
+    """What the programs that `pair` calls next are: "prompt", or the number of cycles."""
+    seen, call = [], pair.engine.programs.call
+
+    def counted(function, static, donate, *args):
+        names = {"prefill_chunk": "prompt", "loop": int(args[3]) if function.__name__ == "loop" else None}
+        seen.extend([names[function.__name__]] if function.__name__ in names else [])
+        return call(function, static, donate, *args)
+
+    monkeypatch.setattr(pair.engine.programs, "call", counted)
+    return seen
+
+
+@pytest.mark.parametrize("cycles", [4, 32])
+def test_requests_that_come_meanwhile(eager, make_prompts, cycles):
+    """Each user sends the next request when the last is answered."""
+    prompts = make_prompts([5, 9, 20, 13, 7, 30])
+    whole = [expected(eager, [prompt])[0][0] for prompt in prompts]
+    behind, tokens = 0, {}
+    coming = [Request(i, tuple(prompt), SamplingParams(max_tokens=LENGTHS[0])) for i, prompt in enumerate(prompts)]
+    run = eager.engine.run(coming[:2], cycles=cycles, slots=2)
+    for update in run:
+        tokens[update.index] = tokens.get(update.index, []) + update.tokens
+        behind += bool(run.ahead.calls)
+        if update.finish_reason is not None and (index := 2 + sum(len(t) == LENGTHS[0] for t in tokens.values()) - 1) < 6:
+            run.add(coming[index])
+    assert [tokens[i] for i in range(6)] == whole
+    assert behind
+    eager.assert_free()
+
+
+def test_a_prompt_is_started_behind_cycles(eager, make_prompts, monkeypatch):
+    """One that came during the last look does not wait for the cycles that run already."""
+    prompts, slots = make_prompts([5, 9]), 2
+    run = eager.engine.run([Request(0, tuple(prompts[0]), SamplingParams(max_tokens=50))], cycles=4, slots=slots)
+    tokens = {0: [], 1: []}
+    for update in run:
+        tokens[update.index] += update.tokens
+        if not update.first:
+            break
+    assert run.ahead.calls
+    seen = watched(eager, monkeypatch)
+    run.add(Request(1, tuple(prompts[1]), SamplingParams(max_tokens=21)))
+    update = next(iter(run))
+    assert (seen[0], update.index) == ("prompt", 0)
+    finish(run, tokens := {0: tokens[0] + update.tokens, 1: []})
+    monkeypatch.undo()
+    eager.engine.goes_ahead = True
+    whole = [expected(eager, [prompt])[0][0] for prompt in prompts]
+    assert tokens[0][: len(whole[0])] == whole[0]
+    assert tokens[1] == whole[1][:21]
+    eager.assert_free()
+
+
+@pytest.mark.parametrize(("busy", "few"), [(0.0, 2), (0.4, 3), (2.0, 16)])
+def test_cycles_behind_cover_what_the_host_needs(eager, make_prompts, monkeypatch, busy, few):
+    """A call that takes the host as long as several cycles take the device is worth as many of them, twice."""
+    run = start(eager, make_prompts([5]))
+    call = ahead.Call([], no_rows(run.setup, 4, 1), run.setup, 4, 4, started=0.0, compiled=0.0, returned=busy)
+    monkeypatch.setattr(eager.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0)
+    run.ahead.seconds(call, 4)
+    assert run.ahead._few == few
+    run.close()
 
 
 @pytest.mark.parametrize("compiling", [0.0, 5.0])
@@ -114,7 +179,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts,
         rows, returned = no_rows(run.setup, 4, 1), busy + compiling
         call = ahead.Call([], rows, run.setup, 4, 4, started=0.0, compiled=before, returned=returned)
         monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0 + compiling)
-        assert run.ahead.seconds(call) == pytest.approx(1.0)
+        assert run.ahead.seconds(call, 4) == pytest.approx(1.0)
         went.append(pair.engine.returns_early)
         run.close()
     pair.engine.returns_early = False
