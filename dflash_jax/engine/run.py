@@ -199,8 +199,8 @@ class Run:
 
     def _look(self, call: Call) -> Iterator[Update]:
         """Waits for the results of cycles."""
-        running = [(job, slot) for job, slot in call.running if job.slot == slot]  # who has not left since they were started
-        if not running:
+        running = [(job, slot) for job, slot in call.running if job.slot == slot]
+        if not running:  # all have left since they were started
             return
         host = on_host(call.rows, logprobs=call.setup.logprobs)
         spent, updates = self.ahead.seconds(call, int(np.count_nonzero(host.counts.any(axis=1)))), []

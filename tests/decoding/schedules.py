@@ -56,7 +56,7 @@ class Interrupter:
         self.left = at
         places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
         places += [(run, "admit"), (run, "_make_room"), (run, "account"), (engine, "keep_pools")]
-        places += [(run.ahead, "plan"), (run.ahead, "add"), (run.ahead, "take"), (run.ahead, "seconds"), (run, "drop_cancelled")]
+        places += [(run.ahead, name) for name in ("plan", "add", "take", "seconds")] + [(run, "drop_cancelled")]
         for owner, name in places:
             patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 

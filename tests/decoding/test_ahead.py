@@ -122,12 +122,12 @@ def test_requests_that_come_meanwhile(eager, make_prompts, cycles):
     whole = [expected(eager, [prompt])[0][0] for prompt in prompts]
     behind, tokens = 0, {}
     coming = [Request(i, tuple(prompt), SamplingParams(max_tokens=LENGTHS[0])) for i, prompt in enumerate(prompts)]
-    run = eager.engine.run(coming[:2], cycles=cycles, slots=2)
+    run, later = eager.engine.run(coming[:2], cycles=cycles, slots=2), coming[2:]
     for update in run:
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
         behind += bool(run.ahead.calls)
-        if update.finish_reason is not None and (index := 2 + sum(len(t) == LENGTHS[0] for t in tokens.values()) - 1) < 6:
-            run.add(coming[index])
+        if update.finish_reason is not None and later:
+            run.add(later.pop(0))
     assert [tokens[i] for i in range(6)] == whole
     assert behind
     eager.assert_free()
