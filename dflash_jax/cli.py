@@ -194,6 +194,8 @@ def run_bench(args: argparse.Namespace) -> int:
         raise UsageError(f"--shapes makes its own weights and pages, in --dtype: leave {', '.join(given)} out")
     if args.imposed_acceptance is not None and args.shapes is None:
         raise UsageError("--imposed-acceptance is for random weights: name --shapes")
+    if args.imposed_acceptance is not None and args.no_draft:
+        raise UsageError("--imposed-acceptance is for drafting: leave --no-draft out")
     chat_options_of(args)
     with told_if_slow():
         begin(args)

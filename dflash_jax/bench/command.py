@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from dflash_jax.bench.measure import Figures, measure
-from dflash_jax.bench.workload import Workload, random_pair, read_prompts, synthetic
+from dflash_jax.bench.measure import Figures, check_imposed, measure
+from dflash_jax.bench.workload import Workload, published_shape, random_pair, read_prompts, synthetic
 from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
 from dflash_jax.files import written_whole
@@ -66,6 +66,10 @@ def check(args: argparse.Namespace) -> None:
         raise ParameterError(
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
         )
+    if args.shapes is not None:
+        _, _, drafter = published_shape(args.shapes)
+        if args.imposed_acceptance is not None:
+            check_imposed(args.imposed_acceptance, drafter.num_drafts + 1)
     if args.prompts is None and args.chat:
         raise ParameterError("--chat is for the texts of a prompt file, random tokens take no template: name --prompts")
     if args.json in (None, "-"):

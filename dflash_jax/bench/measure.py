@@ -44,7 +44,7 @@ class Figures:
       longest_wait_ms: the longest that anybody waited for the next tokens after the first.
       tokens_per_cycle: mean; 0 without a cycle.
       verify_lengths: cycles of the timed run by the number of tokens they verified; empty without a drafter.
-      acceptance_by_position: share of cycles in which the n-th drafted token stood.
+      acceptance_by_position: share of cycles in which the n-th drafted token stood; empty without a cycle.
       peak_bytes: most device memory in use so far in this process, where the device tells.
       compile_s: compilation before the timed run.
     """
@@ -104,9 +104,7 @@ def measure(
             f"concurrency must be from 1 to the model's max_batch={engine.max_batch} and to requests={requests}, got {concurrency}"
         )
     if imposed_acceptance is not None:
-        longest = 1 if model.draft is None or not draft else model.draft.num_drafts + 1
-        if not 1 <= imposed_acceptance <= longest:
-            raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {imposed_acceptance}")
+        check_imposed(imposed_acceptance, 1 if model.draft is None or not draft else model.draft.num_drafts + 1)
     before, began = engine.programs.compile_s, time.perf_counter()
     for compiled in start_compiling(
         programs(model, workload, concurrency=concurrency, draft=draft, imposed_acceptance=imposed_acceptance)
@@ -144,10 +142,18 @@ def measure(
         longest_wait_ms=round(max((wait for wait, _ in waits), default=0.0) * 1e3, 3),
         tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
         verify_lengths=dict(sorted(verified.items())) if drafts else {},
-        acceptance_by_position=[round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1)],
+        acceptance_by_position=[
+            round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1) if counts
+        ],
         peak_bytes=memory.get("peak_bytes_in_use"),
         compile_s=round(engine.programs.compile_s - before, 1),
     )
+
+
+def check_imposed(acceptance: float, longest: int) -> None:
+    """Raises ParameterError for an imposed acceptance that cycles of at most `longest` tokens cannot have."""
+    if not 1 <= acceptance <= longest:
+        raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {acceptance}")
 
 
 def programs(

@@ -14,7 +14,7 @@ from dflash_jax.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model
-from dflash_jax.models import count, family_named, fuse_context_projection, init_params
+from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.planning import choose_verify_length, plan_for
 from dflash_jax.weights import weight_bytes, weight_shapes
@@ -27,6 +27,7 @@ SHAPES: Mapping[str, tuple[str, str, str]] = {
 }
 # Keys under which prompt files hold a prompt, in the order they are looked for.
 TEXT_KEYS = ("prompt", "text", "question", "problem", "turns")
+JSON_NAMES = (".json", ".jsonl")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def read_prompts(path: str | Path) -> list[str]:
     Items are texts or objects with one of the keys prompt, text, question, problem or turns (the first turn counts).
 
     Raises:
-      PromptError: the file cannot be read, holds no prompt, or an item has none of the keys.
+      PromptError: the file cannot be read, holds no prompt, an item has none of the keys, or a file that is called .json or .jsonl
+        holds something else.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
@@ -74,7 +76,13 @@ def read_prompts(path: str | Path) -> list[str]:
     else:
         # Not `splitlines`: what else separates lines stands inside the strings of JSON.
         lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-        rows = [json.loads(line) for line in lines] if _are_json(lines) else lines
+        are_json = _are_json(lines)
+        if lines and not are_json and Path(path).suffix in JSON_NAMES:  # a file that was cut off, or edited by hand
+            raise PromptError(
+                f"{path} is neither a JSON list nor JSON lines, all texts or all objects: mend it, or give a file of one prompt a "
+                "line another name"
+            )
+        rows = [json.loads(line) for line in lines] if are_json else lines
     if not rows:
         raise PromptError(f"{path} holds no prompt")
     return [_prompt(path, row) for row in rows]
@@ -98,6 +106,14 @@ def _prompt(path: str | Path, row: Any) -> str:
     return row
 
 
+def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
+    """Family, target and drafter of a key of `SHAPES`. Raises ParameterError for another name."""
+    if name not in SHAPES:
+        raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    family, target, draft = SHAPES[name]
+    return family, {**TARGETS, **MOE_TARGETS}[target], DRAFTERS[draft]
+
+
 def random_pair(
     name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None
 ) -> Model:
@@ -110,11 +126,8 @@ def random_pair(
       CapacityError: the device has no room for weights and pages.
       DeviceError: JAX starts no device.
     """
-    if name not in SHAPES:
-        raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
+    family, target, draft = published_shape(name)
     local_device()
-    family, target_name, draft_name = SHAPES[name]
-    target, draft = {**TARGETS, **MOE_TARGETS}[target_name], DRAFTERS[draft_name]
     families = family_named(family), family_named("dflash")
     kind = jax.numpy.dtype(dtype)
     engine = Engine(

@@ -57,6 +57,12 @@ def test_without_a_drafter_every_cycle_gains_one_token(model, workload) -> None:
     assert (figures.tokens_per_cycle, figures.acceptance_by_position) == (1.0, [])
 
 
+def test_answers_of_one_token_have_no_cycle(model, workload) -> None:
+    short = dataclasses.replace(workload, max_tokens=1)
+    figures = measure(model, short, concurrency=1, requests=2, draft=True)
+    assert (figures.tokens_per_cycle, figures.acceptance_by_position, figures.inter_token_ms) == (0.0, [], {})
+
+
 def test_acceptance_is_that_of_generate(model, workload) -> None:
     params = dj.SamplingParams(max_tokens=10, ignore_eos=True)
     lengths = [
@@ -123,6 +129,20 @@ def test_prompt_files_that_hold_none(tmp_path, text) -> None:
         read_prompts(tmp_path / "prompts")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list.json", '["a", "b"'),
+        ("lines.jsonl", '{"prompt": "a"}\n{"prompt": "b"\n'),
+        ("mixed.jsonl", '{"prompt": "a"}\n"b"\n'),
+    ],
+)
+def test_prompt_files_called_json_that_hold_something_else(tmp_path, name, text) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(PromptError, match=f"{name} is neither a JSON list nor JSON lines"):
+        read_prompts(tmp_path / name)
+
+
 def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_path, capsys) -> None:
     out = tmp_path / "figures.json"
     options = ["--input-length", "9", "--output-length", "6", "--requests", "3", "--concurrency", "1", "2"]
@@ -145,6 +165,7 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
         (["--shapes", "qwen3-4b", "--calibration", "texts"], "leave --calibration out"),
         (["--shapes", "qwen3-4b", "--revision", "main"], "leave --revision out"),
         (["--chat-option", "enable_thinking=false"], "add --chat"),
+        (["--shapes", "qwen3-4b", "--imposed-acceptance", "3", "--no-draft"], "leave --no-draft out"),
     ],
 )
 def test_command_refuses(options, said, capsys) -> None:
@@ -169,6 +190,22 @@ def test_command_refuses(options, said, capsys) -> None:
 def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, capsys) -> None:
     assert main(["bench", "--model", "/no/such/model", *options]) == 4
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shapes", "qwen3-5b"], "no shape is called 'qwen3-5b'"),
+        (["--shapes", "qwen3-4b", "--imposed-acceptance", "17"], "imposed acceptance must be from 1 to 16, got 17"),
+        (["--shapes", "qwen3-4b", "--imposed-acceptance", "nan"], "imposed acceptance must be from 1 to 16, got nan"),
+    ],
+)
+def test_shapes_are_refused_before_they_are_filled(options, said, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("dflash_jax.bench.command.random_pair", None)
+    assert main(["bench", *options]) == 4
+    told = capsys.readouterr().err
+    assert said in told
+    assert "filling" not in told
 
 
 def test_command_without_drafting(target, capsys) -> None:
