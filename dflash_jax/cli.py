@@ -196,6 +196,8 @@ def run_bench(args: argparse.Namespace) -> int:
         raise UsageError("--imposed-acceptance is for random weights: name --shapes")
     if args.imposed_acceptance is not None and args.no_draft:
         raise UsageError("--imposed-acceptance is for drafting: leave --no-draft out")
+    if args.shapes is not None and args.prompts is not None:
+        raise UsageError("--shapes has no tokenizer for the texts of --prompts: say --input-length")
     chat_options_of(args)
     with told_if_slow():
         begin(args)

@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
     demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
-    _add_model(demo, "--model")
+    _add_model(demo, "--model", max_batch=False)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 
     add_bench(commands)

@@ -1,6 +1,7 @@
 """What `dflash-jax demo` shows: text as it comes, then speed with and without drafting, and whether both texts are one."""
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,14 +21,16 @@ PROMPTS = ("def quicksort(", "class Matrix:\n    def __init__(self, rows, column
 def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *, bars: bool = True) -> int:
     """Prints the demonstration; `options` are `load`'s. Exact float32 unless they say otherwise. Returns the exit code."""
     model = load(**{**options, "dtype": options.get("dtype") or "float32", "max_batch": 1})
+    for notice in model.notices:
+        print(f"note: {notice}", file=sys.stderr)
     params = SamplingParams(max_tokens=max_tokens)
     prompts = list(prompts) or list(PROMPTS)
+    stream(model, prompts, params).close()  # prompts that cannot run are refused before anything is compiled
     introduce(model)
+    flags = (False,) if model.draft is None else (True, False)
     # Once through everything, so that no figure below holds a compilation or a first run.
     print("compiling ...", end=" ", flush=True)
-    compile_s = sum(
-        generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in (True, False)
-    )
+    compile_s = sum(generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in flags)
     print(f"{compile_s:.1f} s\n")
 
     for prompt in prompts:
@@ -36,23 +39,28 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
             print(piece.text, end="", flush=True)
         print()
     print("-" * 80)
-    drafted, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in (True, False))
+    *drafting, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in flags)
+    if model.draft is None:
+        print(f"without drafting  {tokens_per_second(plain):8.0f} tokens/s")
+        return 0
+    drafted = drafting[0]
     speeds = [tokens_per_second(completions) for completions in (drafted, plain)]
     ratio = (
         f"   ({speeds[0] / speeds[1]:.2f} times as fast)" if all(speeds) else ""
     )  # one token each: no time was measured
     print(f"with drafting     {speeds[0]:8.0f} tokens/s{ratio}")
     print(f"without           {speeds[1]:8.0f} tokens/s")
-    if model.draft is not None:
-        longest = model.draft.num_drafts + 1
-        lengths = list(itertools.chain.from_iterable(completion.acceptance_lengths for completion in drafted))
-        print(f"mean acceptance   {mean_acceptance(drafted):8.2f} tokens in a cycle, of {longest} at most")
-        print(f"cycles by length  {acceptance_histogram(lengths, longest, bars=bars)}")
+    longest = model.draft.num_drafts + 1
+    lengths = list(itertools.chain.from_iterable(completion.acceptance_lengths for completion in drafted))
+    print(f"mean acceptance   {mean_acceptance(drafted):8.2f} tokens in a cycle, of {longest} at most")
+    print(f"cycles by length  {acceptance_histogram(lengths, longest, bars=bars)}")
     equal = sum(ours.token_ids == theirs.token_ids for ours, theirs in zip(drafted, plain, strict=True))
     verdict = "yes" if equal == len(prompts) else "NO"
     print(f"same text         {verdict}: {equal} of {len(prompts)} equal token for token")
     if jax.default_backend() == "cpu":
-        print("(on a CPU, checking 16 tokens costs much more than one; a GPU checks them in the time of one)")
+        print(
+            f"(on a CPU, checking {longest} tokens costs much more than one; a GPU checks them in about the time of one)"
+        )
     exact = model.engine.dtype == "float32"
     return 0 if equal == len(prompts) or not exact else 1
 

@@ -28,7 +28,7 @@ from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkp
 from dflash_convert.plan import KEEP
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import VerificationError, verify_hash, verify_logits
-from dflash_convert.write import OutputError, OutputExistsError, output_folder, write_converted
+from dflash_convert.write import OutputError, OutputExistsError, output_folder, refuse_existing, write_converted
 from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted
 from dflash_jax.checkpoint_pair import check_pair
 from dflash_jax.cli import leave_stdout, open_closed_streams
@@ -157,6 +157,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         _reverse(options, console)
     else:
         local_device()
+        given = [source for source in (options.source, options.draft) if source]
+        if not options.dry_run and not all(Path(source).exists() for source in given):
+            refuse_existing(options.output, overwrite=options.overwrite)  # before gigabytes are fetched from the hub
         sources = [Source("target", *_resolve(options.source, options.revision))]
         if options.draft:
             sources.append(Source("draft", *_resolve(options.draft, options.draft_revision)))

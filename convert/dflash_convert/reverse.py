@@ -1,7 +1,7 @@
 """The way back: a converted folder as a Hugging Face folder, every tensor under its first name with its first bits.
 
-Tensors keep the converted folder's dtype; only arrays whose dtype the family fixes return to the source's. The file is
-written front to back while arrays are read, so the whole model is never held.
+Tensors keep the converted folder's dtype, which config.json then names; only arrays whose dtype the family fixes return to the
+source's. The file is written front to back while arrays are read, so the whole model is never held.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_convert.hf_folder import SINGLE
+from dflash_convert.hf_folder import CONFIG, SINGLE
 from dflash_convert.safetensors_reader import DTYPE_NAMES
 from dflash_convert.write import Progress, copy_sidecars, silent
-from dflash_jax.checkpoint import Converted
+from dflash_jax.checkpoint import FLOAT_DTYPES, Converted, main_dtype
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,17 @@ def write_huggingface(folder: Path, converted: Converted, progress: Progress = s
                     del rows, flat
                 del array
     copy_sidecars(converted.folder, folder)
+    _tell_dtype(folder / CONFIG, converted)
+
+
+def _tell_dtype(path: Path, converted: Converted) -> None:
+    """Puts the tensors' dtype into config.json where the conversion has changed it: transformers loads in what stands there."""
+    rows = [row for row in converted.marker["tensors"] if row["from"] in FLOAT_DTYPES]
+    if main_dtype((row["from"], math.prod(row["shape"])) for row in rows) == converted.dtype:
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= {key: converted.dtype for key in ("dtype", "torch_dtype") if key in config}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _pieces(converted: Converted) -> Iterator[_Piece]:

@@ -67,7 +67,7 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         _clean(output)
-        _refuse_existing(output, overwrite)
+        refuse_existing(output, overwrite=overwrite)
         if nbytes > (free := shutil.disk_usage(output.parent).free):
             raise OutputError(
                 f"{output} takes {nbytes:,} bytes, its disk has {free:,} free; make room or name another output"
@@ -80,7 +80,7 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     try:
         yield temporary
         _sync(temporary)
-        _refuse_existing(output, overwrite)
+        refuse_existing(output, overwrite=overwrite)
         if output.exists():
             output.rename(old)
         temporary.rename(output)
@@ -112,7 +112,8 @@ def _remove(folder: Path) -> None:
             return
 
 
-def _refuse_existing(output: Path, overwrite: bool) -> None:
+def refuse_existing(output: Path, *, overwrite: bool) -> None:
+    """Raises OutputExistsError if `output` is there and may not be replaced."""
     if not (output.exists() or output.is_symlink()):
         return
     if output.is_symlink() or not (output / MARKER).is_file():

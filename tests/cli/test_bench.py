@@ -166,6 +166,7 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
         (["--shapes", "qwen3-4b", "--revision", "main"], "leave --revision out"),
         (["--chat-option", "enable_thinking=false"], "add --chat"),
         (["--shapes", "qwen3-4b", "--imposed-acceptance", "3", "--no-draft"], "leave --no-draft out"),
+        (["--shapes", "qwen3-4b", "--prompts", "texts"], "say --input-length"),
     ],
 )
 def test_command_refuses(options, said, capsys) -> None:

@@ -240,7 +240,17 @@ def test_demo_of_one_token_has_no_time_to_compare(target, capsys):
 
 def test_demo_without_a_drafter(target, capsys):
     assert main(["demo", "ab", "--model", str(target), "--no-draft", "--max-tokens", "9"]) == 0
-    assert "acceptance" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert re.search(r"^without drafting +\d+ tokens/s\n\Z", out, re.MULTILINE)
+    assert not any(word in out for word in ("with drafting ", "acceptance", "same text", "on a CPU"))
+
+
+def test_demo_says_that_there_is_no_drafter_and_refuses_before_it_compiles(target, tmp_path, capsys):
+    alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("draft"))
+    assert main(["demo", "", "--model", str(alone)]) == 4
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert re.fullmatch(r"note: no drafter: .*\nerror: the prompt is empty.*\n", told.err)
 
 
 def test_interrupt_ends_quietly_with_130(target):

@@ -170,6 +170,20 @@ def test_hub_models(hf, monkeypatch):
     assert (source["given"], source["revision"]) == ("owner/name", "ab" * 20)
 
 
+def test_an_output_that_exists_is_told_before_anything_is_fetched(hf, monkeypatch, capsys):
+    hub = Hub(AssertionError("was asked"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    target = hf.qwen3()
+    assert hf.convert(target, "--output", hf.root / "out") == 0
+    capsys.readouterr()
+    for source in (["owner/name"], [target, "--draft", "owner/drafter"]):
+        assert hf.convert(*source, "--output", hf.root / "out") == 5
+        assert "already holds a converted checkpoint" in capsys.readouterr().err
+    assert hub.calls == []
+    assert hf.convert("owner/name", "--output", hf.root / "out", "--overwrite") == 3
+    assert len(hub.calls) == 1
+
+
 def test_hub_failures_say_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub(ConnectionError("no route to host")))
     with pytest.raises(CheckpointError, match=r"could not be fetched \(no route to host\); check the name"):

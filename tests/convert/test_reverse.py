@@ -1,5 +1,7 @@
 """The way back to Hugging Face: names, shapes, dtypes and bits of every tensor."""
 
+import json
+
 import numpy as np
 import pytest
 from dflash_convert import reverse
@@ -61,6 +63,17 @@ def test_narrowed_folders_go_back_narrowed(hf, bits):
     assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
     narrowed = {name: value.astype(np.float16) for name, value in tensors_of(source).items()}
     assert_same(bits, narrowed, tensors_of(hf.root / "back"))
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_the_configuration_names_a_dtype_that_was_changed(hf, key):
+    """transformers loads in the dtype that config.json names: a wider one would take twice the memory, a narrower one round."""
+    config = {name: value for name, value in hf.qwen3_config.items() if name != "torch_dtype"}
+    config |= {key: "float32"} if key else {}
+    source = hf.write("source", config, hf.tensors(config, dtype="float32"))
+    assert hf.convert(source, "--output", hf.root / "out", "--dtype", "bfloat16") == 0
+    assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
+    assert json.loads((hf.root / "back" / "config.json").read_text()) == config | ({key: "bfloat16"} if key else {})
 
 
 def test_a_wrong_byte_on_the_way_back_fails_the_verification(hf, monkeypatch):
