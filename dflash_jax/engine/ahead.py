@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from dflash_jax.decoding.state import Emitted, Setup
-from dflash_jax.engine.core import CYCLES_PER_CHUNK
+from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES
 from dflash_jax.engine.slots import Job
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Started and not looked at yet: one that runs, and one behind it.
 MOST = 2
-# Cycles of a call that stands before a prompt, or before one that may come.
+# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
 FEW_CYCLES = 2
 
 
@@ -128,19 +128,20 @@ class Ahead:
         before, self._read = self._read, (time.perf_counter(), self.core.programs.compile_s)
         return before
 
-    def seconds(self, call: Call, cycles: int) -> float:
+    def seconds(self, call: Call, waited: float) -> float:
         """Time of a call whose results have just come, from the end of what was before it; compilation excluded.
 
         Args:
-          cycles: that ran.
+          waited: seconds that the host waited for them.
         """
         began, before = max((call.started, call.compiled), self.seen())
         now, compiled = self._read
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
-        if cycles:
-            # The host has twice the time it takes for a call: the user's share of it is not known.
-            self._few = max(FEW_CYCLES, round(2 * busy * cycles / max(spent, 1e-9)))
+        if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
+            self._few = min(2 * self._few, MAX_CYCLES)
+        elif waited > 0.7 * spent:
+            self._few = max(self._few // 2, FEW_CYCLES)
         if self.core.goes_ahead is None and jax.default_backend() == "gpu":
             # Not where a call keeps the host busy: results would come later, and no sooner.
             self.core.returns_early = busy < 0.75 * spent

@@ -202,8 +202,9 @@ class Run:
         running = [(job, slot) for job, slot in call.running if job.slot == slot]
         if not running:  # all have left since they were started
             return
+        asked = time.perf_counter()
         host = on_host(call.rows, logprobs=call.setup.logprobs)
-        spent, updates = self.ahead.seconds(call, int(np.count_nonzero(host.counts.any(axis=1)))), []
+        spent, updates = self.ahead.seconds(call, time.perf_counter() - asked), []
         self.fitting.learn([job for job, _ in running], call.setup.width, host)
         for job, slot in running:
             update = Update.collect(job.request, host, slot, first=False, seconds=spent)

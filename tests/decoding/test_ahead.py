@@ -1,5 +1,7 @@
 """Cycles that are started before the results of the ones before are looked at: the same tokens, and no page is lost."""
 
+import itertools
+
 import pytest
 
 from dflash_jax.decoding.loop import no_rows
@@ -156,15 +158,17 @@ def test_a_prompt_is_started_behind_cycles(eager, make_prompts, monkeypatch):
     eager.assert_free()
 
 
-@pytest.mark.parametrize(("busy", "few"), [(0.0, 2), (0.4, 3), (2.0, 16)])
-def test_cycles_behind_cover_what_the_host_needs(eager, make_prompts, monkeypatch, busy, few):
-    """A call that takes the host as long as several cycles take the device is worth as many of them, twice."""
-    run = start(eager, make_prompts([5]))
-    call = ahead.Call([], no_rows(run.setup, 4, 1), run.setup, 4, 4, started=0.0, compiled=0.0, returned=busy)
+def test_cycles_behind_are_as_many_as_keep_the_device_busy(eager, make_prompts, monkeypatch):
+    """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
+    run, few = start(eager, make_prompts([5])), []
+    call = ahead.Call([], no_rows(run.setup, 4, 1), run.setup, 4, 4, started=0.0, compiled=0.0, returned=0.1)
     monkeypatch.setattr(eager.engine.programs, "compile_s", 0.0)
-    monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0)
-    run.ahead.seconds(call, 4)
-    assert run.ahead._few == few
+    times = itertools.count(1.0)
+    monkeypatch.setattr(ahead.time, "perf_counter", lambda: next(times))
+    for waited in (0.5, 0.1, 0.2, 0.5, *[0.1] * 4, *[0.9] * 6):
+        run.ahead.seconds(call, waited)
+        few.append(run.ahead._few)
+    assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
     run.close()
 
 
@@ -179,7 +183,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts,
         rows, returned = no_rows(run.setup, 4, 1), busy + compiling
         call = ahead.Call([], rows, run.setup, 4, 4, started=0.0, compiled=before, returned=returned)
         monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0 + compiling)
-        assert run.ahead.seconds(call, 4) == pytest.approx(1.0)
+        assert run.ahead.seconds(call, waited=0.5) == pytest.approx(1.0)
         went.append(pair.engine.returns_early)
         run.close()
     pair.engine.returns_early = False
