@@ -213,6 +213,15 @@ def test_workspace_grows_with_what_it_is_for():
     assert workspace_bytes(target, None, jnp.dtype("bfloat16"), **usual) < base
 
 
+@pytest.mark.parametrize(("tokens", "largest"), [(4096, 2 * 4 * 512 * 32 * 4096), (1024, 6 * 4 * 8 * 17 * 151_936)])
+def test_workspace_of_a_pair(tokens, largest):
+    """Qwen3-4B by hand: a chunk of 512 rows, and the larger of its scores, before and after the softmax, and a cycle's logits."""
+    target, draft = TARGETS["Qwen3-4B"], DRAFTERS["Qwen3-4B-DFlash-b16"]
+    row = 4 * 2560 + 3 * 9728 + 2 * 4096 + 2 * len(draft.target_layer_ids) * 2560
+    found = workspace_bytes(target, draft, jnp.dtype("bfloat16"), tokens=tokens, batch=8, chunk=512)
+    assert found == 512 * row * 2 + largest + (256 << 20)
+
+
 def test_workspace_of_experts_and_of_expanded_context():
     """DeepSeek-V2-Lite, 512 tokens through 64 experts, and 32,768 tokens of context written out for 16 heads, by hand."""
     target, kind = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], jnp.dtype("bfloat16")

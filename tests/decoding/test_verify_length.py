@@ -9,8 +9,8 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine import costs
 from dflash_jax.engine.acceptance import Acceptance
-from dflash_jax.engine.costs import CycleCost, cycle_cost
-from dflash_jax.engine.verify_length import VerifyLength
+from dflash_jax.engine.costs import BANDWIDTH, CycleCost, Stack, cycle_cost
+from dflash_jax.engine.verify_length import FIRST_CYCLES, VerifyLength
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
@@ -144,6 +144,24 @@ def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
     assert choice.loss_s == pytest.approx(lost / 1e3, rel=0.03)
     asked = [lengths.worth_compiling("program", 1.0) for _ in range(12)]
     assert asked == [i == 4 for i in range(12)]
+
+
+def test_looks_soon_while_little_is_known(cost):
+    """Each kind of running requests by itself; where nothing is drafted or nothing chosen there is nothing to find out."""
+    lengths = VerifyLength(OFFERED, cost, "auto")
+    assert [lengths.patience({"greedy": 1}, cycles) for cycles in (3, 32)] == [3, FIRST_CYCLES]
+    lengths.observe(OFFERED, {"greedy": np.zeros(FIRST_CYCLES, int)}, 1)
+    assert lengths.patience({"greedy": 1}, 32) == 32
+    assert lengths.patience({"greedy": 1, "sampled": 1}, 32) == FIRST_CYCLES
+    lengths.current = 1
+    assert lengths.patience({"sampled": 1}, 32) == VerifyLength(OFFERED, None, 4).patience({"greedy": 1}, 32) == 32
+
+
+def test_experts_are_read_once_however_many_rows_take_them():
+    """Rows choose by chance: of experts of which each takes a quarter, two read 7 of 16, three 37 of 64."""
+    experts = Stack(layers=0, dense=0.0, experts=64.0, share=0.25, products=0.0, kept=0.0)
+    read = [experts.seconds(rows, 0.0) * BANDWIDTH for rows in (1, 2, 3)]
+    np.testing.assert_allclose(read, [16, 28, 37], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["4B", "8B"])

@@ -10,6 +10,8 @@ from dflash_kernels import chain_stream, layer_chain, paged_attention, qkv_write
 from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.qkv_attention.heads import Heads
 
+from .drawn import drawn
+
 EPS = 1e-6
 UNUSED = 2147480000  # entries of page tables past a sequence's last page
 QWEN3_4B = {"hidden": 2560, "inner": 9728, "heads": 32, "kv_heads": 8, "next": 6144}
@@ -23,11 +25,8 @@ def make(
 ) -> dict[str, Any]:
     """Arguments of a call: NaN in slots that hold no key, garbage in unused entries of the table, pages in no order."""
     d, f, n, k, h = *(sizes[name] for name in ("hidden", "inner", "heads", "kv_heads")), 128
-    b, rng, keys = len(seq_lens), np.random.default_rng(0), iter(jax.random.split(jax.random.key(0), 16))
+    b, rng = len(seq_lens), np.random.default_rng(0)
     width = width or max(-(-max(seq_lens) // page_size), 1) + 1
-
-    def draw(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
-        return (mean + jax.random.normal(next(keys), shape) * scale).astype(jnp.bfloat16)
 
     needed = [-(-length // page_size) for length in seq_lens]
     ids = rng.permutation(sum(needed) + 3)
@@ -42,14 +41,17 @@ def make(
         [[length - fresh + t for t in range(tokens)] for length, fresh in zip(seq_lens, q_lens, strict=True)]
     )
     angles = positions.reshape(-1, 1) * (10000.0 ** (-np.arange(h // 2) / (h // 2)))
-    return {
+    call = drawn(
+        0, jnp.bfloat16, qkv=((b * tokens, (n + 2 * k) * h), 1.0, 0.0), q_norm=((h,), 0.1, 1.0), k_norm=((h,), 0.1, 1.0),
+        stream=((b * tokens, d), 1.0, 0.0), o=((d, n * h), (n * h) ** -0.5, 0.0), post_norm=((d,), 0.1, 1.0),
+        gate_up=((2 * f, d), d**-0.5, 0.0), down=((d, f), f**-0.5, 0.0), next_norm=((d,), 0.1, 1.0),
+        following=((sizes["next"], d), d**-0.5, 0.0),
+    )  # fmt: skip
+    return call | {
         "k_pages": jnp.asarray(pools[0], jnp.bfloat16), "v_pages": jnp.asarray(pools[1], jnp.bfloat16),
-        "qkv": draw((b * tokens, (n + 2 * k) * h)), "page_table": jnp.asarray(table), "seq_lens": jnp.asarray(seq_lens, jnp.int32),
-        "q_lens": jnp.asarray(q_lens, jnp.int32), "cos": jnp.asarray(np.cos(angles), jnp.float32),
-        "sin": jnp.asarray(np.sin(angles), jnp.float32), "q_norm": draw((h,), 0.1, 1.0), "k_norm": draw((h,), 0.1, 1.0),
-        "stream": chain_stream(draw((b * tokens, d))), "o": draw((d, n * h), (n * h) ** -0.5), "post_norm": draw((d,), 0.1, 1.0),
-        "gate_up": draw((2 * f, d), d**-0.5), "down": draw((d, f), f**-0.5), "next_norm": draw((d,), 0.1, 1.0),
-        "following": draw((sizes["next"], d), d**-0.5),
+        "page_table": jnp.asarray(table), "seq_lens": jnp.asarray(seq_lens, jnp.int32), "q_lens": jnp.asarray(q_lens, jnp.int32),
+        "cos": jnp.asarray(np.cos(angles), jnp.float32), "sin": jnp.asarray(np.sin(angles), jnp.float32),
+        "stream": chain_stream(call["stream"]),
     }  # fmt: skip
 
 

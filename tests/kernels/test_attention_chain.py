@@ -1,6 +1,7 @@
 """A whole layer for a few tokens as one operation: the definition, and the Hopper kernel in Pallas's interpreter, lowered for an
 H200, and for real (`-m gpu`)."""
 
+import functools
 from typing import Any
 
 import jax
@@ -20,6 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
 from .attention_chain_cases import EPS, MIDDLE, QWEN3_4B, QWEN3_8B, TINY, arrays, check, in_float8, make
+
+# One program: by itself every operation of it would be compiled.
+definition = jax.jit(functools.partial(attention_chain, exchange=None, eps=EPS, implementation="xla"))
 
 
 def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tuple[Any, ...]:
@@ -75,33 +79,33 @@ def test_the_definition() -> None:
     call = make(3, [40, 0, 35, 7], [3, 0, 2, 3], TINY, page_size=16, width=3)
     call["page_table"], call["seq_lens"] = call["page_table"].at[0, 2].set(0), call["seq_lens"].at[0].set(50)
     call["k_pages"], call["v_pages"] = (jnp.nan_to_num(call[name]) for name in ("k_pages", "v_pages"))
-    out = attention_chain(**call, exchange=None, eps=EPS, implementation="xla")
+    out = definition(**call)
     check(call, out)
 
 
 def test_last_layer_projects_nothing() -> None:
     call = make(1, [9], [1], TINY)
     del call["next_norm"], call["following"]
-    out = attention_chain(**call, exchange=None, eps=EPS, implementation="xla")
+    out = definition(**call)
     assert out.projected is None
     check(call, out)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "b", "sizes", "width", "narrow"),
+    ("tokens", "b", "sizes", "width", "narrow", "count"),
     [
-        (1, 1, QWEN3_4B, 2, False), (16, 1, QWEN3_8B, 600, False), (2, 8, QWEN3_4B, 2, False), (16, 1, QWEN3_4B, 600, True),
-        (1, 1, QWEN3_8B, 2, True),
+        (1, 1, QWEN3_4B, 2, False, 2), (16, 1, QWEN3_8B, 600, False, 1), (2, 8, QWEN3_4B, 2, False, 1),
+        (16, 1, QWEN3_4B, 600, True, 1), (1, 1, QWEN3_8B, 2, True, 1),
     ],
 )  # fmt: skip
-def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, narrow: bool) -> None:
-    """Two layers; pools and exchange are changed in place."""
+def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, narrow: bool, count: int) -> None:
+    """Layers one after the other; pools and exchange are changed in place."""
     change = in_float8 if narrow else lambda call: call
     call = jax.eval_shape(lambda: change(make(tokens, [tokens] * b, [tokens] * b, sizes, width=width)))
 
     def layers(call: dict[str, Any]) -> Any:
         exchange = new_exchange(call, tokens, sizes)
-        for _ in range(2):
+        for _ in range(count):
             out = attention_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
             call = {**call, "stream": out.stream, "qkv": out.projected, "k_pages": out.k_pages, "v_pages": out.v_pages}
         return out

@@ -15,6 +15,7 @@ from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_row
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
+from .drawn import drawn
 
 EPS = 1e-6
 QWEN3_4B = {"hidden": 2560, "heads_width": 4096, "inner": 9728, "next_width": 6144}
@@ -25,16 +26,12 @@ TINY = {"hidden": 128, "heads_width": 256, "inner": 256, "next_width": 128}
 def make(rows: int, sizes: dict[str, int], *, dtype: Any = jnp.bfloat16, seed: int = 0) -> dict[str, Any]:
     """Arguments of a call; the rows of few tokens are the first ones of many."""
     d, a, f, g = (sizes[name] for name in ("hidden", "heads_width", "inner", "next_width"))
-    keys = iter(jax.random.split(jax.random.key(seed), 8))
-
-    def draw(shape: tuple[int, ...], scale: float = 1.0, mean: float = 0.0) -> jax.Array:
-        return (mean + jax.random.normal(next(keys), shape) * scale).astype(dtype)
-
-    return {
-        "x": draw((64, a))[:rows], "stream": chain_stream(draw((64, d))[:rows]), "o": draw((d, a), a**-0.5),
-        "post_norm": draw((d,), 0.1, 1.0), "gate_up": draw((2 * f, d), d**-0.5), "down": draw((d, f), f**-0.5),
-        "next_norm": draw((d,), 0.1, 1.0), "following": draw((g, d), d**-0.5),
-    }  # fmt: skip
+    call = drawn(
+        seed, dtype, x=((64, a), 1.0, 0.0), stream=((64, d), 1.0, 0.0), o=((d, a), a**-0.5, 0.0), post_norm=((d,), 0.1, 1.0),
+        gate_up=((2 * f, d), d**-0.5, 0.0), down=((d, f), f**-0.5, 0.0), next_norm=((d,), 0.1, 1.0),
+        following=((g, d), d**-0.5, 0.0),
+    )  # fmt: skip
+    return call | {"x": call["x"][:rows], "stream": chain_stream(call["stream"][:rows])}
 
 
 def truth(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -112,15 +109,15 @@ def test_the_definition(dtype: Any) -> None:
     check(call, layer_chain(**call, exchange=None, eps=EPS, implementation="xla"))
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(1, QWEN3_4B), (64, QWEN3_4B), (16, QWEN3_8B)])
-def test_lowers_for_an_h200(rows: int, sizes: dict[str, int]) -> None:
-    """Two layers; the exchange is changed in place."""
+@pytest.mark.parametrize(("rows", "sizes", "count"), [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1)])
+def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> None:
+    """Layers one after the other; the exchange is changed in place."""
     call = jax.eval_shape(lambda: make(rows, sizes))
 
     def layers(call: dict[str, Any]) -> Any:
         (x, layer), exchange = arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
         projected = []
-        for _ in range(2):
+        for _ in range(count):
             stream, out = launch(x, layer, layer.o, exchange, eps=EPS, ctas=132)
             layer = layer._replace(stream=stream)
             projected.append(out)
