@@ -12,15 +12,15 @@ FARTHEST = 2**30  # no sequence is as long: from here on a window has no border
 
 
 def fitting_options(window: Any, soft_cap: Any, scale: Any, head_dim: int) -> dict[str, Any]:
-    """`window`, a pair with None on sides without a border, `soft_cap` and `scale`, plain numbers both where they were numbers.
+    """`window`, a pair with None on sides without a border, `soft_cap` and `scale`, plain numbers both but where they are traced.
 
     Raises:
       ValueError: `window` is no such pair, or `soft_cap` is not positive.
     """
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not isinstance(soft_cap, Tracer) and not soft_cap > 0:
         raise ValueError(f"soft_cap {soft_cap} must be positive, or None for scores without a cap")
     scale = head_dim**-0.5 if scale is None else scale
-    return {"window": _fitting_window(window), "soft_cap": _plain(soft_cap), "scale": _plain(scale)}
+    return {"window": _fitting_window(window), "soft_cap": plain(soft_cap), "scale": plain(scale)}
 
 
 def _fitting_window(window: Any) -> tuple[int | None, int | None]:
@@ -37,7 +37,7 @@ def _fitting_window(window: Any) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _plain(number: Any) -> Any:
+def plain(number: Any) -> Any:
     """NumPy's numbers have a width, which would become the results'; kernels are compiled for a number."""
     known = isinstance(number, numbers.Real | np.ndarray | jax.Array) and not isinstance(number, Tracer)
     return float(number) if known else number

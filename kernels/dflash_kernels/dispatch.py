@@ -10,6 +10,8 @@ from jax.core import Tracer
 
 from dflash_kernels.target import HOPPER, default_device, target
 
+NUMBERS = ("scale", "soft_cap", "eps")  # options that kernels are compiled for
+
 
 class NoImplementationError(NotImplementedError):
     """No implementation takes this call. The message lists each one that was tried and why it refused."""
@@ -52,12 +54,21 @@ def first_fitting(
     reasons = []
     for name in names:
         try:
-            if name != "xla" and jax.config.jax_enable_x64:
+            if name == "xla":
+                return implementations[name](*args, **options)
+            _refuse_traced(options)
+            if jax.config.jax_enable_x64:
                 return _in_32_bits(implementations[name], args, options)
             return implementations[name](*args, **options)
         except NotImplementedError as reason:
             reasons.append(f"{name}: {reason}")
     raise NoImplementationError(f"{op}: no implementation takes this call\n  " + "\n  ".join(reasons))
+
+
+def _refuse_traced(options: Mapping[str, Any]) -> None:
+    for name in NUMBERS:
+        if isinstance(options.get(name), Tracer):
+            raise NotImplementedError(f"takes a {name} that is known when the kernel is compiled, not a traced one")
 
 
 def _held_elsewhere(args: tuple[Any, ...], options: dict[str, Any]) -> Any:

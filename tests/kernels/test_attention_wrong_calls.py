@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import NoImplementationError
 from jax import Array
+
+from tests.devices import custom_calls, h200
 
 FLOATS, LENS = jnp.ones((10, 4, 16)), jnp.array([9, 16], jnp.int32)
 POOL, TABLE = jnp.ones((8, 2, 4, 16)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
@@ -80,6 +83,40 @@ def test_numbers_of_any_width(op: str) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     one = call(**CALLS[op], scale=jnp.float32(0.5), soft_cap=3.0, alibi_slopes=jnp.ones(4))
     np.testing.assert_array_equal(one, wanted[0])
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_traced_number(op: str) -> None:
+    """Kernels are compiled for a number; XLA takes one that only the program knows, and so does a call that names nothing."""
+    numbers = {"scale": 0.3} | ({"soft_cap": 2.0} if op in MASKED else {})
+    call = inspect.unwrap(getattr(dflash_kernels, op))
+    traced = jax.jit(lambda **numbers: call(**CALLS[op] | numbers))(**numbers)
+    np.testing.assert_allclose(traced, call(**CALLS[op] | numbers), rtol=1e-6)
+
+    width, value = (64, 64) if op != "mla_attention" else (576, 64)
+    changes = {
+        name: jnp.zeros((*array.shape[:-1], width if name != "v_pages" else value), jnp.bfloat16)
+        for name, array in CALLS[op].items()
+        if isinstance(array, Array) and jnp.issubdtype(array.dtype, jnp.floating)
+    }
+    pages = {
+        name: jnp.zeros((8, array.shape[1], 64, array.shape[3]), array.dtype)
+        for name, array in changes.items()
+        if "pages" in name
+    }
+    changes |= pages | ({"kv_lora_rank": 512} if op == "mla_attention" else {})
+    with h200(), pytest.raises(NoImplementationError, match="takes a scale that is known when the kernel is compiled"):
+        jax.jit(lambda **numbers: call(**CALLS[op] | changes | numbers, implementation="mosaic_gpu")).trace(**numbers)
+    assert custom_calls(lambda scale: call(**CALLS[op] | changes | {"scale": scale}), 0.3) == []
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_number_that_is_an_array(op: str) -> None:
+    """Static arguments of programs are hashed, which arrays are not."""
+    call = inspect.unwrap(getattr(dflash_kernels, op))
+    wanted = call(**CALLS[op] | {"scale": 0.25})
+    for scale in (jnp.float32(0.25), np.float64(0.25), np.float32(0.25)):
+        np.testing.assert_array_equal(call(**CALLS[op] | {"scale": scale}), wanted)
 
 
 def test_nothing_packed_at_all() -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.attention_options import plain
 from dflash_kernels.checks import check_axes, check_filled, check_latent_pages, check_sequences, check_wide, is_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.mla_attention.mosaic_gpu import mla_attention_mosaic_gpu
@@ -81,6 +82,6 @@ def mla_attention(
     with jax.named_scope("mla_attention"):
         out, lse = first_fitting(
             "mla_attention", IMPLEMENTATIONS, implementation, q, latent_pages, page_table, seq_lens, q_lens,
-            kv_lora_rank=kv_lora_rank, scale=scale, causal=causal, latent_scale=latent_scale,
+            kv_lora_rank=kv_lora_rank, scale=plain(scale), causal=causal, latent_scale=latent_scale,
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -13,7 +13,7 @@ def mla_attention_reference(
     q_lens: Int[Array, "B"],
     *,
     kv_lora_rank: int,
-    scale: float,
+    scale: float | Float[Array, ""],
     causal: bool,
     latent_scale: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:

@@ -19,9 +19,9 @@ def paged_attention_reference(
     *,
     causal: bool,
     window: tuple[int | None, int | None],
-    soft_cap: float | None,
+    soft_cap: float | Float[Array, ""] | None,
     sinks: Float[Array, "N"] | None,
-    scale: float,
+    scale: float | Float[Array, ""],
     alibi_slopes: Float[Array, "N"] | None = None,
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
@@ -46,7 +46,7 @@ def paged_attention_reference(
 
 def _attend(
     rows: tuple[Array, Array, Array, Array], *, k_pages: Array, v_pages: Array, causal: bool, window: tuple[int | None, int | None],
-    soft_cap: float | None, sinks: Array | None, scale: float, alibi_slopes: Array | None, alibi_sqrt: bool,
+    soft_cap: float | Array | None, sinks: Array | None, scale: float | Array, alibi_slopes: Array | None, alibi_sqrt: bool,
     k_scale: Array | None, v_scale: Array | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
     """Queries, table rows and lengths of some sequences."""

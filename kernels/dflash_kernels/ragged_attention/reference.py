@@ -70,11 +70,11 @@ def _attend(
     *,
     causal: bool,
     window: tuple[int | None, int | None],
-    soft_cap: float | None,
+    soft_cap: float | Float[Array, ""] | None,
     sinks: Float[Array, "N"] | None,
     alibi_slopes: Float[Array, "N"] | None,
     alibi_sqrt: bool,
-    scale: float,
+    scale: float | Float[Array, ""],
     k_scale: Float[Array, "#S K"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
 ) -> tuple[Float[Array, "T N V"], Float[Array, "T N"]]:
