@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 
@@ -51,6 +52,29 @@ def check_of_heads(heads: int, **of_each: Any) -> None:
     for name, array in given.items():
         if array.shape != (heads,):
             raise ValueError(f"{name} {array.shape} must be ({heads},), one for each query head")
+
+
+def check_rows(**of_each: Any) -> None:
+    """Arrays of floating-point numbers by name, of any number of axes but none."""
+    for name, array in of_each.items():
+        if not getattr(array, "shape", None):
+            came = array.shape if hasattr(array, "shape") else f"a {type(array).__name__}"
+            raise ValueError(f"{name} must be an array [..., rows], not {came}")
+    check_floats(**of_each)
+
+
+def check_floats(**of_each: Array) -> None:
+    """Arrays by name that are measured, not counted."""
+    for name, array in of_each.items():
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} must hold floating-point numbers, not {array.dtype}")
+
+
+def check_count(**of_each: Any) -> None:
+    """Numbers by name that are known when the program is compiled: whole, and 0 or more."""
+    for name, number in of_each.items():
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 0:
+            raise ValueError(f"{name} must be a whole number, 0 or more, not {number!r}")
 
 
 def check_wide(advice: str, **arrays: Array) -> None:

@@ -131,7 +131,7 @@ def test_what_the_kernel_refuses() -> None:
 def test_arguments_that_do_not_agree() -> None:
     pages, table, starts, lens, w_uk, w_uv = (jnp.asarray(x) for x in make_case([0, 0], [9, 3]))
     call = functools.partial(inspect.unwrap(latent_expand), rows=9)
-    with pytest.raises(ValueError, match=r"not \[P, 1, p, C\]"):
+    with pytest.raises(ValueError, match=r"latent_pages must be an array \[P, 1, p, \w+\], not \("):
         call(pages[:, 0], table, starts, lens, w_uk, w_uv)
     with pytest.raises(ValueError, match="must start with 2 sequences"):
         call(pages, table, starts[:1], lens, w_uk, w_uv)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_axes, check_floats
 from dflash_kernels.dense import mosaic_gpu, reference
 from dflash_kernels.dispatch import first_fitting
 
@@ -50,6 +51,7 @@ def dense_gated(
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
     """`silu(x @ gate.T) * (x @ up.T)` for a weight of gate rows before up rows. Arguments and errors: see `dense`."""
+    check_axes(weight=(weight, "twoF D"))
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
     return _call("dense_gated", implementation, x, weight)
@@ -70,6 +72,8 @@ def dense_onto(
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`. Arguments and errors: see `dense`."""
+    check_axes(x=(x, "M F"), weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
+    check_floats(stream=stream, norm=norm)
     if stream.shape != (x.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:
         raise ValueError(f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.shape} @ {weight.shape}.T")
     return _call("dense_onto", implementation, x, weight, stream, norm, eps=eps)
@@ -92,6 +96,8 @@ def add_norm(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"))
+    check_floats(parts=parts, stream=stream, weight=weight)
     if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:]:
         raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
     with jax.named_scope("add_norm"):
@@ -108,6 +114,8 @@ def add_norm_scores(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"), scorer=(scorer, "E D"))
+    check_floats(parts=parts, stream=stream, weight=weight, scorer=scorer)
     if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:] or scorer.shape[1:] != weight.shape:
         raise ValueError(
             f"parts {parts.shape}, weight {weight.shape} and scorer {scorer.shape} do not fit a stream {stream.shape}"
@@ -129,8 +137,10 @@ def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
     return None
 
 
-def _call(op: str, implementation: Implementation, x: Array, weight: Array, *rest: Any, **named: Any) -> Any:
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+def _call(op: str, implementation: Implementation, x: Any, weight: Any, *rest: Any, **named: Any) -> Any:
+    check_axes(x=(x, "M D"), weight=(weight, "F D"))
+    if x.shape[1] != weight.shape[1]:
         raise ValueError(f"x must be [M, D] and the weight [F, D], not {x.shape} and {weight.shape}")
+    check_floats(x=x, weight=weight)
     with jax.named_scope(op):
         return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, *rest, **named)

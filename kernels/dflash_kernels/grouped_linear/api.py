@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_axes, check_filled, check_floats, check_integers
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.grouped_linear.mosaic_gpu import grouped_linear_mosaic_gpu, refuse
 from dflash_kernels.grouped_linear.reference import grouped_linear_reference
@@ -46,11 +48,17 @@ def grouped_linear(
       `[M, F]`, or `[M, F / 2]` with `gated`, in x's dtype; sums and the gate are float32.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
-    if groups.shape[0] == 0 or x.shape[0] % groups.shape[0]:
+    check_axes(x=(x, "M D"), weight=(weight, "G F D"), groups=(groups, "blocks"))
+    check_floats(x=x, weight=weight)
+    count = jnp.asarray(count)
+    check_axes(count=(count, ""))
+    check_integers(groups=groups, count=count)
+    if 0 in (x.shape[0], groups.shape[0]) or x.shape[0] % groups.shape[0]:
         raise ValueError(f"{x.shape[0]} rows do not make {groups.shape[0]} blocks of one size")
+    check_filled(weight=weight)
     if weight.shape[2] != x.shape[1] or (gated and weight.shape[1] % 2):
         raise ValueError(f"weight {weight.shape} must be [G, F, {x.shape[1]}], F even where it is gated")
     with jax.named_scope("grouped_linear"):

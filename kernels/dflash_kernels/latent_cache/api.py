@@ -10,6 +10,7 @@ Readers take any scale; a writer elsewhere may have rounded it up to a power of 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from dflash_kernels.cache_write.api import latent_write
+from dflash_kernels.checks import check_axes, check_count, check_rows
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.latent_cache.reference import (
     TILE,
@@ -41,6 +43,7 @@ def latent_pack(
     Raises:
       ValueError: `kv_lora_rank` is not a multiple of 128 or wider than the rows.
     """
+    check_rows(latents=latents)
     _check_rank(kv_lora_rank, latents.shape[-1])
     with jax.named_scope("latent_pack"):
         return first_fitting("latent_pack", PACK_IMPLEMENTATIONS, implementation, latents, kv_lora_rank=kv_lora_rank)
@@ -54,6 +57,9 @@ def latent_unpack(
     Raises:
       ValueError: `kv_lora_rank` is not a multiple of 128, or the rows cannot be packed rows of it.
     """
+    _check_stored(packed, "packed")
+    if packed.dtype != jnp.uint8:
+        raise ValueError(f"packed rows are bytes, uint8, not {packed.dtype}")
     rest = packed.shape[-1] - packed_width(kv_lora_rank, 0)
     _check_rank(kv_lora_rank, packed.shape[-1])
     if rest < 0 or rest % 2:
@@ -75,6 +81,7 @@ def latent_encode(
     Raises:
       ValueError: packed rows (uint8) and a `kv_lora_rank` that is not a multiple of 128 or wider than the rows.
     """
+    check_rows(latents=latents)
     if pool_dtype == jnp.uint8:
         _check_rank(kv_lora_rank, latents.shape[-1])
     with jax.named_scope("latent_encode"):
@@ -93,6 +100,7 @@ def latent_decode(
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*rows C"]:
     """What rows of a pool stand for, in `dtype`; undoes `latent_encode` up to its rounding."""
+    _check_stored(stored, "stored")
     with jax.named_scope("latent_decode"):
         return first_fitting(
             "latent_decode", DECODE_IMPLEMENTATIONS, implementation, stored, jnp.dtype(dtype),
@@ -109,11 +117,19 @@ def latent_store(
     scale: Float[Array, ""] | None = None,
 ) -> Shaped[Array, "P 1 p stored"]:
     """The pool with latent row t, in the pool's format, at slot `slots[t]`; see `latent_write` for slots and padding."""
+    check_axes(latent_pages=(latent_pages, "P 1 p stored"), latents=(latents, "T C"))
     rows = latent_encode(latents, latent_pages.dtype, kv_lora_rank=kv_lora_rank, scale=scale)
     return latent_write(latent_pages, rows, slots)
 
 
+def _check_stored(stored: Any, name: str) -> None:
+    if not getattr(stored, "shape", None):
+        came = stored.shape if hasattr(stored, "shape") else f"a {type(stored).__name__}"
+        raise ValueError(f"{name} must be an array [..., stored], not {came}")
+
+
 def _check_rank(kv_lora_rank: int, width: int) -> None:
+    check_count(kv_lora_rank=kv_lora_rank)
     if kv_lora_rank < 1 or kv_lora_rank % TILE or kv_lora_rank > width:
         raise ValueError(
             f"packed rows need a kv_lora_rank that is a multiple of {TILE} and at most the rows' width {width}, got "

@@ -1,5 +1,7 @@
 """The definitions in jnp."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -19,21 +21,29 @@ def packed_width(kv_lora_rank: int, rotated: int) -> int:
 def pack_reference(latents: Float[Array, "*rows C"], *, kv_lora_rank: int) -> UInt8[Array, "*rows bytes"]:
     """See `latent_pack`."""
     rows = latents.shape[:-1]
-    tiles = latents[..., :kv_lora_rank].astype(jnp.float32).reshape(*rows, -1, TILE)
+    tiles = latents[..., :kv_lora_rank].astype(jnp.float32).reshape(*rows, kv_lora_rank // TILE, TILE)
     scales = divide(largest(tiles), jnp.float32(E4M3_MAX))
     scales = jnp.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales)
     parts = to_e4m3(divide(tiles, scales)), scales[..., 0], latents[..., kv_lora_rank:].astype(jnp.bfloat16)
-    bytes_of = (jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(*rows, -1) for part in parts)
-    return jnp.concatenate(list(bytes_of), axis=-1)
+    return jnp.concatenate([_bytes(part, rows) for part in parts], axis=-1)
+
+
+def _bytes(part: Array, rows: tuple[int, ...]) -> UInt8[Array, "*rows bytes"]:
+    """Sizes in full: nothing follows from the rest where there are no rows."""
+    width = math.prod(part.shape[len(rows) :]) * part.dtype.itemsize
+    return jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(*rows, width)
 
 
 def unpack_reference(packed: UInt8[Array, "*rows bytes"], *, kv_lora_rank: int) -> Float[Array, "*rows C"]:
     """See `latent_unpack`; float32."""
     rows, end = packed.shape[:-1], kv_lora_rank + 4 * (kv_lora_rank // TILE)
-    codes = jax.lax.bitcast_convert_type(packed[..., :kv_lora_rank], E4M3).reshape(*rows, -1, TILE)
-    scales = jax.lax.bitcast_convert_type(packed[..., kv_lora_rank:end].reshape(*rows, -1, 4), jnp.float32)
-    rotated = jax.lax.bitcast_convert_type(packed[..., end:].reshape(*rows, -1, 2), jnp.bfloat16)
-    latent = (codes.astype(jnp.float32) * scales[..., None]).reshape(*rows, -1)
+    tiles = kv_lora_rank // TILE
+    codes = jax.lax.bitcast_convert_type(packed[..., :kv_lora_rank], E4M3).reshape(*rows, tiles, TILE)
+    scales = jax.lax.bitcast_convert_type(packed[..., kv_lora_rank:end].reshape(*rows, tiles, 4), jnp.float32)
+    rotated = jax.lax.bitcast_convert_type(
+        packed[..., end:].reshape(*rows, (packed.shape[-1] - end) // 2, 2), jnp.bfloat16
+    )
+    latent = (codes.astype(jnp.float32) * scales[..., None]).reshape(*rows, kv_lora_rank)
     return jnp.concatenate([latent, rotated.astype(jnp.float32)], axis=-1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.checks import check_latent_pages, check_sequences
+from dflash_kernels.checks import check_axes, check_count, check_filled, check_latent_pages, check_sequences, check_wide
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.latent_expand.mosaic_gpu import latent_expand_mosaic_gpu
 from dflash_kernels.latent_expand.reference import latent_expand_reference
@@ -42,12 +42,17 @@ def latent_expand(
       Keys, `H = nope + C - R` wide, and values, in the pages' dtype, summed in float32.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(latent_pages=(latent_pages, "P 1 p C"), page_table=(page_table, "B W"))
+    check_axes(starts=(starts, "B"), lens=(lens, "B"), w_uk=(w_uk, "N nope R"), w_uv=(w_uv, "N V R"))
     check_latent_pages(latent_pages)
+    check_filled(latent_pages=latent_pages, page_table=page_table)
+    check_wide("decode rows in eight bits first (latent_decode)", latent_pages=latent_pages, w_uk=w_uk, w_uv=w_uv)
+    check_count(rows=rows)
     check_sequences(page_table.shape[0], page_table=page_table, starts=starts, lens=lens)
-    if w_uk.ndim != 3 or w_uv.ndim != 3 or w_uk.shape[::2] != w_uv.shape[::2]:
+    if w_uk.shape[::2] != w_uv.shape[::2]:
         raise ValueError(f"w_uk {w_uk.shape} and w_uv {w_uv.shape} must be [N, nope, R] and [N, V, R]")
     if w_uk.shape[2] > latent_pages.shape[3]:
         raise ValueError(f"rows of {latent_pages.shape[3]} numbers hold no latent of {w_uk.shape[2]}")

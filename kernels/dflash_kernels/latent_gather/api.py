@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Int, Shaped
 
-from dflash_kernels.checks import check_latent_pages, check_sequences
+from dflash_kernels.checks import check_axes, check_count, check_filled, check_latent_pages, check_sequences
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.latent_gather.reference import latent_gather_reference
 
@@ -32,10 +32,14 @@ def latent_gather(
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(latent_pages=(latent_pages, "P 1 p stored"), page_table=(page_table, "B W"))
+    check_axes(starts=(starts, "B"), lens=(lens, "B"))
     check_latent_pages(latent_pages)
+    check_filled(latent_pages=latent_pages, page_table=page_table)
+    check_count(rows=rows)
     check_sequences(page_table.shape[0], page_table=page_table, starts=starts, lens=lens)
     with jax.named_scope("latent_gather"):
         return first_fitting(

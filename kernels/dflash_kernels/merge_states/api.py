@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_floats, check_rows
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.merge_states.reference import merge_states_reference
 
@@ -39,9 +40,14 @@ def merge_states(
       Output in `prefix_out`'s dtype, or float8_e4m3fn, and lse in `prefix_lse`'s; weights and sums are at least float32.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_rows(prefix_out=prefix_out, suffix_out=suffix_out)
+    for name, lse in (("prefix_lse", prefix_lse), ("suffix_lse", suffix_lse)):
+        if not hasattr(lse, "shape"):
+            raise ValueError(f"{name} must be an array [...], not a {type(lse).__name__}")
+    check_floats(prefix_lse=prefix_lse, suffix_lse=suffix_lse)
     shapes = prefix_out.shape, prefix_lse.shape, suffix_out.shape, suffix_lse.shape
     if shapes[0] != shapes[2] or shapes[1] != shapes[3] or shapes[0][:-1] != shapes[1]:
         raise ValueError(f"outputs and lse of {shapes} must be [..., H] and [...] with the same leading axes")

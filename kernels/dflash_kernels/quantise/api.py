@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt8
 
+from dflash_kernels.checks import check_axes, check_count, check_rows
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.quantise.reference import (
     NVFP4_BLOCK,
@@ -35,9 +36,10 @@ def quantise_tensor(
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
-      ValueError: `scale` is not one number.
+      ValueError: `scale` is not one number, or x of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_rows(x=x)
     scale = jnp.asarray(scale, jnp.float32)
     if scale.shape != ():
         raise ValueError(f"scale {scale.shape} must be one number; for a scale of each group see quantise_groups")
@@ -65,8 +67,10 @@ def quantise_groups(
       Values, and float32 scales: max(largest absolute value, 1e-10) / 448, rounded up or not.
 
     Raises:
-      ValueError: `group` does not divide D.
+      ValueError: `group` does not divide D, or x is of another kind than said.
     """
+    check_rows(x=x)
+    check_count(group=group)
     if group < 1 or x.shape[-1] % group:
         raise ValueError(f"groups of {group} do not divide rows of {x.shape[-1]}")
     with jax.named_scope("quantise_groups"):
@@ -94,8 +98,9 @@ def quantise_nvfp4(
       Two codes in a byte, the first in its low half; and scales, row by row (`swizzle_scales` gives the order matrix units read).
 
     Raises:
-      ValueError: 16 does not divide D, or `global_scale` is not one number.
+      ValueError: 16 does not divide D, `global_scale` is not one number, or x is of another kind than said.
     """
+    check_rows(x=x)
     global_scale = jnp.asarray(global_scale, jnp.float32)
     if x.shape[-1] % NVFP4_BLOCK or global_scale.shape != ():
         raise ValueError(
@@ -110,6 +115,7 @@ def swizzle_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "m g 32 4 4"]:
 
     The scale of row i and column j comes to `[i // 128, j // 4, i % 32, i % 128 // 32, j % 4]`.
     """
+    check_axes(scales=(scales, "M G"))
     rows, columns = scales.shape
     padded = jnp.pad(scales, ((0, -rows % 128), (0, -columns % 4)))
     return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from dflash_kernels.checks import check_axes, check_floats
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.quantised_linear.columns import BLOCK
 from dflash_kernels.quantised_linear.mosaic_gpu import quantised_linear_mosaic_gpu
@@ -37,9 +39,13 @@ def quantised_linear(
       In x's dtype; sums are float32 and are scaled before they are rounded.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(x=(x, "M D"), values=(values, "F D"), scales=(scales, "F"))
+    check_floats(x=x, scales=scales)
+    if values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
+        raise ValueError(f"values must be int8 or float8_e4m3fn, not {values.dtype}")
     if x.shape[1:] != values.shape[1:] or scales.shape != values.shape[:1]:
         raise ValueError(f"x {x.shape}, values {values.shape} and scales {scales.shape} must be [M, D], [F, D] and [F]")
     if paired and x.shape[1] % BLOCK:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.attention_options import plain
+from dflash_kernels.checks import check_axes, check_count, check_floats, check_integers
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.routed_experts.mosaic_gpu import mixture_mosaic_gpu, refuse, routed_experts_mosaic_gpu
 from dflash_kernels.routed_experts.mosaic_gpu_plan import MOST_GROUPS, Choice
@@ -56,10 +58,13 @@ def routed_experts(
       is between the two products is rounded to x's dtype.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
     _check(x, gate_up, down)
+    check_axes(experts=(experts, "T k"), weights=(weights, "T k"))
+    check_integers(experts=experts)
+    check_floats(weights=weights)
     if experts.shape != weights.shape or experts.shape[0] != x.shape[0]:
         raise ValueError(f"experts {experts.shape} and weights {weights.shape} must be [{x.shape[0]}, k]")
     with jax.named_scope("routed_experts"):
@@ -89,18 +94,23 @@ def mixture(
       x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
+    check_axes(logits=(logits, "T E"))
+    check_floats(logits=logits)
+    check_count(taken=taken)
     if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0]:
         raise ValueError(
             f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
         )
     with jax.named_scope("routed_experts"):
         return first_fitting(
-            "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, choice=Choice(normed, scale),
-            exchange=exchange,
+            "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, exchange=exchange,
+            choice=Choice(normed, plain(scale)),
         )  # fmt: skip
 
 
-def _check(x: Array, gate_up: Array, down: Array) -> None:
+def _check(x: Any, gate_up: Any, down: Any) -> None:
+    check_axes(x=(x, "T D"), gate_up=(gate_up, "E twoF D"), down=(down, "E D F"))
+    check_floats(x=x, gate_up=gate_up, down=down)
     count, both, hidden = gate_up.shape
     if x.shape[1] != hidden or both % 2 or down.shape != (count, hidden, both // 2):
         raise ValueError(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.checks import check_axes, check_count, check_filled, check_floats, check_integers
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.row_norm import mosaic_gpu, reference
 
@@ -26,10 +27,14 @@ def embed_norm(
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
-    if table.ndim != 2 or ids.ndim != 1 or weight.shape != table.shape[1:]:
+    check_axes(table=(table, "V D"), ids=(ids, "M"), weight=(weight, "D"))
+    check_filled(table=table)
+    check_floats(table=table, weight=weight)
+    check_integers(ids=ids)
+    if weight.shape != table.shape[1:]:
         raise ValueError(f"table {table.shape}, ids {ids.shape} and weight {weight.shape} must be [V, D], [M] and [D]")
     with jax.named_scope("embed_norm"):
         return first_fitting("embed_norm", EMBED, implementation, table, ids, weight, eps=eps)
@@ -47,7 +52,10 @@ def stream_norm(
 
     Arguments and errors: see `embed_norm`.
     """
-    if stream.ndim != 2 or weight.shape != stream.shape[:1] or not 0 < rows <= stream.shape[1]:
+    check_axes(stream=(stream, "D n"), weight=(weight, "D"))
+    check_floats(stream=stream, weight=weight)
+    check_count(rows=rows)
+    if weight.shape != stream.shape[:1] or not 0 < rows <= stream.shape[1]:
         raise ValueError(f"{rows} rows of a stream {stream.shape} and weight {weight.shape} must be of [D, n] and [D]")
     with jax.named_scope("stream_norm"):
         return first_fitting("stream_norm", STREAM, implementation, stream, rows, weight, eps=eps)
