@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, TILE_ROWS, Attention
 from dflash_kernels.attention_chain.mosaic_gpu_share import ATTEND, MERGE, AttendingShare
+from dflash_kernels.in_place import lent, returned
 from dflash_kernels.layer_chain import mosaic_gpu_kernel as products
 from dflash_kernels.layer_chain.mosaic_gpu_ops import tiled
 from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, Plan
@@ -71,7 +72,7 @@ def chain(
       The residual stream `[hidden, tokens]` float32, the next projection `[live, features]` or None, and the pools.
     """
     dtype, outputs = inputs["qkv"].dtype, results(attention, plan, inputs["qkv"].dtype)
-    held = {name: jax.new_ref(pool) for name, pool in pools.items()}
+    held = {name: lent(pool) for name, pool in pools.items()}
     names = [*inputs, *held]
     options: dict[str, Any] = {
         "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 4 if plan.narrow else 3, "thread_name": "wg",
@@ -100,5 +101,5 @@ def chain(
             one = functools.partial(body, run=(stage,), named=(*names, *outputs))
             plgpu.kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *held.values(), *shared)
         found = {name: ref[...] for name, ref in zip(outputs, shared, strict=True)}
-    written = {name: jax.freeze(ref) for name, ref in held.items()}
+    written = {name: returned(ref) for name, ref in held.items()}
     return found["stream"], found["projected"] if "next" in inputs else None, written

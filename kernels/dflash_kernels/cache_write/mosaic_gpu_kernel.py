@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.cache_write.kv_formats import INT8_FLOOR, INT8_MAX
+from dflash_kernels.in_place import lent, returned
 from dflash_kernels.quantise.reference import E4M3_MAX
 
 THREADS, WARP, WARPS = 128, 32, 4
@@ -122,7 +123,7 @@ def write(
     def body(*refs):
         _Block(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size).run(segments)
 
-    held = {name: jax.new_ref(pool) for name, pool in pools.items()}
+    held = {name: lent(pool) for name, pool in pools.items()}
     out = plgpu.kernel(
         body, out_type=(q,) if q else (),
         grid=(tokens, groups), grid_names=("token", "group"),
@@ -130,7 +131,7 @@ def write(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
-    return out[0] if q else None, {name: jax.freeze(ref) for name, ref in held.items()}
+    return out[0] if q else None, {name: returned(ref) for name, ref in held.items()}
 
 
 class _Block:

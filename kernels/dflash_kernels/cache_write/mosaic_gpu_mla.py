@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.in_place import lent, returned
 from dflash_kernels.quantise.reference import E4M3, E4M3_MAX
 
 
@@ -130,7 +131,7 @@ def _write(
             place = q_ref.at[token, own, pl.ds(head_dim - turning, turning)]
             place[...] = turned(load(place, layout), angles(layout), staged)
 
-    queries, held = jax.new_ref(q), jax.new_ref(pool)
+    queries, held = lent(q), lent(pool)
     both = (jnp.repeat(table.astype(jnp.float32), 2, axis=1) for table in (cos, sin))
     plgpu.kernel(
         body,
@@ -143,4 +144,4 @@ def _write(
     )(
         rows[:, None], slots.astype(jnp.int32), *both, norm[None], scale.reshape(1).astype(jnp.float32), queries, held,
     )  # fmt: skip
-    return jax.freeze(queries), jax.freeze(held)
+    return returned(queries), returned(held)

@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention_chain import mosaic_gpu_ops as ops
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.in_place import lent, returned
 from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED
 from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block, grid
 from dflash_kernels.paged_attention.mosaic_gpu_merge import merge_xla
@@ -77,7 +78,7 @@ def attention(
         kind(launch, shapes, eps, dict(zip(names, refs, strict=True)), buffers, interpret).run()
 
     body.__name__ = "qkv_attention"  # what profilers show
-    held = {name: jax.new_ref(pool) for name, pool in pools.items()}
+    held = {name: lent(pool) for name, pool in pools.items()}
     out, *lse = plgpu.kernel(
         body,
         out_type=tuple(made.values()),
@@ -92,7 +93,7 @@ def attention(
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
         out = merge_xla(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
-    return out.reshape(b, launch.tokens, -1, HEAD_DIM), jax.freeze(held["k"]), jax.freeze(held["v"])
+    return out.reshape(b, launch.tokens, -1, HEAD_DIM), returned(held["k"]), returned(held["v"])
 
 
 class _Written(Block):
