@@ -196,10 +196,12 @@ def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 16, 131])
 @pytest.mark.parametrize(("taken", "count", "normed"), [(8, 128, True), (6, 64, False), (8, 256, True), (3, 40, False)])
-def test_the_choice_is_that_of_the_definition(tokens: int, taken: int, count: int, normed: bool) -> None:
-    """With equal logits among them."""
+@pytest.mark.parametrize("zeros", [False, True])
+def test_the_choice_is_that_of_the_definition(tokens: int, taken: int, count: int, normed: bool, zeros: bool) -> None:
+    """With equal logits among them; zeros of both signs are equal."""
     call = make(np.zeros((tokens, taken)), count, 256, 128)
     logits = jnp.round(jax.random.normal(jax.random.key(count), (tokens, count)) * 4) / 2
+    logits = jnp.copysign(0.0, logits) if zeros else logits
     found, given = (
         mixture(
             logits, call["x"], call["gate_up"], call["down"], taken=taken, normed=normed, scale=1.5, implementation=name

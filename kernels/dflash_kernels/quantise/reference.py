@@ -74,7 +74,9 @@ def quantise_nvfp4_reference(
     """See `quantise_nvfp4`."""
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
     global_scale = global_scale.astype(jnp.float32)
-    scales = to_e4m3(global_scale * (largest(wide)[..., 0] * jnp.float32(1 / E2M1_MAX)))
+    # A barrier, or the two factors would be multiplied first, whose product rounds ties of e4m3 elsewhere.
+    share = jax.lax.optimization_barrier(largest(wide)[..., 0] * jnp.float32(1 / E2M1_MAX))
+    scales = to_e4m3(global_scale * share)
     read = from_e4m3(scales)
     inverse = jnp.where(read > 0, divide(jnp.broadcast_to(global_scale, read.shape), jnp.where(read > 0, read, 1)), 0)
     # Infinity times 0 would be NaN, which four bits cannot hold.

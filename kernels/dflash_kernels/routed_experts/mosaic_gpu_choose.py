@@ -106,7 +106,8 @@ def _logit(plan: Plan, logits, token, place):
 
 
 def _key(bits):
-    """Bits of a float32 as an integer without sign in the same order, larger than 0."""
+    """Bits of a float32 as an integer without sign in the same order, larger than 0; both zeros are the same."""
+    bits = arith.select(_equal(bits, number(-_SIGN)), number(0), bits)
     negative = arith.cmpi(arith.CmpIPredicate.slt, bits, number(0))
     return arith.xori(bits, arith.select(negative, number(-1), number(-_SIGN)))
 
