@@ -1,7 +1,6 @@
 """Kernels that write pools in place, of pools that are slices of a stack, as a scan over layers has them."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,10 +112,9 @@ def test_barriers_keep_slices_out(write: Write) -> None:
     pool = jax.ShapeDtypeStruct((PAGES, heads, 64, width), jnp.bfloat16)
     with h200():
         traced = jax.jit(lambda pool: write(pool, {})).trace(pool)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    lines = traced.lower(lowering_platforms=("cuda",)).as_text().splitlines()
+    kernel = next(i for i, line in enumerate(lines) if "custom_call @mosaic_gpu_v2" in line)
+    barriers = [i for i, line in enumerate(lines) if "stablehlo.optimization_barrier" in line]
     written = 1 if write is latent_write else 2
-    assert text.count("mosaic_gpu_v2") == 1
-    assert text.count("optimization_barrier") >= 2 * written
-    names = [line for line in text.splitlines() if "optimization_barrier" in line or "mosaic_gpu_v2" in line]
-    kinds = ["barrier" if "optimization_barrier" in line else "kernel" for line in names]
-    assert [kind for kind, _ in itertools.groupby(kinds)] == ["barrier", "kernel", "barrier"]
+    assert sum(i < kernel for i in barriers) >= written
+    assert sum(i > kernel for i in barriers) >= written
