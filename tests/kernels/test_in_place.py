@@ -57,8 +57,8 @@ def mla_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
 
 
 def qkv_attention(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
-    qkv, *angles = (jnp.tile(rows, (SEQUENCES, 1)) for rows in (PROJECTED, *ANGLES))
-    attended = dk.qkv_attention(pool, pool + 1, qkv, TABLE, LENS, NEW, *angles, **NORMS, **how)
+    qkv, cos, sin = (jnp.tile(rows, (SEQUENCES, 1)) for rows in (PROJECTED, ANGLES[0], ANGLES[1]))
+    attended = dk.qkv_attention(pool, pool + 1, qkv, TABLE, LENS, NEW, cos, sin, **NORMS, **how)
     return attended.k_pages, attended.v_pages, attended.out
 
 
