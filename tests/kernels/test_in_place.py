@@ -31,50 +31,50 @@ ANGLES, LATENT_ANGLES = ((normal(TOKENS, half, dtype=jnp.float32),) * 2 for half
 NORMS = {"q_norm": NORM, "k_norm": NORM}
 
 
-def cache_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def cache_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     return dk.cache_write(pool, pool + 1, ROWS, ROWS * 2, SLOTS, **how)
 
 
-def latent_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def latent_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     return (dk.latent_write(pool, LATENTS, SLOTS, **how),)
 
 
-def qkv_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def qkv_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     written = dk.qkv_write(pool, pool + 1, PROJECTED, SLOTS, *ANGLES, **NORMS, **how)
     return written.k_pages, written.v_pages
 
 
-def kv_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def kv_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     kv = PROJECTED[:, : 2 * HEADS * 128]
     written = dk.kv_write((pool,), (pool + 1,), kv, SLOTS, *ANGLES, k_norm=(NORM,), **how)
     return written.k_pages[0], written.v_pages[0]
 
 
-def mla_write(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def mla_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     q = (QUERIES + pool[0, 0, 0, 0])[TOKENS:]  # a slice, too: queries turn where they lie
     written = dk.mla_write(pool, LATENTS, q, SLOTS, *LATENT_ANGLES, LATENT_NORM, **how)
     return written.latent_pages, written.q
 
 
-def qkv_attention(pool: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def qkv_attention(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     qkv, cos, sin = (jnp.tile(rows, (SEQUENCES, 1)) for rows in (PROJECTED, ANGLES[0], ANGLES[1]))
     attended = dk.qkv_attention(pool, pool + 1, qkv, TABLE, LENS, NEW, cos, sin, **NORMS, **how)
     return attended.k_pages, attended.v_pages, attended.out
 
 
-type Write = Callable[[Array, dict[str, str]], tuple[Array, ...]]
+type Write = Callable[[Array, dict[str, Any]], tuple[Array, ...]]
 WRITES: list[Write] = [cache_write, latent_write, qkv_write, kv_write, mla_write, qkv_attention]
 
 
-def scanned(write: Write, stack: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def scanned(write: Write, stack: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     return jax.lax.scan(lambda carry, pool: (carry, write(pool, how)), 0, stack)[1]
 
 
-def indexed(write: Write, stack: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def indexed(write: Write, stack: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     return write(stack[1], how)
 
 
-def updated(write: Write, stack: Array, how: dict[str, str]) -> tuple[Array, ...]:
+def updated(write: Write, stack: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     def layer(i: Array, stack: Array) -> Array:
         return stack.at[i].set(write(stack[i], how)[0])
 
@@ -95,7 +95,7 @@ def test_a_pool_that_is_a_slice(write: Write, way: Callable[..., Any]) -> None:
         np.testing.assert_allclose(got.astype(jnp.float32), wanted.astype(jnp.float32), rtol=2**-6, atol=2**-6)
 
 
-class Named(dict[str, str]):
+class Named(dict[str, Any]):
     """An implementation's name as keyword arguments, which programs can be compiled for."""
 
     def __init__(self, name: str):
