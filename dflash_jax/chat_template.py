@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
+
+_ROLES = ("system", "user", "assistant", "tool")
 
 
 def render(
@@ -23,10 +26,11 @@ def render(
       options: what else it is told; `tools` and `documents` are None where they are not among them.
 
     Raises:
-      PromptError: it refuses these messages.
+      PromptError: a message has no role or no content, or the template refuses these messages or leaves what one says out.
       ParameterError: it asks for no such option.
       TokenizerError: the template itself is broken.
     """
+    _check_messages(messages)
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
@@ -36,21 +40,60 @@ def render(
     given = {"tools": None, "documents": None, "messages": list(messages), "add_generation_prompt": True, **special}
     try:
         _check_options(environment, template, options)
-        return environment.from_string(template).render({**given, **options})
+        text = environment.from_string(template).render({**given, **options})
     except _Refusal as error:
         raise PromptError(f"the chat template refused these messages: {error}") from error
     except ParameterError:
         raise
     except Exception as error:  # a template can fail in every way an expression can
         raise TokenizerError(f"the chat template fails on these messages: {error}") from error
+    _check_left_out(messages, template, text)
+    return text
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises PromptError for messages that nobody speaks or that say nothing: most templates would write an empty turn."""
+    for place, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str):
+            keys = ", ".join(map(str, message)) or "no key"
+            raise PromptError(f"messages[{place}] has no role: expected 'user' for example, got {keys}")
+        if role in ("system", "user") and message.get("content") is None:
+            raise PromptError(f"messages[{place}], of the {role}, has no content: give a text")
+
+
+def _check_left_out(messages: Sequence[Mapping[str, Any]], template: str, text: str) -> None:
+    """Raises PromptError for content that templates pass over in silence: lists of parts where they know texts, unknown roles."""
+    words = set(re.findall(r"\w+", template))
+    for place, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if isinstance(content, list | tuple) and role in ("system", "user"):
+            parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+            if any(isinstance(part, str) and not _shows(text, part) for part in parts):
+                raise PromptError(
+                    f"the chat template leaves out messages[{place}], whose content is a list of parts: give it as one text"
+                )
+        elif isinstance(content, str) and role not in (*_ROLES, *words) and not _shows(text, content):
+            raise PromptError(f"the chat template leaves out messages[{place}]: it knows no role {role!r}")
+
+
+def _shows(text: str, content: str) -> bool:
+    """Whether a text holds a content, but for the space around it, as it is or inside JSON."""
+    return content.strip() in text or _to_json(content.strip())[1:-1] in text
 
 
 def _check_options(environment: Environment, template: str, options: Mapping[str, Any]) -> None:
     """Raises ParameterError for names that the template would pass over, a misspelt one for example."""
-    asked = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - {"messages"}
+    tree = environment.parse(template)
+    asked = meta.find_undeclared_variables(tree) - environment.globals.keys() - {"messages"}
     if unknown := options.keys() - asked:
+        # What a loop assigns counts as asked for where only some branches do so; nobody means it as an option.
+        inside = {
+            name.name for loop in tree.find_all(nodes.For) for name in loop.find_all(nodes.Name) if name.ctx == "store"
+        }
+        known = sorted(asked - inside) or ["none"]
         raise ParameterError(
-            f"the chat template asks for no {', '.join(sorted(unknown))}: its options are {', '.join(sorted(asked)) or 'none'}"
+            f"the chat template asks for no {', '.join(sorted(unknown))}: its options are {', '.join(known)}"
         )
 
 
