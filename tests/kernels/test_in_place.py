@@ -52,7 +52,7 @@ def kv_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
 
 def mla_write(pool: Array, how: dict[str, Any]) -> tuple[Array, ...]:
     q = (QUERIES + pool[0, 0, 0, 0])[TOKENS:]  # a slice, too: queries turn where they lie
-    written = dk.mla_write(pool, LATENTS, q, SLOTS, *LATENT_ANGLES, LATENT_NORM, **how)
+    written = dk.mla_write(pool, LATENTS, q, SLOTS, *LATENT_ANGLES, norm=LATENT_NORM, **how)
     return written.latent_pages, written.q
 
 
