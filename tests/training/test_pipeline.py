@@ -35,12 +35,16 @@ def quiet(work) -> Clock:
     return Clock(work, lambda line: None)
 
 
+def words(tiny, folder):
+    """The command line of a whole pipeline below `folder`."""
+    return ["--preset", "tiny", "--folder", tiny.folder, "--out", str(folder / "out"), "--work", str(folder / "work")]
+
+
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
     """One run of the command to its end: the work folder and the exported folder."""
     root = tmp_path_factory.mktemp("run")
-    arguments = ["--preset", "tiny", "--folder", tiny.folder, "--out", str(root / "out"), "--work", str(root / "work")]
-    assert main(arguments) == 0
+    assert main(words(tiny, root)) == 0
     return root / "work", root / "out"
 
 
@@ -141,35 +145,15 @@ def test_resumed_training_equals_uninterrupted_training(run, tiny, tmp_path):
 
 
 def test_time_limit_ends_with_its_own_status(tiny, tmp_path):
-    arguments = [
-        "--preset",
-        "tiny",
-        "--folder",
-        tiny.folder,
-        "--out",
-        str(tmp_path / "out"),
-        "--work",
-        str(tmp_path / "work"),
-    ]
-    assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
+    assert main([*words(tiny, tmp_path), "--stop-after", "0"]) == UNFINISHED
     assert not (tmp_path / "out").exists()
 
 
 def test_a_work_folder_of_other_settings_is_not_gone_on_with(tiny, tmp_path, capsys):
     """What lies there was trained with other taps; a card would name the new ones."""
-    arguments = [
-        "--preset",
-        "tiny",
-        "--folder",
-        tiny.folder,
-        "--out",
-        str(tmp_path / "out"),
-        "--work",
-        str(tmp_path / "work"),
-    ]
     for _ in range(2):
-        assert main([*arguments, "--stop-after", "0"]) == UNFINISHED
-    assert main([*arguments, "--stop-after", "0", "--taps", "0,2", "--seed", "3"]) == 1
+        assert main([*words(tiny, tmp_path), "--stop-after", "0"]) == UNFINISHED
+    assert main([*words(tiny, tmp_path), "--stop-after", "0", "--taps", "0,2", "--seed", "3"]) == 1
     assert "other settings (seed 0, now 3, taps [0, 1], now [0, 2]): name another --work" in capsys.readouterr().err
 
 
