@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.requests import Request, request_arrays
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 
 NOT_INTEGERS = (1.0, "1", True, None, [1])
@@ -81,3 +82,8 @@ def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
     assert SamplingParams(max_tokens=5, min_tokens=5).min_tokens == 5
     with pytest.raises(ParameterError, match="min_tokens must be an integer from 0 to 5, got 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
+
+
+def test_no_bit_of_a_seed_is_lost() -> None:
+    requests = [Request(0, (1,), SamplingParams(seed=seed)) for seed in (7, 5 << 32 | 7, 2**64 - 1)]
+    assert request_arrays([*requests], 1).seed.tolist() == [[0, 7], [5, 7], [2**32 - 1, 2**32 - 1]]

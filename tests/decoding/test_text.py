@@ -1,9 +1,15 @@
 """Text that grows token by token: whole characters, nothing taken back, stop strings wherever tokens are cut."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.generation import _Writer
+from dflash_jax.model import Model
+from dflash_jax.requests import Request, Update
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text import TextStream
 
 from .tokenizers_for_tests import PIECES, byte_fallback, byte_level, ids_of
@@ -142,6 +148,28 @@ def test_nothing_is_looked_for_before_min_tokens() -> None:
     assert not stream.add(ord("a"))
     assert stream.add(ord("b"))
     assert stream.text == "abab"
+
+
+@pytest.mark.parametrize(
+    ("least", "pieces", "text", "reason"),
+    [
+        (1, [b"a", b"b", b"a", b"b"], "", "stop"), (2, [b"a", b"b", b"a", b"b"], "ab", "stop"),
+        (3, [b"a", b"b", b"a", b"b"], "ab", "stop"), (4, [b"a", b"b", b"a", b"b"], "abab", "length"),
+        (0, [b"stop\xc3"], "", "stop"), (1, [b"stop\xc3"], "stop\ufffd", "length"),
+    ],
+)  # fmt: skip
+def test_a_request_looks_for_stop_strings_after_its_min_tokens(
+    least: int, pieces: list, text: str, reason: str
+) -> None:
+    """As for stop ids: the first token that may complete one is the next. The last case's text waits until no token follows."""
+    tokens = [token for piece in pieces for token in ids_of(piece, PIECES)]
+    params = SamplingParams(max_tokens=len(tokens), min_tokens=least, stop=("ab", "stop"))
+    model = object.__new__(Model)  # without weights
+    vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
+    update = Update(0, tokens, [False] * len(tokens), [], first=True, seconds=1.0, finish_reason="length")
+    done = _Writer(model, Request(0, (1,), params)).write(update).completion
+    assert done is not None
+    assert (done.text, done.finish_reason) == (text, reason)
 
 
 def test_special_and_unknown_tokens_are_no_text() -> None:
