@@ -29,6 +29,8 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import swizzled
 FLOAT8_SHIFT = (
     120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
 )
+# What int8 values have more, and are multiplied with, as float16 without an exponent: whoever adds them up takes it off again.
+LIFT, SHRUNK = 128.0, 2.0**-24
 KEYS = 64  # of a tile: the M of the product that makes scores
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -58,6 +60,8 @@ def _in_column_order(out: jax.Array) -> jax.Array:
 
 def _plain(stored: jax.Array) -> jax.Array:
     wide = stored.astype(jnp.float32)
+    if stored.dtype == jnp.int8:
+        return (wide + LIFT) * SHRUNK
     return jnp.where(jnp.isnan(wide), 480.0, wide)
 
 
@@ -103,7 +107,7 @@ def finish_scores(scores, interpret: Any, *, later: int = 0):
 
 
 def values(tile, interpret: Any, *, finite: bool):
-    """A `[64, H]` tile of values in registers: transposed, in the product's order of rows.
+    """A `[64, H]` tile of values in registers: transposed, in the product's order of rows; int8 as `(value + LIFT) * SHRUNK`.
 
     With `finite`, values may be NaN and do not become so.
     """

@@ -28,7 +28,10 @@ def keys(tile, start: int, stop: int) -> Any:
 
 
 def values(tile, finite: bool) -> Any:
-    """A `[64, H]` tile of values, transposed: float16 in the matrix layout, `[H, 64]` in the product's order of rows."""
+    """A `[64, H]` tile of values, transposed: float16 in the matrix layout, `[H, 64]` in the product's order of rows.
+
+    int8 comes as `(value + 128) * 2^-24`.
+    """
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=True)
     return _assembled(
         _loaded(tile, loads.opcode, loads.steps), loads.steps, loads.shape,
@@ -139,7 +142,7 @@ def paired(across: bool) -> tuple[tuple[int, int], ...]:
 
 
 def _pairs(word, narrow, across: bool, finite: bool) -> tuple[Any, ...]:
-    """The pairs of a word's bytes as float16, float8's NaN as 480 where they have to be `finite`."""
+    """The pairs of a word's bytes as float16: float8's NaN as 480 where they have to be `finite`, int8 lifted and shrunk."""
     i32 = th.i32()
     if isinstance(narrow, ir.Float8E4M3FNType) and not finite:
         if across:
@@ -151,19 +154,15 @@ def _pairs(word, narrow, across: bool, finite: bool) -> tuple[Any, ...]:
         )  # type: ignore  # fmt: skip
     if isinstance(narrow, ir.Float8E4M3FNType):
         # Each byte below eight copies of its sign; at a float16's places they are the value times 2^-8, subnormals included.
-        above, other = (8, 9, 10, 11), 0
-        steps = (
+        above, steps = (8, 9, 10, 11), (
             "shl.b32 wide, wide, 7; and.b32 wide, wide, 0xbf80bf80; mov.b32 by, 0x5c005c00; mul.rn.f16x2 $0, wide, by;"
-        )
+        )  # fmt: skip
     else:
-        # The byte, sign turned, as the last of a float16 between 1024 and 1280, less 1024 and 128.
-        word, above, other = arith.xori(word, utils.c(0x80808080 - 2**32, i32)), (4, 4, 4, 4), 0x64646464
-        steps = "mov.b32 by, 0x64806480; sub.rn.f16x2 $0, wide, by;"
+        # The byte, sign turned, alone in a float16 that has no exponent.
+        word, above, steps = arith.xori(word, utils.c(0x80808080 - 2**32, i32)), (4, 4, 4, 4), "mov.b32 $0, wide;"
     selectors = [a | above[a] << 4 | b << 8 | above[b] << 12 for a, b in paired(across)]
     return tuple(
-        utils.inline_ptx(
-            f"{{ .reg .b32 wide, by; prmt.b32 wide, $1, {other}, {selector}; {steps} }}", word, result_types=i32
-        )
+        utils.inline_ptx(f"{{ .reg .b32 wide, by; prmt.b32 wide, $1, 0, {selector}; {steps} }}", word, result_types=i32)
         for selector in selectors
     )
 
