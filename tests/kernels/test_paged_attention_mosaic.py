@@ -119,6 +119,15 @@ def test_any_number_of_parts(splits: int, sinks: np.ndarray | None) -> None:
     check(case, Tuning(splits=splits), None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("merge", ["kernel", "xla"])
+@pytest.mark.parametrize(("t", "group", "head_dim"), [(3, 3, 96), (16, 8, 128), (17, 5, 64), (40, 4, 128), (9, 1, 192)])
+def test_parts_of_any_number_of_rows(t: int, group: int, head_dim: int, merge: str) -> None:
+    """Of one warpgroup or two, of some CTAs, and such as end within eight rows."""
+    shape = {"t": t, "group": group, "head_dim": head_dim, "page_size": 64, "dtype": jnp.bfloat16}
+    check(make_case([900, 130, 0], [t, 2, t], kv_heads=2, **shape), Tuning(splits=9, merge=merge), None)
+
+
 def test_longer_than_the_table() -> None:
     """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
     case = make_case([128, 64], t=4, page_size=64, dtype=jnp.bfloat16, width=2)

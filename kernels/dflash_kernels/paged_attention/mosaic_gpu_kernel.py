@@ -29,6 +29,7 @@ from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     scratch,
     spread,
     store_part,
+    store_part_by_lanes,
 )
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import ROWS, Launch
 
@@ -251,7 +252,8 @@ class Block(Fed):
         if out is None:
             return
         if not launch.direct and self.interpret is None:
-            store_part(out, self.refs["o"].at[self.b, self.head, self.split], self.first_row)
+            store = store_part_by_lanes if launch.by_lanes else store_part
+            store(out, self.refs["o"].at[self.b, self.head, self.split], self.first_row)
             return
         o_sm.at[self.wg][...] = out.astype(o_sm.dtype)
         plgpu.commit_smem()

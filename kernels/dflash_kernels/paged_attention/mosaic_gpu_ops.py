@@ -187,6 +187,19 @@ def store_part(out, target, first_row):
     store(target, out, first_row)
 
 
+def store_part_by_lanes(out, target, first_row):
+    """`store_part` for `merge_by_lanes`: every eight rows of the target as threads hold them."""
+    from dflash_kernels.paged_attention import mosaic_gpu_parts as parts
+
+    rows = target.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR))
+    def store(_ctx, target, out, first_row):
+        parts.store(target, out, first_row, rows)
+
+    store(target, out, first_row)
+
+
 def clear_rows(tile, first, interpret: Any):
     """Zeroes rows of a tile in shared memory from the `first` on, an int32 scalar."""
     if interpret is not None:

@@ -59,6 +59,7 @@ class Launch:
       together: CTAs of a cluster write the output, put together from the parts in their shared memories.
       items: parts are as a `PagedSchedule` says, so many of them; the last CTA of a sequence's puts them together. 0 without one.
       once: pages are copied with the hint that they are read once.
+      by_lanes: parts are written as threads hold them (`mosaic_gpu_parts`).
     """
 
     tokens: int
@@ -83,6 +84,7 @@ class Launch:
     together: bool = False
     items: int = 0
     once: bool = False
+    by_lanes: bool = False
 
     @property
     def settles(self) -> bool:
