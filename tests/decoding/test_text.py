@@ -162,7 +162,7 @@ def test_a_request_looks_for_stop_strings_after_its_min_tokens(
     least: int, pieces: list, text: str, reason: str
 ) -> None:
     """As for stop ids: the first token that may complete one is the next. The last case's text waits until no token follows."""
-    tokens = [token for piece in pieces for token in ids_of(piece, PIECES)]
+    tokens = [token for piece in pieces for token in ids_of(piece, [b"stop\xc3"])]
     params = SamplingParams(max_tokens=len(tokens), min_tokens=least, stop=("ab", "stop"))
     model = object.__new__(Model)  # without weights
     vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
