@@ -17,22 +17,27 @@ _arrived = False
 
 
 @contextmanager
-def interrupts() -> Iterator[None]:
-    """While it lasts, SIGINT raises KeyboardInterrupt where it counts.
+def interrupts(*others: signal.Signals) -> Iterator[None]:
+    """While it lasts, SIGINT raises KeyboardInterrupt where it counts, and so do `others`.
 
-    Does nothing in a process that ignores SIGINT, and in other threads than the main one, which are not interrupted.
+    A signal that the process ignores or answers already stays as it is, and so do all in other threads than the main one, which
+    are not interrupted.
     """
+    usual = {signal.SIGINT: signal.default_int_handler, **dict.fromkeys(others, signal.SIG_DFL)}
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    taken = {number: handler for number, handler in usual.items() if main and signal.getsignal(number) is handler}
+    if not taken:
         yield
         return
     before = signal.signal(signal.SIGALRM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in taken:
+        signal.signal(number, _interrupt)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, handler in taken.items():
+            signal.signal(number, handler)
         signal.signal(signal.SIGALRM, before)
 
 

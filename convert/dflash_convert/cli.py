@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with interrupts():
+        with interrupts(signal.SIGTERM):
             return console.finish(_run(options, console))
     except BrokenPipeError:
         # The reader of stdout has left.
@@ -158,8 +159,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     else:
         local_device()
         given = [source for source in (options.source, options.draft) if source]
-        if not options.dry_run and not all(Path(source).exists() for source in given):
-            refuse_existing(options.output, overwrite=options.overwrite)  # before gigabytes are fetched from the hub
+        fetched = not all(Path(source).exists() for source in given)
+        if fetched and options.output is not None and not options.dry_run:
+            refuse_existing(options.output, overwrite=options.overwrite)  # before gigabytes come from the hub
         sources = [Source("target", *_resolve(options.source, options.revision))]
         if options.draft:
             sources.append(Source("draft", *_resolve(options.draft, options.draft_revision)))

@@ -1,9 +1,10 @@
 """`dflash-convert` as a shell starts it, in a process of its own.
 
-Ctrl-C is heard while everything that converting needs is imported, a second or two, and threads that have nobody left to tell of a
-write that failed are quiet.
+Ctrl-C or SIGTERM is heard while everything that converting needs is imported, a second or two, and threads that have nobody left
+to tell of a write that failed are quiet.
 """
 
+import signal
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ def main() -> int:
     """Runs `dflash_convert.cli.main` and returns its exit code."""
     sys.unraisablehook = _unraisable
     try:
-        with interrupts():
+        with interrupts(signal.SIGTERM):
             from dflash_convert import cli
 
             return cli.main()

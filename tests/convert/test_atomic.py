@@ -61,10 +61,11 @@ def test_killed_at_any_moment(hf, bits, overwrite):
     assert {name: bits(array) for name, array in open_converted(output, hashes=True).load().items()} == expected
 
 
-def test_interrupted(hf):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(hf, number):
     source, output = hf.qwen3(hidden_size=256, vocab_size=8192, intermediate_size=1024), hf.root / "out"
     with started(source, output) as process:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, errors = process.communicate()
     assert process.returncode == 130, errors
     assert "interrupted" in errors
