@@ -1,15 +1,17 @@
 """Ctrl-C that is never lost, for commands.
 
 Python drops an exception that is raised inside a garbage collection callback or a destructor, and JAX registers such a callback.
-An interrupt that arrives there is raised a moment later instead. An extension module that is interrupted while it starts says that
-it could not be imported; `was_interrupted` tells the two apart.
+An interrupt that arrives there is raised a moment later instead, and so is one that Python says it has dropped anywhere else. An
+extension module that is interrupted while it starts says that it could not be imported; `was_interrupted` tells the two apart.
 """
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _SWALLOWING = ("_xla_gc_callback", "__del__")
 _DELAY_SECONDS = 0.01
@@ -29,13 +31,24 @@ def interrupts(*others: signal.Signals) -> Iterator[None]:
     if not taken:
         yield
         return
-    before = signal.signal(signal.SIGALRM, _interrupt)
+    global _arrived
+    _arrived = False
+    before, hook = signal.signal(signal.SIGALRM, _interrupt), sys.unraisablehook
+
+    def dropped(told: Any) -> None:
+        if told.exc_type is KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, _DELAY_SECONDS)
+        else:
+            hook(told)
+
+    sys.unraisablehook = dropped
     for number in taken:
         signal.signal(number, _interrupt)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = hook
         for number, handler in taken.items():
             signal.signal(number, handler)
         signal.signal(signal.SIGALRM, before)

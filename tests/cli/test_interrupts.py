@@ -1,12 +1,14 @@
 """An interrupt is raised, also when it arrives where Python would drop the exception."""
 
 import signal
+import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflash_jax.interrupts import interrupts
+from dflash_jax.interrupts import interrupts, was_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,37 @@ def test_interrupt_in_a_destructor_is_raised_after_it():
     with pytest.raises(KeyboardInterrupt):
         run()
     assert reached == [True]
+
+
+def test_interrupt_that_python_drops_comes_again():
+    """In the callback of a weak reference, for example, which the handler does not know."""
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    things, hook = [thing], sys.unraisablehook
+    del thing
+
+    def run() -> None:
+        with interrupts():
+            things.clear()
+            assert reference() is None
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert sys.unraisablehook is hook
+
+
+def test_an_interrupt_of_an_earlier_call_is_over():
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert was_interrupted(ImportError())
+    with interrupts():
+        pass
+    assert not was_interrupted(ImportError())
 
 
 def test_handlers_are_put_back():
