@@ -14,7 +14,10 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 
+from dflash_jax.config import Qwen3Config
+from dflash_jax.decoding.state import Setup
 from dflash_jax.line import Line, no_collection, place, short_turns
 from dflash_jax.side_by_side import kernels_side_by_side
 from dflash_jax.value_names import name_values_once
@@ -65,6 +68,10 @@ ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+# Beside that, for as many rows of a dense model in bfloat16 as let XLA multiply onto the residual stream (`dense_onto`): one call
+# of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
+PLAIN_ROWS = 512
+PLAIN_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 Status = Literal["compiled", "pending", "missing"]
 
 
@@ -171,7 +178,7 @@ class Programs:
         # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
         with self._tracing, no_collection():
             whole = function.__name__ == "loop" and jax.default_backend() == "gpu"
-            options = ONE_GRAPH if whole else None
+            options = loop_options(*static, *args) if whole else None
             program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
             traced = program.trace(*args)
             name_values_once()
@@ -187,6 +194,13 @@ class Programs:
             first = f"({leaves[0][0]}, '{leaves[0][1]}')" if leaves else ""
             lines.append(f"{function.__name__}{kind} {first}".rstrip())
         return sorted(lines)
+
+
+def loop_options(setup: Setup, max_cycles: int, weights: Any, page_table: Any, *rest: Any) -> dict[str, Any]:
+    """What XLA is told about `loop` of these arguments."""
+    fits = page_table.shape[0] * setup.width == PLAIN_ROWS and isinstance(setup.target, Qwen3Config)
+    plain = {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    return ONE_GRAPH | (PLAIN_PRODUCTS if fits and plain else {})
 
 
 def _signature(args: tuple) -> tuple:

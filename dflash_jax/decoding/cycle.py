@@ -153,11 +153,19 @@ def _alike(ours: Any, theirs: Any) -> bool:
 def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"], exchange: Any = None):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
-        rows = jnp.arange(state.features.shape[1])
-        positions = (state.seq_lens - state.fresh)[:, None] + rows
-        live = (rows < state.fresh[:, None]) & ~state.done[:, None]
-        products = drafter.context_products(state.features, decodes=True, exchange=exchange)
-        return write_context(drafter, state.draft_pages, page_table, products, positions, live)
+        slots, width = state.features.shape[:2]
+        first, counts, places = state.seq_lens - state.fresh, jnp.where(state.done, 0, state.fresh), jnp.arange(width)
+        if not drafter.packs(slots * width, state.features.dtype):
+            products = drafter.context_products(state.features, decodes=True, exchange=exchange)
+            live = places < counts[:, None]
+            return write_context(drafter, state.draft_pages, page_table, products, first[:, None] + places, live)
+        # Side by side, as sequences of one token each: nothing is multiplied for the places after the last of them.
+        ends, rows = jnp.cumsum(counts), jnp.arange(slots * width)
+        slot = jnp.minimum(jnp.sum(rows[:, None] >= ends, axis=1), slots - 1)
+        place = jnp.minimum(rows - (ends - counts)[slot], width - 1)
+        products = drafter.context_products(state.features[slot, place], decodes=True, live=ends[-1])
+        positions, live = (first[slot] + place)[:, None], (rows < ends[-1])[:, None]
+        return write_context(drafter, state.draft_pages, page_table[slot], products[:, None], positions, live)
 
 
 def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None):

@@ -31,7 +31,7 @@ from dflash_jax.models.layers import (
 )
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.quantised import Quantised
-from dflash_jax.models.rows import multiplied
+from dflash_jax.models.rows import leaves_out, multiplied
 
 
 class DFlash(nnx.Module):
@@ -52,28 +52,35 @@ class DFlash(nnx.Module):
         self.mask_embedding = nnx.Param(jnp.zeros((d,))) if config.mask_embedding else None
         self.d2t = nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32)) if config.draft_vocab_size else None
 
-    def context(self, features: Float[Array, "... nD"], *, decodes: bool = False) -> Float[Array, "... D"]:
+    def context(
+        self, features: Float[Array, "... nD"], *, decodes: bool = False, live: Int[Array, ""] | None = None
+    ) -> Float[Array, "... D"]:
         """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm).
 
-        `decodes`: nobody takes gradients.
+        `decodes`: nobody takes gradients, and rows from number `live` on may be anything.
         """
-        return self.hidden_norm(multiplied(self.fc, features) if decodes else self.fc(features))
+        return self.hidden_norm(multiplied(self.fc, features, live) if decodes else self.fc(features))
 
     def context_products(
-        self, features: Float[Array, "... nD"], *, decodes: bool = False, exchange: Any = None
-    ) -> Float[Array, "... F"]:
+        self, features: Float[Array, "... nD"], *, decodes: bool = False, live: Int[Array, ""] | None = None,
+        exchange: Any = None,
+    ) -> Float[Array, "... F"]:  # fmt: skip
         """Tapped features to keys and values of all layers, side by side as `context_kv_proj` has them, not normed yet.
 
         Args:
-          decodes: as for `context`.
+          decodes, live: as for `context`.
           exchange: what `context_exchange` gave for as many rows.
         """
         if exchange is None:
-            return multiplied(self.context_kv_proj, self.context(features, decodes=decodes))
+            return multiplied(self.context_kv_proj, self.context(features, decodes=decodes, live=live), live)
         first, norm, second = self.fc.weight[...], self.hidden_norm, self.context_kv_proj.weight[...]
         rows = features.reshape(-1, features.shape[-1])
         products = linear_chain(rows, first, norm.weight[...], second, exchange=exchange, eps=norm.eps)
         return products.reshape(*features.shape[:-1], -1)
+
+    def packs(self, rows: int, dtype: Any) -> bool:
+        """Whether `context_products` are faster with the rows that count in front and `live`."""
+        return leaves_out(self.fc, rows, dtype)
 
     def context_exchange(self, rows: int, dtype: Any) -> Any:
         """A Ref with which `context_products` of few rows is one operation; None where there is none, or it is slower."""

@@ -7,26 +7,42 @@ from typing import Any, TypedDict
 import jax.numpy as jnp
 from dflash_kernels import dense, dense_gated, dense_onto, dense_parts, dense_refusal
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
 
 MOST = 256  # with more, XLA's products with nothing after them are faster
+SOME_ROWS = 128  # multiplied at once where some rows are left out
 
 
-def multiplied(layer: Linear, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
-    """`layer(x)` without gradients: for some hundred rows by a kernel, in parts where rows of the weight are long and few."""
+def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
+    """`layer(x)` without gradients: for some hundred rows by a kernel, in parts where rows of the weight are long and few.
+
+    `live`: so many rows from the first on are asked for: the others may be anything.
+    """
     weight, rows = layer.weight[...], math.prod(x.shape[:-1])
-    fitting = rows <= MOST and not isinstance(weight, Quantised) and layer.bias is None
-    if not fitting or dense_refusal(rows, x.dtype, weight.shape[1]) is not None:
+    if (rows > MOST and live is None) or not _takes(layer, rows, x.dtype):
         return layer(x)
     flat = x.reshape(rows, -1)
     if weight.shape[1] > weight.shape[0]:
-        product = jnp.sum(dense_parts(flat, weight), axis=0).astype(x.dtype)
+        product = jnp.sum(dense_parts(flat, weight, live=live), axis=0).astype(x.dtype)
     else:
-        product = dense(flat, weight)
+        product = dense(flat, weight, live=live)
     return product.reshape(*x.shape[:-1], -1)
+
+
+def leaves_out(layer: Linear, rows: int, dtype: Any) -> bool:
+    """Whether `multiplied` of more rows than `MOST` is faster where some are asked for alone."""
+    return rows > MOST and rows % SOME_ROWS == 0 and _takes(layer, rows, dtype)
+
+
+def _takes(layer: Linear, rows: int, dtype: Any) -> bool:
+    """Whether there is a kernel."""
+    weight = layer.weight[...]
+    if isinstance(weight, Quantised) or layer.bias is not None:
+        return False
+    return dense_refusal(rows, dtype, weight.shape[1]) is None
 
 
 class Named(TypedDict):

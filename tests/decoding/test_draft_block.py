@@ -17,12 +17,17 @@ from dflash_jax.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"windows": (4, 30), "causal": (True, False)}, {"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}],
+    ("changes", "packed"),
+    [
+        ({}, False), ({"windows": (4, 30), "causal": (True, False)}, True),
+        ({"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}, False),
+    ],
     ids=["plain", "windows", "sinks"],
 )  # fmt: skip
-def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes) -> None:
+def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes, packed, monkeypatch) -> None:
     """Three sequences that stand at different places, after cycles that rejected proposals; a fourth slot is idle."""
+    if packed:
+        monkeypatch.setattr("dflash_jax.models.dflash.DFlash.packs", lambda *_: True)
     pair = make_pair(draft=make_config[1](**changes), goes_ahead=False)
     engine, prompts = pair.engine, make_prompts((21, 3, 50))
     tokens = [list(prompt) for prompt in prompts]

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.decoding.state import Setup
 from dflash_jax.generation import STREAM_CYCLES, make_requests
-from dflash_jax.programs import Programs, start_compiling
+from dflash_jax.programs import ONE_GRAPH, Programs, loop_options, start_compiling
 
 
 @pytest.mark.parametrize(("draft", "lengths"), [(True, (300,)), (False, (40, 7, 530))])
@@ -102,3 +103,15 @@ def test_warmup_refuses_what_no_request_can_be():
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):
         model.warmup(batch=[1, 3])
     assert model.compiled_shapes() == []
+
+
+@pytest.mark.parametrize(
+    ("slots", "dtypes", "plain"),
+    [(32, {"bfloat16"}, True), (31, {"bfloat16"}, False), (32, {"bfloat16", "int8"}, False), (32, {"float32"}, False)],
+)
+def test_products_of_many_rows_are_left_to_cublas(make_config, slots, dtypes, plain):
+    target, draft = make_config
+    setup = Setup(target=target(), draft=draft(block_size=16))
+    weights = {"target": {name: jax.ShapeDtypeStruct((2, 2), name) for name in dtypes}}
+    options = loop_options(setup, 8, weights, jax.ShapeDtypeStruct((slots, 4), jnp.int32), None)
+    assert options == ONE_GRAPH | ({"xla_gpu_enable_triton_gemm": False} if plain else {})

@@ -99,6 +99,17 @@ def test_the_plan_that_is_chosen_runs() -> None:
     check("parts", x, weight, launch("parts", x, weight, multiprocessors=4, interpret=INTERPRET)[0])
 
 
+@pytest.mark.parametrize(("form", "live"), [("plain", 0), ("plain", 130), ("parts", 5), ("parts", 384)])
+def test_first_rows_are_those_of_all(form: Any, live: int) -> None:
+    """Tiles of other rows are left out: the interpreter fills what nobody writes with NaN."""
+    x, weight = make(form, 384, 64, 256)
+    how: Any = {"multiprocessors": 3, "interpret": INTERPRET}
+    out, every = (launch(form, x, weight, live=jnp.int32(rows), **how)[0] for rows in (live, 384))
+    check(form, x, weight, every)
+    np.testing.assert_array_equal(whole(form, out)[:live], whole(form, every)[:live])
+    assert np.isnan(whole(form, out)[-(-live // 128) * 128 :]).all()
+
+
 @pytest.mark.parametrize("rows", [9, 40, 72])
 def test_best_is_the_first_of_the_largest(rows: int) -> None:
     """Rows that do not fill a tile, equal products in one tile and in several."""
@@ -236,6 +247,17 @@ def test_full_size_agrees_with_float64(form: str, rows: int) -> None:
 def test_full_size_of_many_rows_agrees_with_float64(form: str) -> None:
     x, weight = make(form, 512, *QWEN3_4B[form])
     check(form, x, weight, jax.jit(lambda x, weight: FORMS[form](x, weight, implementation="mosaic_gpu"))(x, weight))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "features", "depth"), [("parts", 4096, 20480), ("plain", 10240, 4096)])
+def test_full_size_of_the_first_rows(form: str, features: int, depth: int) -> None:
+    x, weight = make(form, 512, features, depth)
+    call = jax.jit(lambda x, weight, live: FORMS[form](x, weight, live=live, implementation="mosaic_gpu"))
+    every = call(x, weight, jnp.int32(512))
+    check(form, x, weight, every)
+    for live in (32, 129, 400):
+        np.testing.assert_array_equal(whole(form, call(x, weight, jnp.int32(live)))[:live], whole(form, every)[:live])
 
 
 @pytest.mark.gpu

@@ -30,18 +30,20 @@ def dense(
     x: Float[Array, "M D"],
     weight: Float[Array, "F D"],
     *,
+    live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
     """`x @ weight.T`, summed in float32.
 
     Args:
+      live: so many rows from the first on are asked for: the others may be anything. None for all.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    return _call("dense", implementation, x, weight)
+    return _call("dense", implementation, x, weight, live=live)
 
 
 def dense_gated(
@@ -61,10 +63,11 @@ def dense_parts(
     x: Float[Array, "M D"],
     weight: Float[Array, "F D"],
     *,
+    live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "S M F"]:
     """Parts whose sum is `x @ weight.T`, for `add_norm`: in float32, or one in x's dtype. Arguments and errors: see `dense`."""
-    return _call("dense_parts", implementation, x, weight)
+    return _call("dense_parts", implementation, x, weight, live=live)
 
 
 def dense_onto(

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, Form, Plan, best_plan, pays_onto
-from dflash_kernels.dense.reference import dense_scores
+from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan, pays_onto
+from dflash_kernels.dense.reference import dense_reference, dense_scores
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.row_norm.mosaic_gpu import norm_rows_launch
 from dflash_kernels.target import target
@@ -18,14 +18,14 @@ SCORED_ROWS = 16
 FEWEST = 8  # rows that one copy may bring
 
 
-def dense_mosaic_gpu(x: Array, weight: Array) -> Array:
+def dense_mosaic_gpu(x: Array, weight: Array, *, live: Array | None = None) -> Array:
     """See `dense`."""
     refuse_other_than_hopper()
-    if x.shape[0] > PLAIN_ROWS:
+    if x.shape[0] > PLAIN_ROWS and (live is None or x.shape[0] % SOME_ROWS):
         raise NotImplementedError(
             f"products of more than {PLAIN_ROWS} rows with nothing after them are faster elsewhere"
         )
-    return launch("plain", x, weight, multiprocessors=target().multiprocessors)[0]
+    return launch("plain", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
 def dense_gated_mosaic_gpu(x: Array, weight: Array) -> Array:
@@ -34,10 +34,10 @@ def dense_gated_mosaic_gpu(x: Array, weight: Array) -> Array:
     return launch("gated", x, weight, multiprocessors=target().multiprocessors)[0]
 
 
-def dense_parts_mosaic_gpu(x: Array, weight: Array) -> Array:
+def dense_parts_mosaic_gpu(x: Array, weight: Array, *, live: Array | None = None) -> Array:
     """See `dense_parts`."""
     refuse_other_than_hopper()
-    return launch("parts", x, weight, multiprocessors=target().multiprocessors)[0]
+    return launch("parts", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
 def dense_onto_mosaic_gpu(x: Array, weight: Array, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
@@ -55,12 +55,15 @@ def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
 def onto(
     x: Array, weight: Array, stream: Array, norm: Array, *, eps: float, multiprocessors: int, interpret: Any = None
 ) -> tuple[Array, Array]:
-    """`dense_onto` without the device check: the product writes the stream itself where that pays, and leaves parts elsewhere."""
-    how: Any = {"multiprocessors": multiprocessors, "interpret": interpret}
-    if pays_onto(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
-        (stream,) = launch("onto", x, weight, stream, **how)
+    """`dense_onto` without the device check: XLA's product with the stream added where that pays, parts elsewhere."""
+    refuse(x.shape[0], x.dtype, weight.shape[1])
+    alike = x.dtype == weight.dtype == stream.dtype
+    if alike and pays_onto(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
+        # One call of cuBLAS, where XLA has no products of its own to choose from (`dflash_jax.programs`).
+        stream = stream + dense_reference(x, weight)
         return stream, norm_rows_launch(stream, norm, eps=eps, interpret=interpret)
-    return add_norm_launch(launch("parts", x, weight, **how)[0], stream, norm, eps=eps, interpret=interpret)
+    (parts,) = launch("parts", x, weight, multiprocessors=multiprocessors, interpret=interpret)
+    return add_norm_launch(parts, stream, norm, eps=eps, interpret=interpret)
 
 
 def best(
@@ -93,29 +96,28 @@ def refuse(rows: int, dtype: Any, depth: int) -> None:
 
 
 def launch(
-    form: Form, x: Array, weight: Array, stream: Array | None = None, *, multiprocessors: int, interpret: Any = None
+    form: Form, x: Array, weight: Array, *, live: Array | None = None, multiprocessors: int, interpret: Any = None
 ) -> tuple[Array, ...]:
-    """The kernel without the device check: for tests on the CPU (`interpret`). `stream` is for "onto"."""
+    """The kernel without the device check: for tests on the CPU (`interpret`)."""
     if not isinstance(weight, jax.Array) or weight.dtype != x.dtype:
         raise NotImplementedError(f"takes weights in x's dtype, not {weight.dtype}")
-    if stream is not None and stream.dtype != x.dtype:
-        raise NotImplementedError(f"takes a stream in x's dtype, not {stream.dtype}")
     # The best of some rows leave those of a tile out that are not there.
     refuse(max(x.shape[0], ROWS) if form == "best" else x.shape[0], x.dtype, weight.shape[1])
     features = weight.shape[0] // (2 if form == "gated" else 1)
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
-    schedule = best_plan(x.shape[0], features, weight.shape[1], form, multiprocessors=multiprocessors)
-    return _run(schedule, x, weight, stream, interpret)
+    some = live is not None and x.shape[0] > SOME_ROWS and x.shape[0] % SOME_ROWS == 0
+    schedule = best_plan(x.shape[0], features, weight.shape[1], form, multiprocessors=multiprocessors, some=some)
+    return _run(schedule, x, weight, live.reshape(1) if live is not None and some else None, interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnums=(0, 4))
-def _run(schedule: Plan, x: Array, weight: Array, stream: Array | None, interpret: Any) -> tuple[Array, ...]:
+def _run(schedule: Plan, x: Array, weight: Array, live: Array | None, interpret: Any) -> tuple[Array, ...]:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.dense import mosaic_gpu_kernel as kernel
 
-    return tuple(kernel.dense(schedule, x, weight, stream, interpret))
+    return tuple(kernel.dense(schedule, x, weight, live, interpret))
 
 
 def add_norm_mosaic_gpu(parts: Array, stream: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:

@@ -14,10 +14,11 @@ Products of 512 rows run at the power limit, one after the other at 1.5 GHz: gat
 count where the matrix units are busy 88 % of the time: tiles of 256 x 192 bring a fifth less than of 128 x 256, and plans that are
 `lean` issue as few as a quarter of the instructions. On the same numbers and with the stream to add cuBLAS takes as long within the
 spread: 81 and 85 us in two runs for the product down, which takes 82 and 86 here; 159 for gate and up without SiLU, 161 here with
-it. A cycle of 8B took 1 to 1.6 % less with cuBLAS for o and down, one call each; but compiled on the GPU, XLA makes an addition
-apart or two halves of the depth of them, and with their norms they take 124 us for 120 here, and 81 for 74 of a 4B model. Nothing
-beyond the 2 % that whole cycles spread by: the hint below for 512 rows and for pages, pages of the next layer brought to the cache
-while down multiplies, weights asked for in runs of 512 bytes.
+it. A cycle of 8B takes 0.9 to 1.6 % less with cuBLAS for o and down, so these are left to it (`mosaic_gpu.onto`): as one call each,
+which XLA makes of them without Triton's products to choose from; with these, an addition apart or two halves of the depth, and more
+time than here, as for a 4B model in any case. Weights copied with the hint that they are read once save 0.8 % of such a cycle, and
+3 % of one of eight sequences of 4B. Nothing beyond the spread: a head's product whose copies one warp starts, pages of the next
+layer brought to the cache while down multiplies, weights asked for in runs of 512 bytes.
 
 A product of 128 rows waits for memory, and hardly less for the way into a multiprocessor, 95 KB/us: of weights [2560, 9728], which
 memory has in 11.7 us, a CTA brings 1.09 MB with its x, in 11.5. So 12 MB of gate_up's weights that are in the cache already save
@@ -53,17 +54,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, MULTIPLIERS, Plan
 from dflash_kernels.layer_chain.mosaic_gpu_once import address_of, copy_once
 
-# At most so many have weights copied with the hint that they are read once: a cycle of eight sequences of Qwen3-4B takes 4.22 ms
-# instead of 4.35.
-HINTED_ROWS = 256
 _WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def dense(
-    plan: Plan, x: jax.Array, w: jax.Array, stream: jax.Array | None = None, interpret: Any = None
+    plan: Plan, x: jax.Array, w: jax.Array, live: jax.Array | None = None, interpret: Any = None
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel; what it gives is said at `Plan.results`. "onto" takes `stream [M, F]`."""
-    arrays = (x, w) if stream is None else (x, w, stream)
+    """Runs the kernel; what it gives is said at `Plan.results`. `live [1]`: so many rows from the first on, no tiles of others."""
+    arrays = (x, w) if live is None else (x, w, live)
 
     def body(*refs, **buffers):
         _Cta(plan, refs[: len(arrays)], refs[len(arrays) :], buffers, hints=interpret is None).run()
@@ -89,8 +87,6 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     if plan.staged:
         chunk = next(columns for columns in (64, 32, 16) if plan.own_step % columns == 0)
         buffers["out_sm"] = plgpu.SMEM((MULTIPLIERS, plan.own_rows, plan.own_step), dtype, transforms=_tiled(chunk))
-    if plan.form == "onto":
-        buffers["came"] = plgpu.Barrier(num_barriers=MULTIPLIERS)
     return buffers
 
 
@@ -106,6 +102,9 @@ class _Cta:
         self.plan, self.arrays, self.outs, self.buffers = plan, arrays, outs, buffers
         self.hints = hints  # what an interpreter has no copies with
         self.cta, self.wg = lax.axis_index("cta"), lax.axis_index("wg")
+        self.row_tiles = plan.row_tiles
+        if len(arrays) > 2:
+            self.row_tiles = lax.div(arrays[2][0] + (plan.tile_rows - 1), jnp.int32(plan.tile_rows))
 
     def run(self) -> None:
         pl.when(self.wg != MULTIPLIERS)(self._multiply)
@@ -113,23 +112,25 @@ class _Cta:
         @pl.when(self.wg == MULTIPLIERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
+            once = address_of(self.buffers["filled"]) if self.hints else None
             if self.plan.lean:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(self._bring))
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: self._bring(once)))
             else:
-                self._bring()
+                self._bring(once)
 
     def _row(self, index):
         """First row of a tile."""
-        return lax.rem(index, self.plan.row_tiles) * self.plan.tile_rows
+        return lax.rem(index, self.row_tiles) * self.plan.tile_rows
 
     def _tiles(self, tile, carry=None) -> Any:
         """`tile(turn, first row, first feature, part of the depth, carry)` for all tiles in turn; the last carry, and turns."""
         plan, cta = self.plan, self.cta
-        turns = (plan.tiles - cta + plan.ctas - 1) // plan.ctas
+        tiles = self.row_tiles * plan.splits * plan.feature_tiles
+        turns = lax.div(tiles - cta + (plan.ctas - 1), jnp.int32(plan.ctas))
 
         def one(turn, carry):
             index = cta + turn * plan.ctas
-            rest = lax.div(index, plan.row_tiles)
+            rest = lax.div(index, self.row_tiles)
             column, number = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
             # The last tile overlaps the one before: both write the same.
             feature = jnp.minimum(number * plan.step, plan.features - plan.step)
@@ -142,28 +143,16 @@ class _Cta:
 
     def _blocks(self, turn, block) -> None:
         """`block(step, number among the CTA's blocks, slot)` for the blocks of a tile."""
-        plan = self.plan
-        if not plan.aligned:
 
-            def one(step, _):
-                index = turn * plan.steps + step
-                block(step, index, self._slot(index))
+        def one(step, _):
+            index = turn * self.plan.steps + step
+            block(step, index, self._slot(index))
 
-            lax.fori_loop(0, plan.steps, one, None)
-            return
+        lax.fori_loop(0, self.plan.steps, one, None)
 
-        def some(first, count: int) -> None:
-            for slot in range(count):
-                block(first + slot, turn * plan.steps + first + slot, slot)
-
-        lax.fori_loop(0, plan.steps // plan.slots, lambda ring, _: some(ring * plan.slots, plan.slots), None)
-        some(jnp.int32(plan.steps // plan.slots * plan.slots), plan.steps % plan.slots)
-
-    def _bring(self) -> None:
+    def _bring(self, once) -> None:
         plan, (x, w, *_) = self.plan, self.arrays
         x_sm, w_sm, filled, freed = (self.buffers[name] for name in ("x_sm", "w_sm", "filled", "freed"))
-
-        once = address_of(filled) if self.hints and not plan.lean and plan.rows <= HINTED_ROWS else None
 
         def wait_for(index, slot):
             pl.when(index >= plan.slots)(lambda: plgpu.barrier_wait(freed.at[slot]))
@@ -187,7 +176,8 @@ class _Cta:
                     if once is None:
                         plgpu.copy_gmem_to_smem(w.at[pl.ds(first + feature, size), columns], target, filled.at[slot])
                     else:
-                        copy_once(w, pl.ds(first + feature, size), columns, target, once, slot)
+                        rows = pl.ds(first + feature, size)
+                        copy_once(w, rows, columns, target, once, slot, one_warp=plan.lean)
 
             self._blocks(turn, block)
             return carry
@@ -210,7 +200,7 @@ class _Cta:
             rows = pl.ds(row + first_row, plan.own_rows)
             columns = pl.ds(feature + by_features * plan.own_step, plan.own_step)
             if plan.staged:
-                self._begin(rows, columns)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             right = pl.ds(by_features * plan.own_features, plan.own_features)
             product = self._product(turn, pl.ds(first_row, plan.own_rows), right)
             if plan.form == "best":
@@ -242,16 +232,11 @@ class _Cta:
                 plgpu.wgmma(acc, x_sm.at[slot, rows], w_sm.at[slot, features].transpose((1, 0)))
                 # All but this block's instructions are done: the slot before can be filled again.
                 plgpu.wgmma_wait(1)
-                if plan.aligned and slot:
-                    plgpu.barrier_arrive(freed.at[slot - 1])
-                else:
-                    before = plan.slots - 1 if plan.aligned else self._slot(index - 1)
-                    pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[before]))
+                pl.when(step > 0)(lambda: plgpu.barrier_arrive(freed.at[self._slot(index - 1)]))
 
             self._blocks(turn, block)
             result = acc[...]
-            last = (plan.steps - 1) % plan.slots if plan.aligned else self._slot((turn + 1) * plan.steps - 1)
-            plgpu.barrier_arrive(freed.at[last])
+            plgpu.barrier_arrive(freed.at[self._slot((turn + 1) * plan.steps - 1)])
             return result
 
         return pl.run_scoped(accumulate, plgpu.ACC((plan.own_rows, features.size), jnp.float32))
@@ -267,13 +252,6 @@ class _Cta:
         larger = largest > values
         return jnp.where(larger, largest, values), jnp.where(larger, first + feature, ids)
 
-    def _begin(self, rows, columns) -> None:
-        """Makes room for a tile's results, and brings what they are added to."""
-        place = self.buffers["out_sm"].at[self.wg]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.plan.form == "onto":
-            plgpu.copy_gmem_to_smem(self.arrays[2].at[rows, columns], place, self.buffers["came"].at[self.wg])
-
     def _finish(self, product, rows, columns, column) -> None:
         """Writes a tile of products in the plan's form."""
         plan, (out,) = self.plan, self.outs
@@ -286,9 +264,6 @@ class _Cta:
             target[...] = product.astype(out.dtype)
             return
         place = self.buffers["out_sm"].at[self.wg]
-        if plan.form == "onto":
-            plgpu.barrier_wait(self.buffers["came"].at[self.wg])
-            product = plgpu.layout_cast(place[...], _WGMMA).astype(jnp.float32) + product
         place[...] = product.astype(out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(place, out.at[rows, columns])

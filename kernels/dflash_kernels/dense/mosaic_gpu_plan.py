@@ -9,12 +9,13 @@ import jax.numpy as jnp
 
 BLOCK = 64  # columns of one copy: 128 bytes
 ROWS = 64  # of a tile at least
+SOME_ROWS = 128  # of a tile where a product is of some of its rows
 MULTIPLIERS = 2  # warpgroups that multiply
 WHOLE = 64  # columns that fill a swizzle
 SHARED = 224 * 1024
 MANY_ROWS = 512  # of which tall tiles and results through shared memory have been measured to pay
 
-type Form = Literal["plain", "parts", "gated", "onto", "best"]
+type Form = Literal["plain", "parts", "gated", "best"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Plan:
       slots: of the ring.
       rounded: dtype that "best" compares in.
       staged: results leave through shared memory.
-      lean: few instructions: one warp alone starts copies, and loops know slots when compiled where they can.
+      lean: few instructions: one warp alone starts copies.
     """
 
     rows: int
@@ -76,12 +77,6 @@ class Plan:
     def steps(self) -> int:
         """Blocks of one tile."""
         return self.depth // BLOCK // self.splits
-
-    @property
-    def aligned(self) -> bool:
-        """Whether loops know slots when compiled: every tile begins with the first one, and registers hold what each needs."""
-        begins = self.tiles <= self.ctas or self.steps % self.slots == 0
-        return self.lean and begins and self.tile_rows <= 2 * ROWS
 
     @property
     def pairs(self) -> bool:
@@ -129,8 +124,8 @@ class Plan:
         )
 
     def results(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; onto: the stream with the
-        product added; best: the largest product of every warpgroup's features and row, and its feature.
+        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; best: the largest
+        product of every warpgroup's features and row, and its feature.
         """
         if self.form == "best":
             candidates = self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS)
@@ -146,7 +141,7 @@ def plan(
     rounded: Any = jnp.bfloat16, staged: bool = False, lean: bool = False,
 ) -> Plan:  # fmt: skip
     """A plan of the given tiles."""
-    parts, staged = 2 if form == "gated" else 1, staged or form == "onto"
+    parts = 2 if form == "gated" else 1
     slots = min(8, (SHARED - 2 * tile_rows * step * staged) // (2 * BLOCK * (tile_rows + parts * step)))
     made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, staged, lean)
     ctas = min(made.tiles, multiprocessors)
@@ -157,11 +152,22 @@ def plan(
 
 @functools.lru_cache(maxsize=256)
 def best_plan(
-    rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, rounded: Any = jnp.bfloat16
-) -> Plan:
-    """The plan of the least estimated time."""
+    rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, rounded: Any = jnp.bfloat16,
+    some: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of the least estimated time. With `some`, those of few rows at once: they keep all multiprocessors busy."""
+    if some:
+        few = _plans(SOME_ROWS, features, depth, form, multiprocessors, rounded, (SOME_ROWS,))
+        return min((dataclasses.replace(plan, rows=rows) for plan in few), key=_estimate)
+    return min(_plans(rows, features, depth, form, multiprocessors, rounded, (64, 128, 256)), key=_estimate)
+
+
+def _plans(
+    rows: int, features: int, depth: int, form: Form, multiprocessors: int, rounded: Any, heights: tuple[int, ...]
+) -> list[Plan]:
+    """All that fit, with tiles of so many rows."""
     parts, made = 2 if form == "gated" else 1, []
-    for tile_rows in (64, 128, 256):
+    for tile_rows in heights:
         for splits in (1, 2, 4) if form == "parts" else (1,):
             # Tall tiles leave "best" too few registers for its comparisons.
             if max(rows, ROWS) % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
@@ -169,8 +175,6 @@ def best_plan(
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             tall = 192 if rows >= MANY_ROWS else 160
             widest, unit = (tall if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
-            # Results leave in whole swizzles.
-            unit = WHOLE * (1 if tile_rows > ROWS else MULTIPLIERS) if form == "onto" else unit
             made += [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
@@ -178,22 +182,21 @@ def best_plan(
                 )
                 for step in range(unit, min(widest, features) + 1, unit)
             ]  # fmt: skip
-    return min(made, key=_estimate)
+    return made
 
 
 def pays_onto(rows: int, features: int, depth: int, *, multiprocessors: int) -> bool:
-    """Whether a product writes the stream itself: tiles in whole swizzles for nearly all multiprocessors, the depth in one part."""
-    if rows < MANY_ROWS or features % WHOLE:
+    """Whether XLA's product with the stream added is faster: where tiles of whole swizzles, the depth in one part, fill the GPU."""
+    if rows < MANY_ROWS:
         return False
-    made = best_plan(rows, features, depth, "onto", multiprocessors=multiprocessors)
     parts = best_plan(rows, features, depth, "parts", multiprocessors=multiprocessors)
-    return parts.splits == 1 and parts.step == made.step
+    return parts.splits == 1 and parts.step % WHOLE == 0
 
 
 def _of_many(rows: int, step: int, form: Form) -> dict[str, Any]:
     """What was measured to pay for many rows: results of gate and up through shared memory where they fill swizzles."""
     staged = form == "gated" and step % (WHOLE // 2) == 0
-    return {"staged": staged, "lean": staged or form == "onto"} if rows >= MANY_ROWS else {}
+    return {"staged": staged, "lean": staged} if rows >= MANY_ROWS else {}
 
 
 def _estimate(plan: Plan) -> float:

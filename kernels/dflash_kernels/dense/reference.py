@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def dense_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Float[Array, "M F"]:
-    """See `dense`."""
+def dense_reference(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, live: Int[Array, ""] | None = None
+) -> Float[Array, "M F"]:
+    """See `dense`. Of all rows."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("md,fd->mf", x, weight, precision=precision)
 
@@ -17,7 +19,9 @@ def dense_gated_reference(x: Float[Array, "M D"], weight: Float[Array, "twoF D"]
     return jax.nn.silu(gate) * up
 
 
-def dense_parts_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Float[Array, "S M F"]:
+def dense_parts_reference(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, live: Int[Array, ""] | None = None
+) -> Float[Array, "S M F"]:
     """See `dense_parts`."""
     return dense_reference(x, weight)[None]
 

@@ -9,7 +9,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from dflash_kernels.layer_chain.mosaic_gpu_ops import then
 from dflash_kernels.layer_chain.mosaic_gpu_plan import EMPTY
 
-WARPGROUP = 128
+WARP, WARPGROUP = 32, 128
 VECTOR = 4  # words that one thread moves at once
 
 

@@ -39,13 +39,16 @@ def address_of(barriers: Any) -> Any:
     return _address_p.bind(barriers)
 
 
-def copy_once(source: Any, rows: Any, columns: Any, target: Any, barriers: Any, slot: Any) -> None:
+def copy_once(
+    source: Any, rows: Any, columns: Any, target: Any, barriers: Any, slot: Any, *, one_warp: bool = False
+) -> None:
     """Starts a copy of rows and columns of `source` to swizzled tiles of 8 rows, and arrives at a barrier with its bytes.
 
     Args:
       source: a matrix in global memory, an argument of the kernel; rows, columns: slices of it, 128 bytes of columns.
       target: `[rows, columns]` in shared memory.
       barriers: `address_of` some; slot: which of them.
+      one_warp: called by a warp alone, not by all threads of a warpgroup.
     """
     box = rows.size, columns.size
     size = box[0] * box[1] * jnp.dtype(source.dtype).itemsize
@@ -56,14 +59,19 @@ def copy_once(source: Any, rows: Any, columns: Any, target: Any, barriers: Any, 
         descriptor = ctx._get_tma_desc(source, (), None, box, 128, None)
         row, column, barrier = (value.registers.item() for value in (row, column, barrier))
         shared = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target))
-        # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes.
-        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+        # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes, and one of a warp
+        # that is alone arrives for three others.
+        scope, threads, others = mgpu.utils.ThreadSubset.WARPGROUP, memory.WARPGROUP, ""
+        if one_warp:
+            scope, threads = mgpu.utils.ThreadSubset.WARP, memory.WARP
+            others = "mbarrier.arrive.noComplete.shared::cta.b64 _, [$5], 3; "
+        one = mgpu.utils.single_thread_predicate(scope)
         policy = mgpu.utils.inline_ptx(
             "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=i64, has_side_effects=False
         )
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"), [one, shared, descriptor, column, row, barrier, policy],
-            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$5], {size // memory.WARPGROUP};"
+            f"{others}mbarrier.arrive.expect_tx.shared::cta.b64 _, [$5], {size // threads};"
             " @$0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
             " [$1], [$2, {$3, $4}], [$5], $6;",
             "b,r,l,r,r,r,l", has_side_effects=True,
