@@ -67,6 +67,7 @@ def test_schedule(sizes: dict[str, int]) -> None:
     for product in found.products:
         assert product.steps * 256 == product.parts * product.depth
         assert product.splits * product.tiles <= 132
+    assert found.products[1].pieces == [(0, 0), (1, 0), (2, 64)]  # gate, up, and what 64 rows of each leave
     assert found.x_blocks == 4
     assert found.kept_bytes + found.slots * found.slot_rows * 128 <= SHARED_MEMORY
 

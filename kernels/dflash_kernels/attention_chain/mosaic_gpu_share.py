@@ -77,6 +77,9 @@ class AttendingShare(Share):
 
     def _product(self, product: Product, taken, x_taken):
         super()._product(product, taken, x_taken)
+        self._after(product)
+
+    def _after(self, product: Product):
         if self.syncs and product.name == "gate_up":
             # The norm of its input is of sums that all CTAs' products with the heads went into.
             self._for_item(lambda item: item.empty())

@@ -37,8 +37,8 @@ def scratch(plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, A
     readers, more = 2 if plan.narrow else 1, {}
     if plan.narrow:
         more = {
-            "sum_sm": plgpu.SMEM((plan.pieces, ROWS, plan.tokens), jnp.float32), "summed": plgpu.Barrier(),
-            "added": plgpu.Barrier(),
+            "sum_sm": plgpu.SMEM((plan.summed_rows, plan.tokens), jnp.float32), "summed": plgpu.Barrier(),
+            "factor_sm": plgpu.SMEM((ROWS, plan.tokens), jnp.float32), "added": plgpu.Barrier(),
         }  # fmt: skip
         if interpret is not None:
             # The interpreter's matrix instruction takes no operand from registers.

@@ -19,8 +19,9 @@ from dflash_kernels.quantised_linear.columns import out_of_pairs
 _SCALAR = plgpu.Layout.WG_SPLAT
 
 
-# Of each thread: the warpgroup that attends, those that copy, and the second one that multiplies; 512 together at most.
-REGISTERS = (176, 104, 104, 120)
+# Of each thread: the warpgroup that attends and multiplies, those that copy, and the second one that multiplies; 512 together at
+# most. Those that multiply run the same code.
+REGISTERS = (168, 40, 136, 168)
 LAUNCHED_REGISTERS = 128
 
 
@@ -30,24 +31,31 @@ def deal_registers(warpgroup: int) -> None:
     plgpu.set_max_registers(own, action="increase" if own > LAUNCHED_REGISTERS else "decrease")
 
 
-def widened(tile, half: int, spare: Any, interpret: Any):
-    """One half of the columns of a `[64, 128]` tile of weights as bfloat16 `[64, 64]` in registers, out of their pairs; under the
-    interpreter in `spare`."""
-    columns = slice(half * BLOCK, (half + 1) * BLOCK)
+def widened(tiles: list[Any], half, spare: Any, interpret: Any):
+    """One half of the columns of a tile of weights as bfloat16 `[64, 64]` in registers, out of their pairs.
+
+    Args:
+      tiles: one `[64, 128]`, or two of up to 32 rows for half of the rows each, of which the others are anything.
+      half: int32 scalar.
+      spare: where the result is under the interpreter.
+    """
     if interpret is not None:
-        wide = out_of_pairs(tile[...].astype(jnp.float32))[:, columns]
-        spare[...] = wide.astype(spare.dtype)
+        size = ROWS // len(tiles)
+        whole = jnp.concatenate([jnp.pad(tile[...], ((0, size - tile.shape[0]), (0, 0))) for tile in tiles])
+        wide = out_of_pairs(whole.astype(jnp.float32)).reshape(ROWS, 2, BLOCK)
+        spare[...] = lax.dynamic_index_in_dim(wide, half, 1, keepdims=False).astype(spare.dtype)
         return spare
 
     from dflash_kernels.paged_attention.mosaic_gpu_narrow_words import widened_columns
 
     result = plgpu.ShapeDtypeStruct((ROWS, BLOCK), jnp.dtype(jnp.bfloat16), layout=plgpu.Layout.WGMMA)
+    kinds = [plgpu.RefType(tiled(tile.dtype)) for tile in tiles]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled(tile.dtype)),), return_type=result)
-    def widen(_, tile):
-        return widened_columns(tile, columns.start, columns.stop)
+    @plgpu.inline_mgpu(arg_types=(_SCALAR, *kinds), return_type=result)
+    def widen(_, half, *tiles):
+        return widened_columns(tiles, half.registers.item())
 
-    return widen(tile)
+    return widen(jnp.asarray(half, jnp.int32), *tiles)
 
 
 def times_rows(tile, scales, first, last: int, interpret: Any):

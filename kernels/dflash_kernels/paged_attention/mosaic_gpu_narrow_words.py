@@ -3,7 +3,7 @@
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,10 +46,19 @@ def widened_rows(_ctx, tile) -> Any:
     return _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
 
 
-def widened_columns(tile, start: int, stop: int) -> Any:
-    """Columns `start` to `stop`, multiples of 32, of a `[64, H]` tile as bfloat16, in parity order."""
-    narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
-    steps = loads.steps[start // 32 : stop // 32]
+def widened_columns(tiles: Sequence[Any], half) -> Any:
+    """64 columns of a tile of bytes, the first or the second ones, as bfloat16 in parity order.
+
+    Args:
+      tiles: one `[64, 128]`, or two of up to 32 rows in eights, for half of the warps each; rows past these are the first ones.
+      half: of the columns, an int32 scalar.
+    """
+    narrow, (down, _, _, width) = ir.MemRefType(tiles[0].type).element_type, ir.MemRefType(tiles[0].type).shape
+    base = th.address(tiles[0], space=3)
+    if len(tiles) > 1:
+        _, warp = th.lane_and_warp()
+        base = arith.select(th.below(warp, 2), base, th.address(tiles[1], space=3))
+    loads = key_loads(64, width, down if len(tiles) > 1 else None, half)
 
     def pairs(word) -> tuple[Any, ...]:
         found = _bfloat16_pairs(word, narrow)
@@ -62,8 +71,7 @@ def widened_columns(tile, start: int, stop: int) -> Any:
             for pair in found
         )
 
-    loaded = _loaded(tile, loads.opcode, steps)
-    return _assembled(loaded, steps, (64, stop - start), pairs, ir.BF16Type.get(), start // 8)
+    return _assembled(_read(base, "", loads.steps), loads.steps, (64, 64), pairs, ir.BF16Type.get())
 
 
 class Loads(NamedTuple):
@@ -80,7 +88,10 @@ def _loads(tile, across: bool) -> Loads:
 
 
 def _loaded(tile, opcode: str, steps: list[Any]) -> list[Any]:
-    base = th.address(tile, space=3)
+    return _read(th.address(tile, space=3), opcode, steps)
+
+
+def _read(base, opcode: str, steps: list[Any]) -> list[Any]:
     return [
         utils.inline_ptx(
             f"ldmatrix.sync.aligned.m8n8.x4{opcode}.shared.b16 {{$0, $1, $2, $3}}, [$4];", th.add(base, offset),
@@ -104,13 +115,21 @@ def _assembled(
     return mgpu.optimization_barrier(wide)
 
 
-def key_loads(head_dim: int, width: int) -> Loads:
-    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks."""
+def key_loads(head_dim: int, width: int, down: int | None = None, half: Any = None) -> Loads:
+    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks.
+
+    With `down`, two warps after the other have the first rows, and so many groups of eight there are. With `half`, an int32 scalar,
+    a row of a tile has twice as many columns, and these are one half of them.
+    """
     lane, warp = th.lane_and_warp()
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
-    group_of_8 = th.add(th.mul(warp, 2), th.rem(matrix, 2))
-    start = th.add(th.mul(group_of_8, 8 * head_dim), th.mul(row, width))
+    group_of_8 = th.add(th.mul(warp if down is None else th.rem(warp, 2), 2), th.rem(matrix, 2))
+    if down is not None:
+        group_of_8 = arith.select(th.below(group_of_8, down), group_of_8, utils.c(0, th.i32()))
+    start = th.add(th.mul(group_of_8, 8 * (head_dim if half is None else width)), th.mul(row, width))
     chunk = th.xor(th.mul(th.div(matrix, 2), th.CHUNK), th.swizzle_of(row, width))
+    if half is not None:
+        chunk = th.xor(chunk, th.mul(half, head_dim))
     steps = []
     for first in range(0, head_dim // th.CHUNK, 2):
         across, inside = divmod(first * th.CHUNK, width)
@@ -171,11 +190,14 @@ def _bfloat16_pairs(word, narrow) -> tuple[Any, Any]:
     """Bytes 0 and 2 of four, and bytes 1 and 3, as pairs of bfloat16."""
     i32 = th.i32()
     if isinstance(narrow, ir.Float8E4M3FNType):
-        sources = [(th.shift_left(word, 4), th.shift_left(word, 8)), (arith.shrui(word, utils.c(4, i32)), word)]
+        # Each byte below eight copies of its sign, at a bfloat16's places: the value times 2^-120.
         return tuple(
-            arith.ori(arith.andi(bits, utils.c(0x07F007F0, i32)), arith.andi(sign, utils.c(0x80008000 - 2**32, i32)))
-            for bits, sign in sources
-        )  # type: ignore
+            utils.inline_ptx(
+                f"{{ .reg .b32 wide; prmt.b32 wide, $1, 0, {selector}; shl.b32 wide, wide, 4; and.b32 $0, wide, 0x87f087f0; }}",
+                word, result_types=i32,
+            )
+            for selector in ("0xa280", "0xb391")
+        )  # type: ignore  # fmt: skip
     # The byte as the fraction of a bfloat16 between 128 and 256, less 128 or, where its sign bit is in the exponent's place, 256.
     return tuple(
         utils.inline_ptx(
