@@ -10,6 +10,7 @@ from dflash_kernels import PagedSchedule
 
 from dflash_jax.attention import paged
 from dflash_jax.decoding.cycle import cycle
+from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import STOP_WIDTH
 from dflash_jax.requests import empty_state
 
@@ -68,3 +69,15 @@ def test_one_schedule_for_all_layers_of_a_model(pair, monkeypatch, draft, schedu
     assert len(made) == schedules
     assert len(given) == pair.target.num_layers + draft * pair.draft.num_layers
     assert {id(one) for one in given} == {id(one) for one in made}
+
+
+def test_a_loop_ends_when_a_slot_is_free_and_somebody_waits(pair) -> None:
+    """Otherwise it goes on for those that are not done; what is retired gains nothing."""
+    engine, setup = pair.engine, pair.engine.setup(mode="greedy", draft=False)
+    table, call = jnp.array([[0, 1], [2, 3], [4, 5]], jnp.int32), jax.jit(loop, static_argnums=(0, 1))
+    for waits, gained in ((True, [2, 2, 0]), (False, [2, 6, 0])):
+        state = empty_state(setup, 3, STOP_WIDTH, engine.dtype, engine.take_pools())
+        state = replace(state, done=jnp.zeros(3, bool), remaining=jnp.array([2, 9, 9], jnp.int32))
+        retired = jnp.array([False, False, True])
+        after, rows = call(setup, 8, engine.weights, table, state, jnp.int32(6), jnp.bool_(waits), retired)
+        assert np.asarray(rows.counts).sum(axis=0).tolist() == after.produced.tolist() == gained
