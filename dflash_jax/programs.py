@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.config import Qwen3Config
-from dflash_jax.decoding.state import Setup
 from dflash_jax.line import Line, no_collection, place, short_turns
 from dflash_jax.side_by_side import kernels_side_by_side
 from dflash_jax.value_names import name_values_once
 
 if TYPE_CHECKING:
+    from dflash_jax.decoding.state import Setup
     from dflash_jax.stored_programs import StoredPrograms
 
 
@@ -196,7 +196,7 @@ class Programs:
         return sorted(lines)
 
 
-def loop_options(setup: Setup, max_cycles: int, weights: Any, page_table: Any, *rest: Any) -> dict[str, Any]:
+def loop_options(setup: "Setup", max_cycles: int, weights: Any, page_table: Any, *rest: Any) -> dict[str, Any]:
     """What XLA is told about `loop` of these arguments."""
     fits = page_table.shape[0] * setup.width == PLAIN_ROWS and isinstance(setup.target, Qwen3Config)
     plain = {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}

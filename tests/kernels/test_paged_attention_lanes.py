@@ -191,6 +191,7 @@ def test_float8_bits_in_bfloat16_are_the_value_times_a_power_of_two(monkeypatch:
         pass
 
     monkeypatch.setattr(below, "ir", types.SimpleNamespace(Float8E4M3FNType=Float8))
+    monkeypatch.setattr(below.utils, "inline_ptx", run_ptx, raising=False)
     monkeypatch.setattr(th, "i32", lambda: None)
     stored = np.arange(256, dtype=np.uint8)
     words = stored.view(np.uint32).astype(np.int64)
