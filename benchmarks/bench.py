@@ -3,6 +3,8 @@ verified, and lengths chosen as cycles cost, one after the other in one process.
 
     python benchmarks/bench.py --shapes qwen3-4b --concurrency 1 8 64 --imposed-acceptance 6
 
+Where several users share the device, rows of short prompts follow, which are prefilled several at once.
+
 Random weights agree on nothing, so each cycle is told how many tokens to gain on average; rows keep that number. The rows of
 tokens per second hold all figures, which notebooks/05_benchmark.ipynb draws.
 """
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,10 +22,15 @@ from record import Record, arguments
 
 from dflash_jax.bench import Figures, measure, programs, random_pair, synthetic
 from dflash_jax.bench.workload import SHAPES
+from dflash_jax.models.quantised import WEIGHT_DTYPES
 
 THREADS = 12
 # Name of a row, what the engine is told to verify, whether it drafts.
-KINDS = (("alone", None, False), ("block", None, True), ("auto", "auto", True))
+KINDS: tuple[tuple[str, Literal["auto"] | None, bool], ...] = (
+    ("alone", None, False),
+    ("block", None, True),
+    ("auto", "auto", True),
+)
 
 
 def add(record: Record, case: str, figures: Figures) -> None:
@@ -38,41 +46,51 @@ def main() -> None:
     parser.add_argument("--shapes", default="qwen3-4b", choices=sorted(SHAPES))
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--input-length", type=int, default=512)
+    parser.add_argument("--short-length", type=int, default=128, help="of short prompts, 0 for none (default: 128)")
     parser.add_argument("--output-length", type=int, default=128)
     parser.add_argument("--requests", type=int, default=None, help="of each run (default: 8 for each user, 16 to 256)")
     parser.add_argument("--imposed-acceptance", type=float, default=6.0)
     parser.add_argument(
         "--kinds", nargs="+", default=[name for name, _, _ in KINDS], choices=[kind[0] for kind in KINDS]
     )
+    for role in ("weight", "draft-weight"):
+        parser.add_argument(
+            f"--{role}-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
+        )
     options = parser.parse_args()
-    record = Record("bench", options)
+    suffix = "" if options.weight_dtype is None else f" {options.weight_dtype}"
+    suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
+    record = Record("bench" + suffix.replace(" ", "_"), options)
     model = random_pair(
         options.shapes,
         max_model_len=options.input_length + options.output_length + 64,
-        max_batch=max(options.concurrency),
-    )
+        max_batch=max(options.concurrency), weight_dtype=options.weight_dtype, draft_weight_dtype=options.draft_weight_dtype,
+    )  # fmt: skip
+    cases = [(users, options.input_length) for users in options.concurrency]
+    if 0 < options.short_length < options.input_length:
+        cases += [(users, options.short_length) for users in options.concurrency if users > 1]
     plan = [
-        (users, *kind, synthetic(model.target.vocab_size, options.input_length, max(8, users), options.output_length))
-        for users in options.concurrency
+        (users, prompt, kind, synthetic(model.target.vocab_size, prompt, max(8, users), options.output_length))
+        for users, prompt in cases
         for kind in KINDS
         if kind[0] in options.kinds
     ]
     began, jobs = time.perf_counter(), list[Callable[[], object]]()
-    for users, _, length, draft, workload in plan:
+    for users, _, (_, length, draft), workload in plan:
         model.engine.verify_length = length
         imposed = options.imposed_acceptance if draft else None
         jobs += programs(model, workload, concurrency=users, draft=draft, imposed_acceptance=imposed)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: job(), jobs))
     print(f"{len(jobs)} programs compiled in {time.perf_counter() - began:.1f} s", flush=True)
-    for users, name, length, draft, workload in plan:
+    for users, prompt, (name, length, draft), workload in plan:
         model.engine.verify_length = length
         figures = measure(
             model, workload, concurrency=users, requests=options.requests or min(max(16, 8 * users), 256),
             draft=draft,
             imposed_acceptance=options.imposed_acceptance if draft else None,
         )  # fmt: skip
-        add(record, f"bench {options.shapes} in{options.input_length} U{users} {name}", figures)
+        add(record, f"bench {options.shapes} in{prompt} U{users} {name}{suffix}", figures)
         print(f"verified {figures.verify_lengths}", flush=True)
     print(record.write())
 

@@ -32,10 +32,12 @@ from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.models.quantised import WEIGHT_DTYPES, quantise_weights
+from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, rounds
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.weights import round_weights
 
 THREADS = 12  # that compile
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on this kind of GPU
@@ -48,7 +50,13 @@ PEER = {
 }  # fmt: skip
 
 
-def build(name: str, context: int, batch: int, weight_dtype: str | None = None) -> Engine:
+def build(
+    name: str,
+    context: int,
+    batch: int,
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
+) -> Engine:
     """An engine over random weights made on the device."""
     family, published, drafter = SHAPES[name]
     target, draft = {**TARGETS, **MOE_TARGETS}[published], DRAFTERS[drafter]
@@ -58,8 +66,7 @@ def build(name: str, context: int, batch: int, weight_dtype: str | None = None) 
         table = family_named(family).parameters(config)
         weights[role] = init_params(table, jax.random.key(len(role)), "bfloat16")
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    if weight_dtype is not None:
-        weights = {role: quantise_weights(weights.pop(role), weight_dtype) for role in list(weights)}
+    weights = round_weights(weights, draft, weight_dtype, draft_weight_dtype)
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
         max_batch=batch,
@@ -101,7 +108,8 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float 
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        read = [w for name, w in engine.weights["draft"].items() if name != "context_kv_proj.weight"] + [head]
+        read = [w for name, w in engine.weights["draft"].items() if name != "context_kv_proj.weight"]
+        read += [] if SHARED_HEAD in engine.weights["draft"] else [head]
         pages = page_bytes(drafter, 1, engine.dtype)
         took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, context, batch)
     return round(took * 1e3, 3)
@@ -109,7 +117,14 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float 
 
 def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, context: int, batch: int) -> float:
     """The longer of reading weights and pages of a pass, and of its products and attention."""
-    matrices = sum(leaf.size for leaf in jax.tree.leaves(weights) if leaf.ndim > 1)
+    # Matrix units multiply float8 by float8 at twice the rate, where weights round as many rows.
+    halves = [1 if rounds(weight, rows) else 2 for weight in weights]
+    matrices = sum(
+        leaf.size * half / 2
+        for weight, half in zip(weights, halves, strict=True)
+        for leaf in jax.tree.leaves(weight)
+        if leaf.ndim > 1
+    )
     attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
     return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
 
@@ -118,7 +133,7 @@ def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) 
     """A run of random prompts that gives `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
     rng = np.random.default_rng(0)
     # Prompts that wait are prefilled between shorter calls, during which the first requests decode already.
-    admitting = batch * CYCLES_PER_CHUNK * -(-context // engine.buckets.chunk[-1])
+    admitting = batch * CYCLES_PER_CHUNK * -(-context // engine.buckets.chunk)
     params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES + admitting), ignore_eos=True)
     requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
     return engine.run(requests, draft=draft)
@@ -165,6 +180,9 @@ def main() -> None:
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     parser.add_argument(
+        "--draft-weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="the same for the drafter alone"
+    )
+    parser.add_argument(
         "--cache-dtype",
         nargs="+",
         default=["none"],
@@ -178,6 +196,7 @@ def main() -> None:
     chain.CHAIN_LAYERS = options.chain
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
+    suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), chain.CHAIN_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
@@ -189,7 +208,8 @@ def main() -> None:
         chain.CHAIN_ATTENTION = whole and attention == "best"
         jax.clear_caches()
         for name in options.models:
-            engine = build(name, options.context[0], max(options.batch), options.weight_dtype)
+            kinds = options.weight_dtype, options.draft_weight_dtype
+            engine = build(name, options.context[0], max(options.batch), *kinds)
             for context, kept in itertools.product(options.context, options.cache_dtype):
                 engine = resized(engine, context, None if kept == "none" else kept)
                 words = ("" if attention == "best" else f" {attention}") + suffix + pages[kept]

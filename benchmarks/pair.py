@@ -43,10 +43,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--max-model-len", type=int, default=224)
-    parser.add_argument("--weight-dtype", default=None, help="int8 or fp8: large matrices in eight bits")
+    parser.add_argument("--weight-dtype", default=None, help="int8, fp8 or fp8_dynamic: large matrices in eight bits")
+    parser.add_argument("--draft-weight-dtype", default=None, help="the same for the drafter alone")
     options = parser.parse_args()
     texts = [row["text"] for row in json.loads(PROMPTS.read_text())][: options.prompts]
-    record = Record("pair" if options.weight_dtype is None else f"pair_{options.weight_dtype}", options)
+    weights = "" if options.weight_dtype is None else f" {options.weight_dtype} weights"
+    weights += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
+    kinds = options.weight_dtype, options.draft_weight_dtype and f"draft_{options.draft_weight_dtype}"
+    record = Record("_".join(["pair", *filter(None, kinds)]), options)
     for proposals in ("shared_noise", "argmax"):
         model = dj.load(
             dtype=options.dtype,
@@ -54,6 +58,7 @@ def main() -> None:
             max_model_len=options.max_model_len,
             proposals=proposals,
             weight_dtype=options.weight_dtype,
+            draft_weight_dtype=options.draft_weight_dtype,
         )
         dj.generate(
             model, texts[0], dj.SamplingParams(max_tokens=4)
@@ -66,7 +71,6 @@ def main() -> None:
                 for i in range(len(texts))
             ]
             drafted = [dj.generate(model, text, one) for text, one in zip(texts, each, strict=True)]
-            weights = "" if options.weight_dtype is None else f" {options.weight_dtype} weights"
             case = f"pair T{temperature:g} B1 {dtype}{weights}" + (
                 "" if proposals == "shared_noise" else f" {proposals}"
             )

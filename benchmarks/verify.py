@@ -58,7 +58,7 @@ def measure(engine: Engine, batch: int, lengths: list[int], context: int, calls:
     rng, times = np.random.default_rng(0), {length: list[float]() for length in lengths}
     turns = [length for length in lengths for _ in range(calls + WARM)]
     # While prompts are prefilled the first requests decode already.
-    spare = 4 * batch * -(-context // engine.buckets.chunk[-1])
+    spare = 4 * batch * -(-context // engine.buckets.chunk)
     params = SamplingParams(max_tokens=len(turns) * CYCLES * 2 + spare, ignore_eos=True)
     requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
     engine.verify_length = turns[0] or None

@@ -62,6 +62,7 @@ def load_options(args: argparse.Namespace) -> dict:
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
     options |= {"revision": args.revision, "draft_revision": args.draft_revision}
     options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
+    options |= {"draft_weight_dtype": args.draft_weight_dtype}
     options |= {"verify_length": args.verify_length, "max_model_len": args.max_model_len}
     if args.calibration is not None:
         from dflash_jax.bench.workload import read_prompts as read_texts
@@ -187,6 +188,7 @@ def run_demo(args: argparse.Namespace) -> int:
 def run_bench(args: argparse.Namespace) -> int:
     """`dflash-jax bench`: what users wait for, with and without drafting."""
     made = {"--model": args.model, "--draft": args.draft, "--weight-dtype": args.weight_dtype}
+    made |= {"--draft-weight-dtype": args.draft_weight_dtype}
     made |= {"--revision": args.revision, "--draft-revision": args.draft_revision}
     made |= {"--cache-dtype": args.cache_dtype, "--calibration": args.calibration}
     given = [name for name, value in made.items() if value is not None]

@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+_WEIGHTS = "int8", "fp8", "fp8_dynamic"
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli` runs what `command` names."""
@@ -104,7 +106,11 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
     group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
     group.add_argument(
-        "--weight-dtype", choices=("int8", "fp8"), help="large matrices in eight bits, a scale for each row"
+        "--weight-dtype", choices=_WEIGHTS,
+        help="large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-weight-dtype", choices=_WEIGHTS, help="the same for the drafter alone, which changes no text"
     )
     group.add_argument(
         "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),

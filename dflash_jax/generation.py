@@ -164,7 +164,7 @@ def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, A
     if model.tokenizer is None:
         raise TokenizerError(
             f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder (transformers writes it: "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...), unless the tokenizer is code of its release, as Kimi-K2's)"
         )
     if isinstance(prompt, str):
         return tuple(model.tokenizer.encode(prompt))

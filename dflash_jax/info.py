@@ -14,8 +14,10 @@ from dflash_jax.checkpoint import Checkpoint, Converted, open_converted
 from dflash_jax.checkpoint_pair import drafter_notice, open_pair
 from dflash_jax.memory import size
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
+from dflash_jax.tokenizer import tokenizer_notices
 from dflash_jax.weights import weight_bytes
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
@@ -29,6 +31,7 @@ def collect(
     max_model_len: int | None = None,
     max_batch: int = 8,
     weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     verify_length: int | str | None = None,
     revision: str | None = None,
@@ -49,8 +52,8 @@ def collect(
     for one in compared:
         open_converted(one.folder, hashes=True)
     engine, memory = plan_engine(
-        target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
-        max_batch=max_batch, verify_length=verify_length,
+        target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype,
+        cache_dtype=cache_dtype, max_model_len=max_model_len, max_batch=max_batch, verify_length=verify_length,
     )  # fmt: skip
     checkpoints = [target] if drafter is None else [target, drafter]
     device = jax.local_devices()[0]
@@ -76,6 +79,8 @@ def collect(
         "memory": {
             "free_bytes": memory.free,
             "weight_dtype": weight_dtype,
+            "draft_weight_dtype": draft_weight_dtype or weight_dtype if drafter is not None else None,
+            "shared_head_bytes": weight_bytes({"": {SHARED_HEAD: engine.weights.get("draft", {}).get(SHARED_HEAD)}}),
             "weight_bytes": memory.weights,
             "reading_bytes": memory.reading,
             "workspace_bytes": memory.workspace,
@@ -87,6 +92,7 @@ def collect(
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
             *drafter_notice(path, draft, drafter),
+            *tokenizer_notices(target.folder),
         ],
     }
 
@@ -176,9 +182,14 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
-    if memory["weight_dtype"] is None:
+    ours, theirs, head = memory["weight_dtype"], memory["draft_weight_dtype"], memory["shared_head_bytes"]
+    if ours is None and theirs is None:
         return []
-    return [("", f"large matrices in {memory['weight_dtype']}, {size(memory['reading_bytes'])} while weights are read")]
+    which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
+    if ours is not None and theirs not in (ours, None):
+        which += f", the target's in {ours}"
+    copy = f", {size(head)} for its copy of the target's head" if head else ""
+    return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
 
 
 def _hashes(compared: int | None) -> list[tuple[str, str]]:

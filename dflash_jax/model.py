@@ -25,7 +25,7 @@ from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
-from dflash_jax.tokenizer import Tokenizer, end_token_ids
+from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 from dflash_jax.weights import read_weights
 
 
@@ -120,6 +120,7 @@ def load(
     cache_dtype: CacheDtype | None = None,
     calibration: Sequence[str | Sequence[int]] = (),
     weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
     verify_length: int | str | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
@@ -147,6 +148,11 @@ def load(
         without, those of "fp8" are 1, and "int8" is refused.
       weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
         a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
+        "fp8_dynamic" is "fp8" that also rounds the rows which matrices multiply, where 64 or more are multiplied at once: faster
+        for prompts and many requests. Then a token's logits depend on how many are computed with it, and drafting changes texts
+        somewhat more often.
+      draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. The text stays the target's own: only proposals
+        change. A drafter that proposes with the target's head keeps a copy of it in eight bits.
       verify_length: how many tokens the target verifies in a cycle, of those that the drafter offers; the emitted text is the
         target's own with any. None is the whole block, an integer stays, 1 is no drafting. "auto" chooses anew every few cycles,
         by how many proposals stood and what cycles cost, and stops drafting for a while where it does not pay; on CPUs it is None.
@@ -181,7 +187,8 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(
-        target, drafter, dtype=dtype, weight_dtype=weight_dtype, cache_dtype=cache_dtype, max_model_len=max_model_len,
+        target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype, cache_dtype=cache_dtype,
+       max_model_len=max_model_len,
         max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
     )  # fmt: skip
     tokenizer = Tokenizer.from_folder(target.folder)
@@ -189,6 +196,7 @@ def load(
     if texts:
         check_texts(target.config, texts)
     notices = [*target.notices, *(() if drafter is None else drafter.notices), *drafter_notice(path, draft, drafter)]
+    notices += tokenizer_notices(target.folder)
     if memory.num_pages < memory.full_pages and num_pages is None:
         notices.append(
             f"the device has room for {memory.num_pages} pages; {max_batch} requests of full length would fill {memory.full_pages}"
@@ -205,7 +213,7 @@ def load(
     compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
-            engine.weights = read_weights(target, drafter, engine.dtype, weight_dtype, observe)
+            engine.weights = read_weights(target, drafter, engine.dtype, weight_dtype, draft_weight_dtype, observe)
     except BaseException:
         drop(compiled)
         raise

@@ -28,6 +28,7 @@ def plan_engine(
     *,
     dtype: DTypeLike | None = None,
     weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     max_model_len: int | None = None,
     verify_length: int | str | None = None,
@@ -48,10 +49,12 @@ def plan_engine(
         check_pair(target.config, draft)
     check_cache_dtype(target.config, cache_dtype)
     check_weight_dtype(weight_dtype)
+    check_weight_dtype(draft_weight_dtype, "draft_weight_dtype")
+    if draft is None and draft_weight_dtype is not None:
+        raise ParameterError(f"draft_weight_dtype must be left out without a drafter, got {draft_weight_dtype!r}")
     kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    weights = weight_shapes(pair, kind, weight_dtype)
-    stored = weights if weight_dtype is None else weight_shapes(pair, kind)
+    weights, stored = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype), weight_shapes(pair, kind)
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
         max_model_len=choose_model_len(target.config, max_model_len),
@@ -69,7 +72,7 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
     """
     workspace = workspace_bytes(
         engine.target, engine.draft, engine.dtype,
-        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk[-1],
+        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
     return plan_memory(
         weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
@@ -86,10 +89,11 @@ def check_limits(*, max_batch: int, page_size: int = 1, num_pages: int | None = 
             raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
 
 
-def check_weight_dtype(weight_dtype: str | None) -> None:
+def check_weight_dtype(weight_dtype: str | None, name: str = "weight_dtype") -> None:
     """Raises ParameterError unless weights can be kept in it."""
     if weight_dtype not in (None, *WEIGHT_DTYPES):
-        raise ParameterError(f"weight_dtype must be None, {' or '.join(WEIGHT_DTYPES)}, got {weight_dtype!r}")
+        *others, last = WEIGHT_DTYPES
+        raise ParameterError(f"{name} must be None, {', '.join(others)} or {last}, got {weight_dtype!r}")
 
 
 def choose_dtype(dtype: DTypeLike | None) -> str | None:

@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out of it, and how a request looks on the device."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -113,9 +113,12 @@ def on_host(rows: Emitted, *, logprobs: bool) -> Emitted:
     return jax.device_get(replace(rows, **none))
 
 
+_GREEDY = SamplingParams()
+
+
 def request_arrays(requests: list[Request | None], stop_width: int) -> RequestArrays:
     """Sampling parameters of slots; an empty slot is greedy without stops."""
-    rows = [SamplingParams() if request is None else request.params for request in requests]
+    rows = [_GREEDY if request is None else request.params for request in requests]
     seeds = np.array([0 if request is None else request.seed for request in requests], np.uint64)
     stops = np.full((len(requests), stop_width), -1, np.int32)
     for row, request in enumerate(requests):
@@ -158,21 +161,25 @@ def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, poo
     return jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools))
 
 
-def request_row(
-    setup: Setup, request: Request, stop_width: int, dtype: jnp.dtype, emitted: Sequence[int] = ()
+def request_rows(
+    setup: Setup, requests: Sequence[tuple[Request, Sequence[int]] | None], stop_width: int, dtype: jnp.dtype
 ) -> DecodeState:
-    """A prefilled request as a state of one slot, without pages, on the host, for `dflash_jax.decoding.prefill.admit`.
+    """Prefilled requests as a state of so many slots, without pages, on the host, for `dflash_jax.decoding.prefill.admit`.
 
     Args:
-      emitted: tokens it had emitted before it lost its slot; all but the last one are in the pages again.
+      requests: each with the tokens it had emitted before it lost its slot, where all but the last one are in the pages again. None
+        stands for a row that nobody needs.
     """
 
-    def one(value: int) -> np.ndarray:
-        return np.array([value], np.int32)
+    def each(value: Callable[[Request, Sequence[int]], int]) -> np.ndarray:
+        return np.array([0 if item is None else value(*item) for item in requests], np.int32)
 
-    none = Pages((), ())
+    none, arrays = Pages((), ()), request_arrays([item and item[0] for item in requests], stop_width)
     return _slots(
-        setup, request_arrays([request], stop_width), dtype, (none, none),
-        pending=one(emitted[-1] if emitted else -1), seq_lens=one(len(request.prompt) + max(0, len(emitted) - 1)),
-        produced=one(len(emitted)), remaining=one(request.params.max_tokens - len(emitted)), done=np.zeros((1,), bool),
+        setup, arrays, dtype, (none, none),
+        pending=each(lambda _, emitted: emitted[-1] if emitted else -1),
+        seq_lens=each(lambda request, emitted: len(request.prompt) + max(0, len(emitted) - 1)),
+        produced=each(lambda _, emitted: len(emitted)),
+        remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
+        done=np.array([item is None for item in requests]),
     )  # fmt: skip

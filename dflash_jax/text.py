@@ -7,6 +7,10 @@ from dflash_jax.tokenizer import Tokenizer
 # What decoders write for bytes that are no character, or not yet one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+# Tokens that wait for a character's end while each of the first and the last of them are kept: a character has four bytes at most,
+# and byte fallback gives every byte of a run up once four of them made none.
+_MOST_WAITING, _KEPT = 32, 8
+
 
 class TextStream:
     """Text of one request, piece by piece.
@@ -30,7 +34,7 @@ class TextStream:
 
     def add(self, token: int, *, watch: bool = True) -> bool:
         """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or self.tokenizer.is_silent(token):
             return False
         self._ids.append(token)
         return self._extend(self._decoded(self.tokenizer), watch=watch)
@@ -56,11 +60,28 @@ class TextStream:
         changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.
         """
         text = tokenizer.decode(self._ids)
-        if len(text) <= len(self._known) or (text.endswith(REPLACEMENT) and not everything):
+        if len(text) <= len(self._known):
             return ""
+        if text.endswith(REPLACEMENT) and not everything:
+            return self._shortened(tokenizer, text) if len(self._ids) - self._read > _MOST_WAITING else ""
         piece = text[len(self._known) :]
         del self._ids[: self._read]
         self._read, self._known = len(self._ids), tokenizer.decode(self._ids)
+        return piece
+
+    def _shortened(self, tokenizer: Tokenizer, text: str) -> str:
+        """What many tokens that are no character add to the text, the last of it held back; those in their middle are dropped.
+
+        The first ones stay because byte fallback judges a run of bytes as a whole, the last ones because the next byte may end a
+        character with them. Without this, a request that never gets out of broken bytes would decode all of them for each new one.
+        """
+        first = self._read + _KEPT
+        shorter = [*self._ids[:first], *self._ids[-_KEPT:]]
+        left = tokenizer.decode(shorter)
+        if left[-2:] != text[-2:]:  # a decoder of another kind: it reads all
+            return ""
+        piece = text[len(self._known) : -1]
+        self._ids, self._known = shorter, left[:-1]
         return piece
 
     def _extend(self, piece: str, *, watch: bool) -> bool:

@@ -10,6 +10,7 @@ import tokenizers
 from dflash_jax.chat_template import render
 from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.hub import POINTER, is_pointer
+from dflash_jax.special_tokens import complete, named_tokens
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -21,12 +22,20 @@ class Tokenizer:
       backend: the `tokenizers.Tokenizer`.
       template: the chat template's source, or None.
       special: named special tokens for the template (`bos_token`, `eos_token`, ...).
+      tool_template: a second template, for messages with tools, or None.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, template: str | None = None, special: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        *,
+        tool_template: str | None = None,
     ):
         self.backend, self.template, self.special = backend, template, dict(special or {})
+        self.tool_template = tool_template
+        self._silent: dict[int, bool] = {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -49,25 +58,11 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         settings = read_json(folder / "tokenizer_config.json")
-        _add_missing(backend, settings, read_json(folder / "added_tokens.json"))
-        template = settings.get("chat_template")
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
-        separate = folder / "chat_template.jinja"
-        if separate.is_file():
-            if separate.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
-            try:
-                template = separate.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise TokenizerError(f"{separate} must be UTF-8 text: {error}") from error
-        special = {}
-        for key, value in settings.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                special[key] = text
-        return cls(backend, template if isinstance(template, str) else None, special)
+        older = read_json(folder / "special_tokens_map.json")
+        complete(backend, settings, older, read_json(folder / "added_tokens.json"))
+        templates = _templates(folder, settings)
+        special = named_tokens(settings, older)
+        return cls(backend, templates.get("default"), special, tool_template=templates.get("tool_use"))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, with the tokens its post-processor adds unless `special` is False.
@@ -86,6 +81,14 @@ class Tokenizer:
         """Text of token ids, special tokens left out."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
+    def is_silent(self, token: int) -> bool:
+        """Whether a token is no text among any others: a special one, or one that no vocabulary has."""
+        if (silent := self._silent.get(token)) is None:
+            # Alone, tokens such as a mark for a space may be empty as well.
+            special = bool(self.backend.decode([token], skip_special_tokens=False)) and not self.decode([token])
+            silent = self._silent[token] = special or self.backend.id_to_token(token) is None
+        return silent
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of messages through the chat template, ready for the answer.
 
@@ -100,38 +103,39 @@ class Tokenizer:
           ParameterError: the template asks for no such option.
           TokenizerError: the template itself is broken.
         """
-        if self.template is None:
+        template = self.template if options.get("tools") is None else self.tool_template or self.template
+        if template is None and self.tool_template is not None:
+            raise PromptError(
+                "this model's only chat template is for messages with tools: give chat_options tools=[...]"
+            )
+        if template is None:
             raise PromptError(
                 "this model has no chat template and takes no messages: give a text to continue (without --chat or chat=True), or "
                 "a model whose folder has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
             )
-        text = render(self.template, messages, self.special, options)
+        text = render(template, messages, self.special, options)
         return self.encode(text, special=False)
 
 
-def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Tokens that stand beside `tokenizer.json` alone, as transformers adds them: a chat template's marks would be read as letters.
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; "default" is the one without a name. A file of its own counts before `tokenizer_config.json`.
 
     Raises:
-      TokenizerError: one cannot get the id that it has there.
+      TokenizerError: the file cannot be a template.
     """
-    beside: dict[str, tuple[Any, Mapping[str, Any]]] = {text: (number, {}) for text, number in added.items()}
-    decoder = settings.get("added_tokens_decoder")
-    for number, entry in decoder.items() if isinstance(decoder, Mapping) else ():
-        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and number.isdecimal():
-            beside[entry["content"]] = int(number), entry
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for text, (number, entry) in sorted(beside.items(), key=lambda item: str(item[1][0]).zfill(9)):
-        if text in known:
-            continue
-        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        token = tokenizers.AddedToken(text, **flags)
-        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-        if (found := backend.token_to_id(text)) != number:
-            raise TokenizerError(
-                f"token {text!r} has id {number} in tokenizer_config.json or added_tokens.json and would be {found} after those of "
-                "tokenizer.json: take the files of one release"
-            )
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        if separate.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
+        try:
+            return {"default": separate.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{separate} must be UTF-8 text: {error}") from error
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    named = found if isinstance(found, dict) else {"default": found}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -172,3 +176,18 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         token = tokenizer.backend.token_to_id(text)
         ids = ids if token is None else [*ids, token]
     return tuple(dict.fromkeys(ids))
+
+
+def tokenizer_notices(folder: Path) -> list[str]:
+    """What to say of a folder whose tokenizer is code, which nothing here runs."""
+    if (folder / "tokenizer.json").is_file():
+        return []
+    code = read_json(folder / "tokenizer_config.json").get("auto_map")
+    found = code.get("AutoTokenizer") if isinstance(code, Mapping) else code
+    names = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
+    if not names:
+        return []
+    return [
+        f"the tokenizer is code of its release ({names[0]} in tokenizer_config.json), which is never run, and there is no "
+        "tokenizer.json: prompts are token ids, and there is no text"
+    ]

@@ -13,18 +13,22 @@ from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
-from dflash_jax.models.quantised import Weight, WeightDtype, quantise_weights
+from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.quantised import Quantised, Weight, WeightDtype, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
 
 
 def weight_shapes(
-    models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype, weight_dtype: WeightDtype | None = None
+    models: Sequence[tuple[DecoderConfig, Family]],
+    dtype: jnp.dtype,
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
 ) -> Shapes:
     """The weights of a target and perhaps its drafter as `read_weights` gives them, in shapes.
 
     Args:
-      weight_dtype: after `quantise_weights`.
+      weight_dtype, draft_weight_dtype: after `quantise_weights`, see `read_weights`.
     """
     shapes: Shapes = {}
     for config, family in models:
@@ -32,8 +36,11 @@ def weight_shapes(
         table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
         if isinstance(config, DFlashConfig):
             table = jax.eval_shape(partial(fuse_context_projection, config), table)
-        if weight_dtype is not None:
-            table = jax.eval_shape(partial(quantise_weights, kind=weight_dtype), table)
+        kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
+        if kind is not None:
+            table = jax.eval_shape(partial(quantise_weights, kind=kind), table)
+        if isinstance(config, DFlashConfig):
+            table |= jax.eval_shape(partial(_shared_head, config, kind=kind), shapes.get("target", {}))
         shapes[family.role] = table
     return shapes
 
@@ -53,7 +60,7 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     """
     held, most = 0, 0
     for role, table in stored.items():
-        made = 0 if kept is stored else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
+        made = 0 if kept[role] == table else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
         most = max(most, held + weight_bytes({role: table}) + made)
         held += weight_bytes({role: kept[role]})
     return most
@@ -64,6 +71,7 @@ def read_weights(
     drafter: Checkpoint | None,
     dtype: jnp.dtype,
     weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
     observe: Callable[[Mapping[str, Array]], None] | None = None,
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
@@ -71,6 +79,8 @@ def read_weights(
     Args:
       dtype: of all weights, but those of which a family fixes it.
       weight_dtype: of large matrices, see `quantise_weights`.
+      draft_weight_dtype: of the drafter's, where they are others. One without a head of its own is given a copy of the target's in
+        it, unless that is in eight bits itself.
       observe: called with the target's weights as they were read.
     """
     params = target.load(dtype.name)
@@ -81,12 +91,33 @@ def read_weights(
         params = drafter.load(dtype.name)
         check_draft_vocabulary(drafter.config, params)
         params = fuse_context_projection(drafter.config, params)
-        weights["draft"] = _kept(params, weight_dtype)
+        kind = draft_weight_dtype or weight_dtype
+        weights["draft"] = _kept(params, kind) | _shared_head(drafter.config, weights["target"], kind)
     return weights
+
+
+def round_weights(
+    weights: dict[str, dict[str, Array]],
+    draft: DFlashConfig,
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
+) -> dict[str, dict[str, Weight]]:
+    """A pair's weights as `read_weights` keeps them, taken out of `weights`."""
+    target = _kept(weights.pop("target"), weight_dtype)
+    kind = draft_weight_dtype or weight_dtype
+    return {"target": target, "draft": _kept(weights.pop("draft"), kind) | _shared_head(draft, target, kind)}
 
 
 def _kept(params: dict[str, Array], weight_dtype: WeightDtype | None) -> dict[str, Weight]:
     return {**params} if weight_dtype is None else quantise_weights(params, weight_dtype)
+
+
+def _shared_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
+    """The target's head in eight bits for a drafter that proposes with it; nothing where it reads another one."""
+    head = target.get("lm_head.weight", target.get("embed.weight"))
+    if kind is None or head is None or config.own_head or isinstance(head, Quantised):
+        return {}
+    return quantise_weights({SHARED_HEAD: head}, kind)
 
 
 def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:

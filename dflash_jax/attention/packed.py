@@ -5,8 +5,8 @@
     pages = attend.pages
 
 Requests of few new tokens (decoding, verification) are absorbed, longer ones expanded with their context in chunks. Each request is
-told apart by its own length, so they may come in any order. The engine does not need this: it prefills one request between the
-cycles of the others, in programs of few shapes, while here the lengths are part of the program. It is for callers who schedule both
+told apart by its own length, so they may come in any order. The engine does not need this: it prefills prompts between the cycles
+of others, in programs of few shapes, while here the lengths are part of the program. It is for callers who schedule both
 kinds together.
 """
 

@@ -42,6 +42,7 @@ class PagedAttend:
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
       form: when layers with latent attention expand their rows.
       exchange: of `models.chain.layers_exchange`, where it outlives one call of the model.
+      related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
     """
 
     decodes = True
@@ -54,8 +55,10 @@ class PagedAttend:
         q_lens: Int[Array, "B"],
         form: LatentForm = ABSORBED,
         exchange: Any = None,
+        *,
+        related: bool = False,
     ):
-        self.form, self._pages, self.exchange = form, pages, exchange
+        self.form, self._pages, self.exchange, self.related = form, pages, exchange, related
         self._k, self._v, self._k_scale = list(pages.k), list(pages.v), list(pages.k_scale)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
@@ -93,7 +96,9 @@ class PagedAttend:
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary) -> bool:
         """Whether norm, rotation, write and attention are one operation."""
         pool, config = self._k[layer.index], layer.config
-        if not chain.CHAIN_ATTENTION or pool.dtype != qkv.dtype or layer.window is not None or layer.sinks is not None:
+        if self.related or layer.window is not None or layer.sinks is not None:
+            return False
+        if not chain.CHAIN_ATTENTION or pool.dtype != qkv.dtype:
             return False
         _, kv_heads, page_size, head_dim = pool.shape
         reason = qkv_attention_refusal(
@@ -104,8 +109,9 @@ class PagedAttend:
 
     @property
     def chained_pools(self) -> tuple[Array, int] | None:
-        """The first layer's keys and the width of the table where `chain` may take them; None for latent pools."""
-        return (self._k[0], self.page_table.shape[1]) if self._v else None
+        """The first layer's keys and the width of the table where `chain` may take them; None for latent pools, and where rows
+        may be of one sequence: it attends before others have written."""
+        return (self._k[0], self.page_table.shape[1]) if self._v and not self.related else None
 
     def chain(
         self,

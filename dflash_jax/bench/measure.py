@@ -173,7 +173,19 @@ def programs(
     setups = [run.setup.verifying(length) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
     loops = [Jobs(engine, setup, run.stop_width).loop(users, width) for setup in setups for width in widths]
-    return [*run.first_jobs(), *loops]
+    return [*run.first_jobs(), *_prompts(engine, run, workload, users), *loops]
+
+
+def _prompts(engine: Engine, run: Run, workload: Workload, users: int) -> list[Callable[[], None]]:
+    """What prefills one of the prompts, and as many together as may arrive."""
+    jobs, lengths = Jobs(engine, run.setup, run.stop_width), {len(prompt) for prompt in workload.prompts}
+    least, buckets = min(lengths), engine.buckets
+    shapes = {buckets.prompts([left]) for left in lengths}
+    if users > 1 and buckets.room([least]) >= least:
+        shapes |= {(rows, buckets.piece) for rows in buckets.pieces if rows >= buckets.count([least, least])}
+    widths = {engine.width_of(length) for length in lengths}
+    prefills = [jobs.prefill(width, *shape) for width in sorted(widths) for shape in sorted(shapes)]
+    return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for rows, _ in shapes}))]
 
 
 def _likely(engine: Engine, run: Run, users: int, context: float, imposed: float | None) -> Sequence[int]:

@@ -16,8 +16,9 @@ from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import choose_verify_length, plan_for
-from dflash_jax.weights import weight_bytes, weight_shapes
+from dflash_jax.weights import round_weights, weight_bytes, weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -115,8 +116,9 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
 
 
 def random_pair(
-    name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None
-) -> Model:
+    name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None,
+    weight_dtype: WeightDtype | None = None, draft_weight_dtype: WeightDtype | None = None,
+) -> Model:  # fmt: skip
     """A model of a published shape (a key of `SHAPES`) whose weights are random: made on the device, no file is read.
 
     Its time is the published model's; its texts and its acceptance mean nothing.
@@ -129,19 +131,21 @@ def random_pair(
     family, target, draft = published_shape(name)
     local_device()
     families = family_named(family), family_named("dflash")
-    kind = jax.numpy.dtype(dtype)
+    kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
+    stored, kept = weight_shapes(pair, kind), weight_shapes(pair, kind, weight_dtype, draft_weight_dtype)
     engine = Engine(
-        target=target, draft=draft, weights=weight_shapes([(target, families[0]), (draft, families[1])], kind), dtype=kind,
+        target=target, draft=draft, weights=kept, dtype=kind,
         max_model_len=max_model_len, max_batch=max_batch,
         verify_length=choose_verify_length(draft, verify_length),
     )  # fmt: skip
-    memory = plan_for(engine, weight_bytes(engine.weights), None)
+    memory = plan_for(engine, weight_bytes(stored), None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype)
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
+    weights = round_weights(weights, draft, weight_dtype, draft_weight_dtype)
     engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

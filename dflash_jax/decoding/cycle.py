@@ -16,6 +16,7 @@ from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
 from dflash_jax.models.chain import layers_exchange
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.quantised import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -62,13 +63,14 @@ def cycle(
             block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, exchanges.draft)
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
+                head = weights["draft"].get(SHARED_HEAD, target.head_weight)
                 if setup.mode == "greedy" and setup.width == setup.offered:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
-                    proposals = drafter.proposing(drafter.best(block, target.head_weight))
+                    proposals = drafter.proposing(drafter.best(block, head))
                 elif setup.mode == "greedy":
-                    proposals = drafter.best(proposing, target.head_weight)
+                    proposals = drafter.best(proposing, head)
                 else:
-                    draft_logits = drafter.logits(proposing, target.head_weight)
+                    draft_logits = drafter.logits(proposing, head)
                     draft_noise = None if noise is None else noise[:, :-1]
                     proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
             ids = jnp.concatenate([ids, proposals], axis=1)
@@ -211,7 +213,8 @@ def log_probabilities(
     """Log-probabilities of the emitted tokens and of the most probable ones, from the target's unfiltered logits."""
     if raw is None or not setup.logprobs:
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
-        return jnp.full(tokens.shape, jnp.nan, jnp.float32), empty.astype(jnp.int32), empty
+        # Nobody reads them. Ones, which no log-probability is, and no NaN: `jax_debug_nans` looks at all that programs give back.
+        return jnp.ones(tokens.shape, jnp.float32), empty.astype(jnp.int32), empty
     table = jax.nn.log_softmax(raw, axis=-1)
     top, ids = jax.lax.top_k(table, min(MAX_LOGPROBS, raw.shape[-1]))
     return jnp.take_along_axis(table, tokens[:, :, None], axis=-1)[..., 0], ids, top

@@ -85,7 +85,7 @@ def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
         tokens=jnp.zeros(rows, jnp.int32),
         counts=jnp.zeros(rows[:2], jnp.int32),
         accepted=jnp.zeros(rows[:2], jnp.int32),
-        logprobs=jnp.full(rows, jnp.nan, jnp.float32),
+        logprobs=jnp.ones(rows, jnp.float32),
         top_ids=jnp.zeros((*rows, top), jnp.int32),
         top_logprobs=jnp.zeros((*rows, top), jnp.float32),
     )

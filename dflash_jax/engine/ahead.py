@@ -28,9 +28,13 @@ FEW_CYCLES = 2
 
 @dataclass
 class First:
-    """The first token of a request whose prompt is on its way to the pages."""
+    """The first tokens of requests whose prompts are on their way to the pages.
 
-    job: Job
+    Attributes:
+      rows: requests with their rows of `emitted`.
+    """
+
+    rows: list[tuple[Job, int]]
     emitted: Emitted
 
 
@@ -150,5 +154,5 @@ class Ahead:
     def _parts(self, item: First | Call) -> list[tuple[Job, int, int]]:
         """Jobs that still wait for `item`, with the tokens they gain at least, and those they may for each."""
         if isinstance(item, First):
-            return [(item.job, 1, 0)]
+            return [(job, 1, 0) for job, _ in item.rows]
         return [(job, item.cycles, item.setup.width) for job, slot in item.running if job.slot == slot]

@@ -24,7 +24,7 @@ from dflash_jax.requests import Request
 MAX_CYCLES = 32
 # While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
 CYCLES_PER_CHUNK = 4
-# Tokens of one prompt that one program takes: more of them at once gain no more.
+# Tokens of prompts that one program takes: more of them at once gain no more.
 LARGEST_PART = 512
 # However short it is, a part of a prompt reads all weights: it costs as much as one of so many tokens.
 LEAST_TOKENS = 256
@@ -82,7 +82,8 @@ class Core:
             max_batch=self.max_batch,
             max_tokens=self.max_model_len + self.lookahead,
             page_size=self.page_size,
-            max_chunk=min(self.max_chunk, self.max_model_len, LARGEST_PART),
+            longest=self.max_model_len,
+            max_chunk=min(self.max_chunk, LARGEST_PART),
         )
         if self.num_pages == 0:
             self.num_pages = self.max_batch * self.buckets.width[-1]

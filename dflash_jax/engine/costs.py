@@ -18,6 +18,7 @@ import jax
 
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.dflash_config import DFlashConfig
 
 TABLE = "cycle_costs.json"
@@ -61,13 +62,14 @@ class CycleCost:
 
     Attributes:
       target, draft: without embeddings and head.
-      head: the target's, read once for proposals and once for verification.
+      head: the target's, read for verification; `proposing`: the one that is read for proposals, the same or a copy of it.
       table: measured milliseconds over the model's, by slots and verified tokens; empty for the model alone.
     """
 
     target: Stack
     draft: Stack
     head: Stack
+    proposing: Stack
     block: int
     table: Mapping[tuple[int, int], float]
 
@@ -84,7 +86,7 @@ class CycleCost:
         rows, tokens = slots * verified, slots * context
         seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
         if verified > 1:
-            seconds += self.draft.seconds(slots * self.block, tokens) + self.head.seconds(rows - slots, 0.0)
+            seconds += self.draft.seconds(slots * self.block, tokens) + self.proposing.seconds(rows - slots, 0.0)
         return seconds * 1e3
 
     def _ratio(self, slots: int, verified: int) -> float:
@@ -131,26 +133,31 @@ def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, 
     }
     tied = getattr(target, "tie_embeddings", False)
     head = weights["target"]["embed.weight" if tied else "lm_head.weight"]
-    entries = target.vocab_size * target.hidden_size
-    shape = Stack(0, _bytes(head), 0.0, 0.0, 2.0 * entries, 0.0)
-    return CycleCost(stacks["target"], stacks["draft"], shape, draft.block_size, {})
+    heads = head, weights["draft"].get(SHARED_HEAD, head)
+    ours, theirs = (Stack(0, _bytes(one), 0.0, 0.0, _products(one), 0.0) for one in heads)
+    return CycleCost(stacks["target"], stacks["draft"], ours, theirs, draft.block_size, {})
 
 
 def _bytes(weight: Any) -> float:
     return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)))
 
 
+def _products(weight: Any) -> float:
+    """Multiplications and additions of one row; half of them where many rows are multiplied in float8, as few wait for memory."""
+    return math.prod(weight.shape) * (1.0 if getattr(weight, "dynamic", False) else 2.0)
+
+
 def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, itemsize: int) -> Stack:
     """What the layers of a model read: every matrix but the embedding and the head."""
     dense = experts = products = 0.0
     for name, weight in weights.items():
-        if name.startswith(("embed.", "lm_head.")):
+        if name.startswith(("embed.", "lm_head.")) or name == SHARED_HEAD:
             continue
-        size, rows = _bytes(weight), math.prod(weight.shape)
+        size, each = _bytes(weight), _products(weight)
         if ".experts." in name:
-            experts, products = experts + size, products + 2 * rows * share
+            experts, products = experts + size, products + each * share
         else:
-            dense, products = dense + size, products + 2 * rows
+            dense, products = dense + size, products + each
     kept = float(sum(spec.entries for spec in layer_specs(config)) * itemsize)
     return Stack(config.num_layers, dense, experts, share, products, kept)
 

@@ -56,7 +56,7 @@ class Fitting:
         """The number of slots for the next cycles: fewer than now where nobody waits and the programs for fewer are there."""
         run, now = self.run, len(self.run.slots.jobs)
         fewer = round_up(max(1, len(run.slots.taken)), self.core.buckets.batch)
-        if fewer >= now or run.waiting or run.slots.prefilling is not None:
+        if fewer >= now or run.waiting or run.slots.filling:
             return now
         length = self.core.lengths.current
         moves = [(now, fewer), (fewer, run.most_slots)]

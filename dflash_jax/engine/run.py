@@ -131,11 +131,14 @@ class Run:
         core = self.core
         self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
         while self.waiting or self.slots.taken:
+            # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's came
+            # 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and 64 tokens
+            # took 1 ms longer, 2 to 3 %.
             while not self.ahead.full and self._start():
                 pass
             if self.ahead.items:
                 item = self.ahead.take()
-                yield from self.prompts.first_token(item) if isinstance(item, First) else self._look(item)
+                yield from self.prompts.first_tokens(item) if isinstance(item, First) else self._look(item)
 
     def _start(self) -> bool:
         """Gives the device the next part of a prompt, or cycles; False where there is nothing, or results have to be seen first."""
@@ -160,19 +163,21 @@ class Run:
         """Whether somebody waits who could have a slot if there were as many as there may be."""
         return bool(self.waiting) and None not in self.slots.jobs and len(self.slots.jobs) < self.most_slots
 
-    def admit(self) -> None:
-        """Gives a slot to the request that has waited longest, one prompt at a time."""
-        if not self.waiting or self.slots.prefilling is not None:
-            return
+    def admit(self, most: int | None = None) -> bool:
+        """Gives a slot to the request that has waited longest, if its pages lack at most so many tokens."""
+        if not self.waiting:
+            return False
         if self.wants_slots and not self.ahead.calls:
             self._fit_slots(self.most_slots)
         job, few = self.waiting[0], min(self.cycles, CYCLES_PER_CHUNK)
         growth = sum(
-            max(0, self.pages_for(other, few, self.setup.offered) - len(other.pages)) for other in self.slots.decoding
+            max(0, self.pages_for(other, few, self.setup.offered) - len(other.pages)) for other in self.slots.taken
         )
-        if self.slots.enter(job, self.core.pages_for(len(job.context)), spare=growth):
-            self.waiting.popleft()
-            job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
+        if not self.slots.enter(job, self.core.pages_for(job.length), spare=growth, most=most):
+            return False
+        self.waiting.popleft()
+        job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
+        return True
 
     def _start_cycles(self) -> bool:
         if not self.slots.decoding:
@@ -215,7 +220,7 @@ class Run:
 
     def _patience(self) -> int:
         """Cycles until the next look at most."""
-        if self.slots.prefilling is None:
+        if not self.slots.filling:
             return self.cycles
         # A slot that stands empty costs as much as a busy one: it is filled before others go far.
         return 1 if self.waiting and None in self.slots.jobs else min(self.cycles, CYCLES_PER_CHUNK)
@@ -269,7 +274,7 @@ class Run:
         """Pages of a running request before so many cycles of `length` tokens, behind those that were started: max_tokens limits
         its tokens too."""
         most = min(job.coming + (cycles - 1) * length, job.remaining - 1)
-        return self.core.pages_for(job.filled + most)
+        return self.core.pages_for(job.length + most)
 
     def keep(self, state: DecodeState) -> None:
         """The state is the pools' only owner: the engine must know the newest one at every moment."""

@@ -45,6 +45,11 @@ class Job:
         return (*self.request.prompt, *self.tokens[:-1])
 
     @property
+    def length(self) -> int:
+        """Tokens of `context`."""
+        return len(self.request.prompt) + max(0, len(self.tokens) - 1)
+
+    @property
     def remaining(self) -> int:
         return self.request.params.max_tokens - len(self.tokens)
 
@@ -61,12 +66,14 @@ class Slots:
 
     Attributes:
       found: pages that requests took over from others so far.
+      filling: requests whose contexts are not in the pages yet, in the order in which they entered.
     """
 
     def __init__(self, count: int, width: int, allocator: PageAllocator, page_size: int, root: bytes | None):
         self.allocator, self.page_size, self.root = allocator, page_size, root
         self.jobs: list[Job | None] = [None] * count
         self.found = 0
+        self.filling: list[Job] = []
         # -1 is no page: a write there is dropped, a read is masked.
         self.tables = np.full((count, width), -1, np.int32)
 
@@ -79,30 +86,33 @@ class Slots:
         return [job for job in self.taken if job.decoding]
 
     @property
-    def prefilling(self) -> Job | None:
-        """At most one: the next one finds in the pool what this one is still writing."""
-        return next((job for job in self.taken if not job.decoding), None)
-
-    @property
     def youngest(self) -> Job:
         return max(self.taken, key=lambda job: job.arrival)
 
-    def enter(self, job: Job, pages: int, spare: int) -> bool:
-        """Gives `job` a slot and `pages` pages, the first ones with what they hold already; False where there is no room.
+    def enter(self, job: Job, pages: int, spare: int, most: int | None = None) -> bool:
+        """Gives `job` a slot and `pages` pages, the first ones with what they hold already; False where there is no room, or where
+        it would find more of them once those before it are prefilled.
 
         Args:
           spare: free pages that must be left over.
+          most: tokens that its pages may lack.
         """
         if None not in self.jobs:
             return False
         shared = self._find(job)
-        if pages - len(shared) + spare > self.allocator.num_free:
+        lacks = job.length - len(shared) * self.page_size
+        if (
+            self._comes(job, len(shared))
+            or pages - len(shared) + spare > self.allocator.num_free
+            or (most is not None and lacks > most)
+        ):
             self.allocator.free(shared)
             return False
         job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
         job.filled, job.fresh = len(shared) * self.page_size, 0
         job.due = job.coming = 0
         self.jobs[job.slot] = job
+        self.filling.append(job)
         self.found += len(shared)
         self.resize(job, pages)
         return True
@@ -122,8 +132,15 @@ class Slots:
         self.publish(job)
         self.tables[job.slot] = -1
         self.jobs[job.slot] = None
+        self.filling = [other for other in self.filling if other is not job]
         pages, job.pages, job.slot, job.decoding = job.pages, [], -1, False
         self.allocator.free(pages)
+
+    def filled(self, job: Job) -> None:
+        """The context of `job` is in its pages."""
+        job.decoding = True
+        self.filling.remove(job)
+        self.publish(job)
 
     def publish(self, job: Job) -> None:
         """Lets others find the full pages of `job`: those below the tokens that either model may still write."""
@@ -139,6 +156,12 @@ class Slots:
             return []
         extend_keys(job.keys, job.context, self.page_size, self.root)
         return self.allocator.find(job.keys[: (len(job.context) - 1) // self.page_size])
+
+    def _comes(self, job: Job, found: int) -> bool:
+        """Whether the first page that `job` does not find is one that a prompt before it is about to fill."""
+        if self.root is None or found >= (job.length - 1) // self.page_size:
+            return False
+        return any(job.keys[found : found + 1] == other.keys[found : found + 1] for other in self.filling)
 
     def compact(self, count: int) -> np.ndarray:
         """Moves all requests into the first of `count` slots, in the order of their old ones, and returns which those were; -1

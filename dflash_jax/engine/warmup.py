@@ -1,6 +1,7 @@
 """Everything an engine can need, compiled ahead."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -14,14 +15,13 @@ from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.resize import resize, without_pools
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine.core import MAX_CYCLES, STOP_WIDTH, Core
-from dflash_jax.programs import round_up
-from dflash_jax.requests import Request, empty_state, request_row
-from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.programs import PIECES_OF_ONE, round_up
+from dflash_jax.requests import Request, empty_state, request_rows
 
 
-def admit_program(setup: Setup, _: None, state: DecodeState, slot: Array, row: DecodeState, logits: Array):
+def admit_program(setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array):
     """`admit` with the argument that programs keep for weights."""
-    return admit(setup, state, slot, row, logits)
+    return admit(setup, state, slots, rows, logits)
 
 
 def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
@@ -38,11 +38,12 @@ def warmup_jobs(core: Core, setups: Iterable[Setup], batch: Iterable[int] | None
         jobs = Jobs(core, setup, STOP_WIDTH)
         for old, new in itertools.permutations(sizes, 2):
             yield jobs.resize(old, new)
-        for width, chunk in itertools.product(buckets.width, buckets.chunk):
-            if chunk <= round_up(width * core.page_size, buckets.chunk):
-                yield jobs.prefill(width, chunk)
+        for width in buckets.width:
+            yield from (jobs.prefill(width, rows, buckets.piece) for rows in buckets.pieces)
+            if buckets.whole is not None and width * core.page_size > PIECES_OF_ONE * buckets.piece:
+                yield jobs.prefill(width, *buckets.whole)
         for size in sizes:
-            yield jobs.admit(size)
+            yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
                 yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
 
@@ -64,20 +65,33 @@ def first_jobs(
       length: what the first cycles will verify.
     """
     setup = setup.verifying(length)
-    jobs, buckets, steps = Jobs(core, setup, stop_width), core.buckets, dict[tuple[int, int], None]()
-    for request in requests:
-        length = len(request.prompt)
-        for start in range(0, length, buckets.chunk[-1]):
-            end = min(length, start + buckets.chunk[-1])
-            steps[core.width_of(end), round_up(end - start, buckets.chunk)] = None
-    yield from (jobs.prefill(width, chunk) for width, chunk in steps)
-    yield jobs.admit(slots)
+    jobs, calls = Jobs(core, setup, stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
+    yield from (jobs.prefill(*call) for call in calls)
+    yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
     widths, longest = dict[int, None](), 0
     for request, count in itertools.product(requests, cycles):
         ahead = max(0, min((count - 1) * setup.width, request.params.max_tokens - 2))
         longest = max(longest, len(request.prompt) + ahead + core.lookahead)
         widths[core.width_of(longest)] = None
     yield from (jobs.loop(slots, width) for width in widths)
+
+
+def prompt_calls(core: Core, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:
+    """Width of the page table, rows, and tokens of each for every call that prefills these requests, where none finds pages and
+    those that have no slot at first come one by one."""
+    buckets, coming = core.buckets, list(requests)
+    while coming:
+        longest, end, taken = len(coming[0].prompt), 0, 1
+        while longest - end > math.prod(shape := buckets.prompts([longest - end])):
+            end += math.prod(shape)
+            yield core.width_of(end), *shape
+        lefts = [longest - end]
+        for other in coming[1 : max(1, slots - (len(requests) - len(coming)))]:
+            if len(other.prompt) > buckets.room(lefts):
+                break
+            lefts, longest, taken = [*lefts, len(other.prompt)], max(longest, len(other.prompt)), taken + 1
+        yield core.width_of(longest), *buckets.prompts(lefts)
+        coming = coming[taken:]
 
 
 class Jobs:
@@ -92,16 +106,17 @@ class Jobs:
     def pools(self) -> tuple[Pages, Pages]:
         return self.core.pool_shapes()
 
-    def prefill(self, width: int, chunk: int) -> partial[None]:
-        ids = jax.ShapeDtypeStruct((1, chunk), np.int32)
-        step = (self.core.weights, self._table(1, width), self.pools, ids, self.scalar, self.scalar)
+    def prefill(self, width: int, rows: int, size: int) -> partial[None]:
+        ids, numbers = jax.ShapeDtypeStruct((rows, size), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
+        step = (self.core.weights, self._table(rows, width), self.pools, ids, numbers, numbers)
         return partial(self.prepare, prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
 
-    def admit(self, slots: int) -> partial[None]:
+    def admit(self, slots: int, rows: int) -> partial[None]:
         setup = self.setup.verifying(self.setup.offered)  # one program whatever is verified
-        row = request_row(setup, Request(0, (0,), SamplingParams()), self.stop_width, self.core.dtype)
-        logits = jax.ShapeDtypeStruct((1, 1, self.core.target.vocab_size), np.float32)
-        call = (None, self._state(slots), self.scalar, row, logits)
+        arrays = request_rows(setup, [None] * rows, self.stop_width, self.core.dtype)
+        numbers = jax.ShapeDtypeStruct((rows,), np.int32)
+        logits = jax.ShapeDtypeStruct((rows, 1, self.core.target.vocab_size), np.float32)
+        call = (None, self._state(slots), numbers, arrays, logits)
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
     def loop(self, slots: int, width: int) -> partial[None]:

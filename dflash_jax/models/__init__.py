@@ -77,8 +77,8 @@ FAMILIES = (
         is_mtp_tensor,
     ),
     Family(
-        "dflash", "draft", ("DFlashDraftModel", "DFlashForCausalLM", "Qwen3DSparkModel"), DFlashConfig,
-        dflash_parameters, dflash_canonical,
+        "dflash", "draft", ("DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DSparkModel"),
+        DFlashConfig, dflash_parameters, dflash_canonical,
     ),
 )  # fmt: skip
 

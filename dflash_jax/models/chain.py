@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
 from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.rounded_rows import fits as rounded_fits
+from dflash_jax.models.rounded_rows import run_rounded
 from dflash_jax.models.routed import fits as routed_fits
 from dflash_jax.models.routed import run_routed
 from dflash_jax.models.rows import fits, run_rows
@@ -38,7 +40,10 @@ def embedded(
     first: Any = layers[0]
     shape = jax.eval_shape(lambda: table[ids])
     few = getattr(attend, "decodes", False) and (
-        _chains(layers, shape, None) or _in_rows(layers, shape) or routed_fits(layers, shape)
+        _chains(layers, shape, None)
+        or _in_rows(layers, shape)
+        or rounded_fits(layers, shape)
+        or routed_fits(layers, shape)
     )
     if isinstance(table, Quantised) or not few:
         return table[ids], None
@@ -61,7 +66,7 @@ def run_layers(
     Where `CHAIN_LAYERS` is on, `attend` decodes (`attend.decodes`: nobody takes gradients), rows are few and `layer_chain` knows
     the layers, the stream stays in float32 between layers; where `CHAIN_ATTENTION` is on and `attention_chain` knows the call, a
     layer is one operation. Where `DENSE_ROWS` is on, `attend` decodes and there are some hundred rows, products take what follows
-    them along (`models.rows`). Otherwise each layer is called.
+    them along (`models.rows`); in float8 where weights round rows (`models.rounded_rows`). Otherwise each layer is called.
 
     Args:
       layers, norm: of one model.
@@ -77,6 +82,8 @@ def run_layers(
         return _chained(layers, norm, x, entered, rotary, attend, implementation)
     if decodes and _in_rows(layers, x):
         return run_rows(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
+    if decodes and rounded_fits(layers, x):
+        return run_rounded(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
     if decodes and routed_fits(layers, x):
         return run_routed(layers, norm, x, first.input_norm(x) if normed is None else normed, rotary, attend)
     streams = []

@@ -33,6 +33,8 @@ from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import leaves_out, multiplied
 
+SHARED_HEAD = "shared.lm_head.weight"  # among a drafter's weights: its own copy of the target's head, in eight bits
+
 
 class DFlash(nnx.Module):
     """A drafter; embeddings and head are the target's unless the checkpoint brings its own."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
 from dflash_jax.errors import ConfigError
+from dflash_jax.models.speculators_config import NESTED, from_speculators
 
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
@@ -64,17 +65,19 @@ class DFlashConfig(DecoderConfig):
         """Reads a drafter's `config.json`.
 
         Args:
-          values: the file. A field is looked up in `dflash_config`, in `eagle_config`, then at the top level.
+          values: the file, in z-lab's layout or in that of the speculators library. A field is looked up in `dflash_config`, in
+            `eagle_config`, then at the top level.
           tensor_names: canonical names of the checkpoint's tensors; they decide what the drafter brings itself.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         top = KeyReader("config.json (DFlash)", values)
-        if "transformer_layer_config" in top.values:
+        if NESTED in top.values:
+            top = KeyReader(top.subject, from_speculators(top.values))
+        if not top.flag("is_neox_style", default=True):
             raise ConfigError(
-                f"{top.subject} has the layout of the speculators library (transformer_layer_config), which is not read: take the "
-                "drafter's release with `dflash_config`, as z-lab publishes it"
+                f"{top.subject}: is_neox_style must be true; rotary pairs next to each other are not read"
             )
         inner: dict[str, Any] = {}
         for key in ("eagle_config", "dflash_config"):  # the later one counts

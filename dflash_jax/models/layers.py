@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
-from dflash_jax.models.quantised import Quantised, product
+from dflash_jax.models.quantised import Quantised, best_product, product
 
 
 class Rotary(NamedTuple):
@@ -68,7 +68,7 @@ def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) ->
 def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Int[Array, "..."]:
     """The row of the weight that has the largest product with x, the first of equal ones."""
     if isinstance(weight, Quantised):
-        return jnp.argmax(product(x, weight), axis=-1).astype(jnp.int32)
+        return best_product(x, weight)
     return dense_best(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
 
 

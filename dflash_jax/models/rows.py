@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from dflash_kernels import dense, dense_gated, dense_onto, dense_parts, dense_refusal
+from dflash_kernels import dense, dense_gated, dense_onto, dense_parts, dense_refusal, float8_refusal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
-from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.quantised import Quantised, product, rounds
 
 MOST = 256  # with more, XLA's products with nothing after them are faster
 SOME_ROWS = 128  # multiplied at once where some rows are left out
@@ -22,19 +22,26 @@ def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | N
     `live`: so many rows from the first on are asked for: the others may be anything.
     """
     weight, rows = layer.weight[...], math.prod(x.shape[:-1])
+    if layer.bias is None and isinstance(weight, Quantised) and rounds(weight, rows):
+        return product(x, weight, live)
     if (rows > MOST and live is None) or not _takes(layer, rows, x.dtype):
         return layer(x)
     flat = x.reshape(rows, -1)
     if weight.shape[1] > weight.shape[0]:
-        product = jnp.sum(dense_parts(flat, weight, live=live), axis=0).astype(x.dtype)
+        products = jnp.sum(dense_parts(flat, weight, live=live), axis=0).astype(x.dtype)
     else:
-        product = dense(flat, weight, live=live)
-    return product.reshape(*x.shape[:-1], -1)
+        products = dense(flat, weight, live=live)
+    return products.reshape(*x.shape[:-1], -1)
 
 
 def leaves_out(layer: Linear, rows: int, dtype: Any) -> bool:
     """Whether `multiplied` of more rows than `MOST` is faster where some are asked for alone."""
-    return rows > MOST and rows % SOME_ROWS == 0 and _takes(layer, rows, dtype)
+    if rows <= MOST or rows % SOME_ROWS:
+        return False
+    weight = layer.weight[...]
+    if layer.bias is None and rounds(weight, rows):
+        return float8_refusal(rows, dtype, weight.shape[1]) is None
+    return _takes(layer, rows, dtype)
 
 
 def _takes(layer: Linear, rows: int, dtype: Any) -> bool:

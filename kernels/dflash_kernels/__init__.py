@@ -25,6 +25,15 @@ from dflash_kernels.dense.api import (
 )
 from dflash_kernels.dense.reference import dense_scores
 from dflash_kernels.dispatch import NoImplementationError
+from dflash_kernels.float8_dense.api import (
+    float8_best,
+    float8_dense,
+    float8_gated,
+    float8_onto,
+    float8_refusal,
+    float8_rows,
+)
+from dflash_kernels.float8_dense.reference import Float8Rows
 from dflash_kernels.grouped_linear.api import grouped_linear, grouped_linear_refusal
 from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
 from dflash_kernels.latent_expand.api import latent_expand
@@ -48,14 +57,15 @@ from dflash_kernels.routed_experts.api import (
 from dflash_kernels.row_norm.api import embed_norm, stream_norm
 
 __all__ = [
-    "Chained", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvAttended", "QkvWritten", "add_norm",
-    "add_norm_scores", "attention_chain", "attention_chain_exchange", "attention_chain_refusal", "cache_write",
-    "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts", "dense_refusal",
-    "dense_scores", "embed_norm", "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode",
-    "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
-    "layer_chain_refusal", "linear_chain", "linear_chain_exchange", "linear_chain_refusal", "merge_states", "mixture",
-    "mla_attention", "mla_write", "paged_attention", "paged_schedule",
-    "qkv_attention", "qkv_attention_refusal", "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor",
-    "quantised_linear", "ragged_attention", "ragged_paged_attention", "routed_experts", "routed_experts_exchange",
-    "routed_experts_refusal", "schedule_helps", "stream_norm", "swizzle_scales",
+    "Chained", "Float8Rows", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvAttended",
+    "QkvWritten", "add_norm", "add_norm_scores", "attention_chain", "attention_chain_exchange", "attention_chain_refusal",
+    "cache_write", "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated", "dense_onto", "dense_parts",
+    "dense_refusal", "dense_scores", "embed_norm", "float8_best", "float8_dense", "float8_gated", "float8_onto",
+    "float8_refusal", "float8_rows", "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode",
+    "latent_encode", "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write",
+    "layer_chain", "layer_chain_refusal", "linear_chain", "linear_chain_exchange", "linear_chain_refusal", "merge_states",
+    "mixture", "mla_attention", "mla_write", "paged_attention", "paged_schedule", "qkv_attention", "qkv_attention_refusal",
+    "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention",
+    "ragged_paged_attention", "routed_experts", "routed_experts_exchange", "routed_experts_refusal", "schedule_helps",
+    "stream_norm", "swizzle_scales",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.memory import size
+from dflash_jax.models.dflash import SHARED_HEAD
 
 COMMAND = [sys.executable, "-m", "dflash_jax.cli"]
 
@@ -220,6 +222,18 @@ def test_info_counts_weights_in_eight_bits(target, capsys, kind):
     out = capsys.readouterr().out
     assert f": {size(dj.load(target).memory.weights)} weights, " in out
     assert "while weights are read" not in out
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_info_says_what_a_drafter_in_eight_bits_takes(capsys, kind):
+    """Its copy of the target's head counts, unless the target's is in eight bits itself."""
+    options = [] if kind is None else ["--weight-dtype", kind]
+    assert main(["info", "--draft-weight-dtype", "fp8_dynamic", *options]) == 0
+    out = capsys.readouterr().out
+    copy: Any = dj.load(draft_weight_dtype="fp8_dynamic").engine.weights["draft"][SHARED_HEAD]
+    head = size(copy.values.nbytes + copy.scales.nbytes)
+    said = f", {head} for its copy of the target's head, " if kind is None else f", the target's in {kind}, "
+    assert f"the drafter's large matrices in fp8_dynamic{said}" in out
 
 
 def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):

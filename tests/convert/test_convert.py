@@ -109,6 +109,28 @@ def test_drafter_with_everything_of_its_own(hf, bits):
     ]
 
 
+def test_a_drafter_as_the_speculators_library_writes_it(hf, bits):
+    """The same weights with z-lab's file beside them and with that library's; the way back keeps its file."""
+    config = hf.dflash_config | {"draft_vocab_size": 40, "num_target_layers": None}
+    own = {"embed_tokens.weight": np.ones((96, 32), np.float32), "lm_head.weight": np.ones((40, 32), np.float32)}
+    tensors = hf.tensors(config, extra=own | {"d2t": np.arange(40) + 3})
+    layers = {key: value for key, value in hf.qwen3_config.items() if key not in ("architectures", "torch_dtype")}
+    theirs = {
+        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "block_size": 4, "mask_token_id": 95,
+        "aux_hidden_state_layer_ids": [1, 3], "draft_vocab_size": 40, "transformer_layer_config": layers | {"num_hidden_layers": 2},
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    plain = open_checkpoint(hf.write("plain", config, tensors))
+    source = hf.write("theirs", theirs, tensors | {"t2d": np.ones(96, bool)})
+    other = open_checkpoint(source)
+    assert other.config == plain.config
+    same(bits, other.load(), plain.load())
+    assert hf.convert(hf.qwen3(), "--draft", source, "--output", hf.root / "out", "--verify", "logits") == 0
+    assert open_converted(hf.root / "out" / "draft").config == plain.config
+    assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
+    assert open_checkpoint(hf.root / "back" / "draft").config == plain.config
+
+
 def test_other_names_of_a_drafters_tensors(hf, bits):
     """`midlayer.` for a single layer, and other names for sinks, the mask's embedding and the map of a draft vocabulary."""
     config = hf.dflash_config | {"num_hidden_layers": 1, "draft_vocab_size": 40}

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from dflash_jax.cache import PageAllocator
@@ -31,6 +32,7 @@ class Outcome:
     interrupted: int = 0
     moved: int = 0
     behind: int = 0
+    together: int = 0
 
 
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
@@ -73,15 +75,17 @@ class Interrupter:
         return interrupted
 
 
-def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, run: Run) -> None:
-    """Fails where prompts get more than one chunk between two calls of the loop that somebody who decodes waits for."""
+def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, run: Run, outcome: Outcome) -> None:
+    """Fails where prompts get more than one chunk between two calls of the loop that somebody who decodes waits for. Counts calls
+    with pieces of several prompts."""
     call, spent = engine.programs.call, [0]
 
     def watched(function, static, donate, *args):
+        outcome.together += function.__name__ == "admit_program" and np.sum(args[2] < len(run.slots.jobs)) > 1
         if function.__name__ == "loop":
             spent[0] = 0
         elif function.__name__ == "prefill_chunk" and run.slots.decoding:
-            spent[0] += args[3].shape[1]
+            spent[0] += args[3].size
             assert spent[0] <= engine.max_chunk, "a running sequence waits longer than one chunk"
         return call(function, static, donate, *args)
 
@@ -129,7 +133,7 @@ def play(
     ended, cancelled, slots = set(), set(), len(run.slots.jobs)
     with pytest.MonkeyPatch.context() as patch:
         try:
-            watch_waiting(patch, engine, run)
+            watch_waiting(patch, engine, run, outcome)
             if interrupt:
                 Interrupter(patch, engine, run, rng.randint(0, 160))
             for update in run:

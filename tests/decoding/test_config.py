@@ -99,16 +99,6 @@ def test_malformed_keys(changes: dict[str, Any], message: str) -> None:
         target(**changes)
 
 
-def test_drafters_of_another_layout_are_called_by_it() -> None:
-    layers = {name: value for name, value in DRAFT.items() if name.startswith(("hidden", "num_", "vocab"))}
-    file = {
-        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash", "transformer_layer_config": layers,
-        "aux_hidden_state_layer_ids": [0, 1], "mask_token_id": 63, "block_size": 8, "draft_vocab_size": 64,
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="layout of the speculators library"):
-        family_of(file).config(file)
-
-
 def test_a_file_that_is_no_object_is_refused() -> None:
     with pytest.raises((ConfigError, TypeError), match=r"got list|\[1\]"):  # type checks may speak first
         Qwen3Config.from_hf([1])  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,10 @@ from dflash_convert.hf_reader import assemble
 
 import dflash_jax as dj
 from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
-from dflash_jax.models import family_named
+from dflash_jax.models import family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.weights import weight_shapes
 
@@ -55,6 +57,41 @@ def test_pages_are_never_copied(slots, cache_dtype, draft):
     assert copies == []
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "fp8", "int8"])
+def test_pieces_of_prompts_are_what_whole_ones_are(cache_dtype):
+    """Two prompts in the rows of one call, and each in a row of its own: the same logits, but for bfloat16's rounding."""
+    engine, rng = published_shapes(cache_dtype), np.random.default_rng(0)
+    tables = family_named("qwen3").parameters(engine.target), family_named("dflash").parameters(engine.draft)
+    weights = {
+        role: init_params(table, jax.random.key(seed), "bfloat16")
+        for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
+    }
+    weights["draft"] = fuse_context_projection(engine.draft, weights["draft"])
+    setup = engine.setup(mode="greedy", draft=True).for_prefill()
+
+    def prefill(table, ids, starts, lengths):
+        numbers = (np.asarray(x, np.int32) for x in (ids, starts, lengths))
+        step = (weights, np.asarray(table, np.int32), engine.take_pools(), *numbers)
+        return engine.programs.call(prefill_chunk, (setup,), (2,), *step)[1]
+
+    lengths, logits = (300, 190), []
+    prompts = [rng.integers(0, 4096, length) for length in lengths]
+    pages = rng.permutation(32).reshape(2, 16)
+    ids, rows = np.zeros((2, 512), np.int32), np.zeros((16, 32), np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+        logits.append(prefill(pages[row : row + 1], ids[row : row + 1], [0], [len(prompt)])[0])
+    pieces = [(row, start) for row, length in enumerate(lengths) for start in range(0, length, 32)]
+    for place, (row, start) in enumerate(pieces):
+        rows[place] = ids[row, start : start + 32]
+    owners, starts = (np.array(numbers, np.int32) for numbers in zip(*pieces, strict=True))
+    counts = np.minimum(32, np.array(lengths)[owners] - starts)
+    together = prefill(pages[owners], rows, starts, counts)
+    for place, expected in ((9, logits[0]), (15, logits[1])):
+        error = jnp.linalg.norm(together[place] - expected) / jnp.linalg.norm(expected)
+        assert error < 0.03
+
+
 def test_bfloat16_drafting_follows_plain_decoding():
     """In bfloat16 one and sixteen tokens go through different kernels, so near-ties may turn; most texts still agree."""
     model = dj.load(dtype="bfloat16", max_batch=1, max_model_len=512)
@@ -63,6 +100,21 @@ def test_bfloat16_drafting_follows_plain_decoding():
         params = dj.SamplingParams(max_tokens=64, ignore_eos=True)
         drafted, plain = (dj.generate(model, prompt, params, draft=draft) for draft in (True, False))
         assert drafted.token_ids[:8] == plain.token_ids[:8]
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_drafter_in_float8_leaves_texts_alone(slots):
+    """Few rows and many go through different kernels of the drafter's; the target's own are the same."""
+    size: Any = {"dtype": "bfloat16", "max_batch": slots, "max_model_len": 128}
+    exact, ours = (dj.load(**size, draft_weight_dtype=one) for one in (None, "fp8_dynamic"))
+    prompts = ["def quicksort(", "import os\n\n\ndef ", "class Stack:\n    def __init__(self", "for i in range("][
+        :slots
+    ]
+    params = dj.SamplingParams(max_tokens=64, ignore_eos=True)
+    before, found = (dj.generate(model, prompts, params) for model in (exact, ours))
+    assert [one.token_ids[:8] for one in found] == [one.token_ids[:8] for one in before]
+    means = [np.mean([n for one in each for n in one.acceptance_lengths]) for each in (before, found)]
+    assert means[1] > 0.8 * means[0]
 
 
 def test_weights_arrive_as_they_are_stored():

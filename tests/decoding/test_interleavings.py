@@ -125,7 +125,7 @@ def test_left_inside_a_prompt(eager, make_prompts):
         for seen, _ in enumerate(run, 1):
             if seen == stop_after:
                 break
-        inside |= {run.slots.prefilling.filled} if run.slots.prefilling else set()
+        inside |= {job.filled for job in run.slots.filling}
         run.close()
         eager.assert_free()
         assert continued(eager, prompts) == expected

@@ -15,7 +15,7 @@ from dflash_jax.decoding.prefill import admit
 from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
-from dflash_jax.requests import Request, empty_state, request_row
+from dflash_jax.requests import Request, empty_state, request_rows
 from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
@@ -47,11 +47,11 @@ def test_64_bits_change_nothing(pair, mode, proposals):
     engine = pair.engine
     setup = replace(engine.setup(mode=mode, draft=True, logprobs=mode != "sampled"), proposals=proposals, verified=3)
     state = jax.eval_shape(partial(empty_state, setup, 2, STOP_WIDTH, engine.dtype), engine.pool_shapes())
-    row = request_row(setup, Request(0, (1,), SamplingParams()), STOP_WIDTH, engine.dtype)
-    table, logits = np.zeros((2, 4), np.int32), np.zeros((1, 1, engine.target.vocab_size), np.float32)
+    rows = request_rows(setup, [(Request(0, (1,), SamplingParams()), ()), None], STOP_WIDTH, engine.dtype)
+    table, logits = np.zeros((2, 4), np.int32), np.zeros((2, 1, engine.target.vocab_size), np.float32)
     programs = (
         (partial(loop, setup, 4), engine.weights, table, state, np.int32(4), np.bool_(False), np.zeros(2, bool)),
-        (partial(admit, setup), state, np.int32(1), row, logits),
+        (partial(admit, setup), state, np.zeros(2, np.int32), rows, logits),
     )
     for program, *args in programs:
         expected = jax.eval_shape(program, *args)

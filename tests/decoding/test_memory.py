@@ -1,6 +1,7 @@
 """What is planned before anything is loaded, and what is said when memory runs out all the same."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from dflash_jax.memory import (
     size,
     workspace_bytes,
 )
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 from dflash_jax.models.quantised import quantise_weights
@@ -79,11 +81,15 @@ def test_what_cannot_fit_is_refused_with_numbers(changes, said):
         plan(**changes)
 
 
-@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "draft_kind"),
+    [(None, None), ("int8", None), ("fp8", None), (None, "fp8_dynamic"), ("int8", "fp8_dynamic")],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_are_counted_as_they_are_loaded(kind, dtype):
+def test_weights_are_counted_as_they_are_loaded(kind, draft_kind, dtype):
     """The plan's bytes are those of the arrays, and `info`, which makes none, says the same."""
-    model = dj.load(dtype=dtype, max_model_len=64, weight_dtype=kind)
+    kinds = {"weight_dtype": kind, "draft_weight_dtype": draft_kind}
+    model = dj.load(dtype=dtype, max_model_len=64, **kinds)
     loaded = {role: sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for role, each in model.engine.weights.items()}
     assert model.memory.weights == sum(loaded.values())
     assert (
@@ -92,11 +98,14 @@ def test_weights_are_counted_as_they_are_loaded(kind, dtype):
         == sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.take_pools()))
     )
     assert model.memory.num_pages == model.engine.num_pages == model.memory.full_pages
-    facts = collect(dtype=dtype, max_model_len=64, weight_dtype=kind)
+    facts = collect(dtype=dtype, max_model_len=64, **kinds)
     assert {row["role"]: row["weight_bytes"] for row in facts["models"]} == loaded
     assert facts["memory"]["weight_bytes"] == model.memory.weights
     assert facts["memory"]["reading_bytes"] == model.memory.reading
-    read, promised = model.engine.weights, weight_shapes(PAIR, jnp.dtype(dtype), kind)
+    read, promised = model.engine.weights, weight_shapes(PAIR, jnp.dtype(dtype), kind, draft_kind)
+    head: Any = read["draft"].get(SHARED_HEAD)
+    assert (head is not None) == (kind is None and draft_kind is not None)
+    assert facts["memory"]["shared_head_bytes"] == (0 if head is None else head.values.nbytes + head.scales.nbytes)
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), read, promised)))
 
 

@@ -1,9 +1,10 @@
 """Text that grows token by token: whole characters, nothing taken back, stop strings wherever tokens are cut."""
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.generation import _Writer
@@ -11,11 +12,13 @@ from dflash_jax.model import Model
 from dflash_jax.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text import TextStream
+from dflash_jax.tokenizer import Tokenizer
 
-from .tokenizers_for_tests import PIECES, byte_fallback, byte_level, ids_of
+from .tokenizers_for_tests import PIECES, byte_fallback, byte_level, ids_of, metaspace
 
 TOKENIZER = byte_level()
 SPECIAL_ID = 256 + len(PIECES)
+TOKENIZERS: dict[str, Tokenizer] = {}
 UNKNOWN_IDS = (SPECIAL_ID + 1, 100_000)
 
 ANY_IDS = st.lists(st.one_of(st.integers(0, SPECIAL_ID), st.integers(256, SPECIAL_ID), st.sampled_from(UNKNOWN_IDS)))
@@ -201,3 +204,77 @@ def test_decoders_that_change_their_mind_do_no_harm(ids: list[int]) -> None:
     assert [c for c in shown if c.isascii()] == [c for c in whole if c.isascii()]
     if "\ufffd" not in whole:
         assert shown == whole
+
+
+def all_at_once(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text by definition, in which whatever is no character yet is decoded again with every token that follows."""
+    text, window, read, known = "", list[int](), 0, 0
+    for place, token in enumerate([*ids, None]):
+        window += [] if token is None else [token]
+        decoded = tokenizer.decode(window)
+        if len(decoded) > known and (place == len(ids) or not decoded.endswith("\ufffd")):
+            text += decoded[known:]
+            window = window[read:]
+            read, known = len(window), len(tokenizer.decode(window))
+    return text
+
+
+BROKEN = (0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xFF, 0xC3)
+RUNS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(BROKEN), st.integers(1, 90)).map(lambda drawn: [drawn[0]] * drawn[1]),
+        st.lists(st.sampled_from(BROKEN), min_size=30, max_size=60),
+        st.lists(st.integers(0, 300), max_size=12),
+        st.integers(1, 50).map(lambda times: [SPECIAL_ID] * times),
+        st.lists(st.sampled_from([0xE4, 0xBD, 0xA0, 259, 260]), max_size=40),
+    ),
+    max_size=6,
+).map(lambda runs: [token for run in runs for token in run])
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(ids=RUNS)
+@example(
+    ids=[0xFF, *[0xC3, 0xA9] * 15, 0xE4, 0xBD, 0xA0]
+)  # good but for the first, dropped in the middle of a character
+def test_long_runs_that_are_no_text_lose_nothing(make: Callable[[], Tokenizer], ids: list[int]) -> None:
+    tokenizer = TOKENIZERS.setdefault(make.__name__, make())
+    stream, shown = TextStream(tokenizer), ""
+    for token in ids:
+        stream.add(token)
+        shown += stream.take()
+    stream.finish()
+    shown += stream.take(everything=True)
+    assert shown == stream.text == all_at_once(tokenizer, ids)
+    if make is byte_level:
+        assert shown == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("make", "first", "then"),
+    [
+        (byte_level, [], [0xE4]),
+        (byte_level, [], [SPECIAL_ID]),
+        (byte_level, [], [100_000]),
+        (byte_fallback, [], [0xFF]),
+        (byte_fallback, [0xFF], [0xC3, 0xA9]),  # bytes of good characters that an earlier one of their run spoils
+        (metaspace, [], [0xE4]),
+    ],
+)
+def test_no_output_is_decoded_again_and_again(make: Callable[[], Tokenizer], first: list[int], then: list[int]) -> None:
+    """Tokens that never become text, for example what follows an ignored end: the work for one of them has a bound."""
+    tokenizer, ids, most = make(), first + then * 500, 0
+
+    class Counting(Tokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            nonlocal most
+            most = max(most, len(ids))
+            return super().decode(ids)
+
+    stream = TextStream(Counting(tokenizer.backend), ["stop"])
+    for token in ids:
+        stream.add(token)
+    assert most < 100
+    assert not stream.finish()
+    assert stream.text == tokenizer.decode(ids)

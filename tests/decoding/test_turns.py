@@ -1,5 +1,7 @@
 """Whose turn it is: how much of prompts is prefilled between the same two cycles, and how many cycles come before the next one."""
 
+from dataclasses import replace
+
 import pytest
 
 from dflash_jax.engine.core import LEAST_TOKENS
@@ -28,9 +30,10 @@ def requests(prompts, max_tokens=24):
 
 
 def test_prompts_share_a_chunk_until_it_is_full(pair, make_prompts, calls, monkeypatch):
-    """Short ones count as LEAST_TOKENS; after so many, those that can do run, one cycle at a time while others could enter."""
+    """Short calls count as LEAST_TOKENS; after so many, those that can do run, one cycle at a time while others could enter."""
     monkeypatch.setattr(pair.engine, "max_chunk", 2 * LEAST_TOKENS)
-    prompts = make_prompts((9, 20, 5, 17))
+    monkeypatch.setattr(pair.engine, "buckets", replace(pair.engine.buckets, pieces=(2,)))
+    prompts = make_prompts((33, 40, 37, 64))
     run = pair.engine.run(requests(prompts), cycles=16, slots=4)
     tokens = {i: [] for i in range(4)}
     for update in run:

@@ -14,16 +14,17 @@ from dflash_jax.engine.verify_length import FIRST_CYCLES, VerifyLength
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.programs import Status
 from dflash_jax.weights import weight_shapes
 
 OFFERED = 16
 
 
-def cost_of(name: str) -> CycleCost:
+def cost_of(name: str, draft_weight_dtype: WeightDtype | None = None) -> CycleCost:
     target, draft = TARGETS[f"Qwen3-{name}"], DRAFTERS[f"Qwen3-{name}-DFlash-b16"]
     pair = [(target, family_named("qwen3")), (draft, family_named("dflash"))]
-    return cycle_cost(target, draft, weight_shapes(pair, jnp.dtype("bfloat16")))
+    return cycle_cost(target, draft, weight_shapes(pair, jnp.dtype("bfloat16"), None, draft_weight_dtype))
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,17 @@ def play(lengths: VerifyLength, chances: np.ndarray, slots: int, calls: int, rng
 def best_rate(cost: CycleCost, chances: np.ndarray, slots: int) -> float:
     gains = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
     return max(gains[n - 1] / cost.ms(slots, n, 1024.0) for n in (1, 4, 8, 16))
+
+
+@pytest.mark.parametrize("name", ["4B", "8B"])
+def test_a_drafter_in_float8_costs_less(name):
+    """The bytes and products of drafts halve, with the head's for proposals; plain decoding costs what it did."""
+    exact, narrow = cost_of(name), cost_of(name, "fp8_dynamic")
+    assert narrow.ms(32, 1, 1024.0) == exact.ms(32, 1, 1024.0)
+    for slots in (1, 8, 32):
+        assert 0.8 < narrow.ms(slots, 16, 1024.0) / exact.ms(slots, 16, 1024.0) < 0.95
+    assert narrow.draft.products == pytest.approx(exact.draft.products / 2, rel=1e-3)
+    assert narrow.proposing.dense < 0.51 * exact.proposing.dense == 0.51 * narrow.head.dense
 
 
 @pytest.mark.parametrize("slots", [1, 8, 64])

@@ -35,11 +35,20 @@ def byte_level() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """The other kind: words with a mark for spaces, and tokens such as <0xE4> for bytes that no word covers."""
-    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["a", "▁b", "▁stop", "你", "."]
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["a", "▁b", "▁stop", "你", ".", "▁"]
     backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return Tokenizer(backend)
+
+
+def metaspace() -> Tokenizer:
+    """The same vocabulary with the decoder that puts one space before a text and takes it off, and special tokens."""
+    backend = byte_fallback().backend
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    backend.add_special_tokens([SPECIAL])
+    backend.add_tokens(["<tool>"])
     return Tokenizer(backend)
 
 

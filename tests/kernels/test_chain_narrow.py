@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
+from dflash_kernels.layer_chain.mosaic_gpu import launch
+from dflash_kernels.layer_chain.mosaic_gpu_digits import digits_of
 from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
 from dflash_kernels.quantised_linear.columns import in_pairs
 
+from ..devices import h200
 from . import attention_chain_cases as whole
 from . import test_attention_chain as attention
 from . import test_layer_chain as products
@@ -38,14 +41,42 @@ def narrowed(call: dict[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str,
     return small | {"scales": tuple(scales)}, wide
 
 
+def with_outliers(call: dict[str, Any]) -> dict[str, Any]:
+    """A call in which some of a product's inputs are a thousand times what the others are."""
+    hidden, inner = call["down"].shape
+    few, inner_few = (jnp.where(jnp.arange(size) % 131 == 7, 1000.0, 1.0) for size in (hidden, inner))
+    norms = {name: (call[name] * few).astype(call[name].dtype) for name in ("post_norm", "next_norm")}
+    # Whoever multiplies a large number has small weights.
+    weights = {name: (call[name] / few).astype(call[name].dtype) for name in ("gate_up", "following")}
+    up = jnp.concatenate([jnp.ones(inner), inner_few])
+    weights["gate_up"] = (weights["gate_up"] * up[:, None]).astype(call["gate_up"].dtype)
+    weights["down"] = (call["down"] / inner_few).astype(call["down"].dtype)
+    return call | norms | weights
+
+
 @pytest.mark.parametrize(("kind", "rows", "ctas"), [(jnp.int8, 3, 9), (jnp.float8_e4m3fn, 11, 6)])
 def test_products(kind: Any, rows: int, ctas: int) -> None:
     small, wide = narrowed(products.make(rows, SMALL), kind)
     products.check(wide, products.interpreted(small, ctas))
 
 
+@pytest.mark.parametrize(("kind", "lost", "binades"), [(jnp.int8, 1 / 32640, 7), (jnp.float8_e4m3fn, 2**-21, 13)])
+def test_what_digits_lose(kind: Any, lost: float, binades: int) -> None:
+    """At most a share of a row's largest number, and nothing of those near it."""
+    rng = np.random.default_rng(0)
+    x = rng.choice([-1.0, 1.0], (300, 256)) * np.exp2(rng.uniform(-40, 0, (300, 256)) + rng.integers(-60, 60, (300, 1)))
+    x = np.asarray(jnp.asarray(np.concatenate([x, np.zeros((1, 256))])).astype(jnp.bfloat16), np.float32)
+    digits, unit = digits_of(jnp.asarray(x), kind)
+    first, second = np.split(np.asarray(digits, np.float64), 2)
+    found = (first * 256 + second if kind == jnp.int8 else first + second / 16) * np.asarray(unit, np.float64)[:, None]
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(found - x) <= lost * largest).all()
+    near = (np.abs(x) >= largest * 2.0**-binades) & (np.abs(x) < largest if kind == jnp.int8 else True)
+    assert (found == x)[near].all()
+
+
 def test_with_attention() -> None:
-    """Of one kind: how weights widen is the same code in both chains."""
+    """Of one kind: how it multiplies is the same code in both chains."""
     small, wide = narrowed(whole.make(3, [70], [3], SMALL_WHOLE), jnp.int8)
     whole.check(wide, attention.interpreted(small, ctas=4))
 
@@ -67,9 +98,21 @@ def test_schedule(sizes: dict[str, int]) -> None:
     for product in found.products:
         assert product.steps * 256 == product.parts * product.depth
         assert product.splits * product.tiles <= 132
-    assert found.products[1].pieces == [(0, 0), (1, 0), (2, 64)]  # gate, up, and what 64 rows of each leave
     assert found.x_blocks == 4
     assert found.kept_bytes + found.slots * found.slot_rows * 128 <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("kind", "rows"), [(jnp.int8, 1), (jnp.float8_e4m3fn, 16)])
+def test_lowers_for_an_h200(kind: Any, rows: int) -> None:
+    call = jax.eval_shape(lambda: narrowed(products.make(rows, products.QWEN3_4B), kind)[0])
+
+    def run(call: dict[str, Any]) -> Any:
+        (x, layer), exchange = products.arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
+        return launch(x, layer, layer.o, exchange, eps=products.EPS, ctas=132)
+
+    with h200():
+        text = jax.jit(run).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu_v2" in text
 
 
 def test_refusals_name_their_reason() -> None:
@@ -84,9 +127,10 @@ def test_refusals_name_their_reason() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 16])
-def test_products_at_full_size(kind: Any, rows: int) -> None:
-    small, wide = narrowed(products.make(rows, products.QWEN3_4B), kind)
+@pytest.mark.parametrize(("rows", "outliers"), [(1, False), (16, False), (16, True)])
+def test_products_at_full_size(kind: Any, rows: int, outliers: bool) -> None:
+    call = products.make(rows, products.QWEN3_4B)
+    small, wide = narrowed(with_outliers(call) if outliers else call, kind)
 
     @jax.jit
     def run(call: dict[str, Any]) -> Any:

@@ -28,6 +28,12 @@ def integers(*shape: int) -> jax.ShapeDtypeStruct:
     return array(*shape, dtype=jnp.int32)
 
 
+def float8(rows: int, columns: int) -> tuple[Any, Any]:
+    """A matrix and the scales of its rows."""
+    return array(rows, columns, dtype=jnp.float8_e4m3fn), array(rows, dtype=jnp.float32)
+
+
+EIGHT = dflash_kernels.Float8Rows(*float8(128, 2560))
 POOL, LATENTS = array(99, 8, 64, 128), array(99, 1, 64, 576)
 # A layer of Qwen3-4B for 16 tokens of one sequence: from its projection to heads, and from there to the next projection.
 HEADS = (
@@ -81,6 +87,11 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "add_norm_scores": (
         (array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560), array(128, 2560)), {"eps": 1e-6},
     ),
+    "float8_rows": ((array(128, 9728),), {"paired": True}),
+    "float8_dense": ((EIGHT, *float8(6144, 2560)), {}),
+    "float8_gated": ((EIGHT, *float8(2 * 9728, 2560)), {}),
+    "float8_onto": ((EIGHT, *float8(2560, 2560), array(128, 2560), array(2560)), {"eps": 1e-6, "paired": True}),
+    "float8_best": ((EIGHT, *float8(151_936, 2560)), {}),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantised_linear": (
@@ -181,7 +192,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
-        "linear_chain",
+        "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

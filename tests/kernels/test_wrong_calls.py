@@ -14,6 +14,8 @@ STARTS, LENS, ROWS = jnp.zeros(2, jnp.int32), jnp.array([3, 4], jnp.int32), jnp.
 STREAM, PARTS, EPS = jnp.ones((3, 4)), jnp.ones((2, 3, 4)), 1e-6
 EXPERTS = {"x": ROWS, "gate_up": jnp.ones((4, 8, 6)), "down": jnp.ones((4, 6, 4))}
 PIECES = {"latent_pages": POOL, "page_table": TABLE, "starts": STARTS, "lens": LENS}
+EIGHT = dflash_kernels.Float8Rows(ROWS.astype(jnp.float8_e4m3fn), jnp.ones(3))
+FLOAT8 = ("float8_dense", "float8_gated", "float8_best")
 CALLS: dict[str, dict[str, Any]] = {
     "grouped_linear": {
         "x": jnp.ones((8, 6)), "weight": jnp.ones((3, 4, 6)), "groups": STARTS, "count": jnp.array(2, jnp.int32),
@@ -26,6 +28,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantise_nvfp4": {"x": jnp.ones((3, 16)), "global_scale": 1.0},
     **{op: {"x": ROWS, "weight": jnp.ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
     "dense_onto": {"x": ROWS, "weight": jnp.ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
+    "float8_rows": {"x": jnp.ones((3, 16))},
+    **{op: {"x": EIGHT, "weight": jnp.ones((4, 6), jnp.float8_e4m3fn), "scales": jnp.ones(4)} for op in FLOAT8},
+    "float8_onto": {
+        "x": EIGHT, "weight": jnp.ones((4, 6), jnp.float8_e4m3fn), "scales": jnp.ones(4), "stream": STREAM, "norm": STREAM[0],
+        "eps": EPS,
+    },
     "add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
     "add_norm_scores": {
         "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": jnp.ones((5, 4)), "eps": EPS,

@@ -102,11 +102,11 @@ def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPa
     table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
     monkeypatch.setattr(chain, "layer_chain_refusal", lambda *_, **__: None)
 
-    def runs() -> list[Any]:
+    def runs(**options: Any) -> list[Any]:
         held, found = pages, []
         for first, lens in ((0, [4, 3]), (4, [1, 0])):
             positions = first + jnp.arange(4)[None].repeat(2, axis=0)
-            attend = PagedAttend(held, table, positions, jnp.asarray(lens))
+            attend = PagedAttend(held, table, positions, jnp.asarray(lens), **options)
             rotary = model.rotary(positions)
             found.append(run_layers(model.layers, model.norm, model.embed(ids), rotary, attend))
             held = attend.pages
@@ -125,7 +125,12 @@ def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(paged, "qkv_attention_refusal", lambda *_, **__: written.append(True))
     at_once = runs()
     assert bool(written) == any(reach is None for reach in config.windows)
-    for theirs, *others in zip(*map(jax.tree.leaves, (apart, whole, at_once)), strict=True):
+    # Rows that may be pieces of one sequence are all written before one of them attends.
+    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: taken.append(True))
+    before = len(taken), len(written)
+    related = runs(related=True)
+    assert before == (len(taken), len(written))
+    for theirs, *others in zip(*map(jax.tree.leaves, (apart, whole, at_once, related)), strict=True):
         for ours in others:
             np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
 

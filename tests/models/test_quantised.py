@@ -1,5 +1,6 @@
 """Weights in eight bits: rounding, products, lookups, and models that decode with them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.models.layers import linear
-from dflash_jax.models.quantised import Quantised, WeightDtype, quantise, quantise_weights
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.models.binding import bind
+from dflash_jax.models.chain import run_layers
+from dflash_jax.models.layers import best_rows, linear
+from dflash_jax.models.quantised import MANY_ROWS, Quantised, WeightDtype, quantise, quantise_weights
+from dflash_jax.models.rounded_rows import fits, run_rounded
+from dflash_jax.planning import check_weight_dtype
 
-KINDS: tuple[WeightDtype, ...] = ("int8", "fp8")
+KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 
 
 def matrix(dtype: Any = jnp.float32, width: int = 24) -> jax.Array:
@@ -70,6 +76,74 @@ def test_which_parameters_are_quantised() -> None:
     assert {name: isinstance(array, Quantised) for name, array in result.items()} == names
     assert list(result) == list(names)
     assert not params  # taken out, so that no array is kept twice
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [24, 48])
+def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> None:
+    """With one row fewer none is; rows of zeros and those with NaN reach no other."""
+    weight = quantise(matrix(dtype, width), "fp8_dynamic")
+    x = (
+        jnp.asarray(np.random.default_rng(1).standard_normal((MANY_ROWS, width)), dtype)
+        .at[5]
+        .set(0)
+        .at[7, 3]
+        .set(jnp.nan)
+    )
+    y, few = linear(x, weight), linear(x[1:], weight)
+    assert y.dtype == few.dtype == dtype
+    alone = linear(x[1:], dataclasses.replace(weight, dynamic=False))
+    np.testing.assert_array_equal(np.asarray(few, np.float32), np.asarray(alone, np.float32))
+    wide = np.asarray(x, np.float64)
+    top = np.abs(wide).max(axis=1, keepdims=True)
+    scaled = np.where(top > 0, wide / np.where(top > 0, top, 1) * 448, 0)
+    near = np.asarray(jnp.asarray(scaled, jnp.float32).astype(jnp.float8_e4m3fn), np.float64) * top / 448
+    true = near @ dequantised(weight).T
+    sound = np.arange(MANY_ROWS) != 7
+    rounding, one = 2 * float(jnp.finfo(dtype).eps) * np.abs(true), top * np.abs(dequantised(weight)).max(axis=1)
+    off = np.abs(np.asarray(y, np.float64) - true)[sound]
+    assert (off <= (rounding + one * 2.0**-5)[sound]).all()  # a number half-way between two may go to either
+    assert (off <= (rounding + one * 2.0**-14)[sound]).mean() > 0.97
+    assert (np.asarray(y, np.float32)[5] == 0).all()
+    assert np.isnan(np.asarray(y, np.float32)[7]).all()
+    np.testing.assert_array_equal(best_rows(x[:5], weight), jnp.argmax(linear(x[:5], weight), axis=-1))
+    np.testing.assert_array_equal(best_rows(x[sound][:64], weight), jnp.argmax(linear(x[sound][:64], weight), axis=-1))
+
+
+def test_layers_that_round_rows_as_one_operation_each() -> None:
+    """The same as layers called one by one, whose products round what they multiply."""
+    model = dj.load(max_batch=1, max_model_len=128, weight_dtype="fp8_dynamic", draft=False)
+    weights: Any = model.engine.weights["target"]
+    target = bind(model.target, weights)
+    x = jax.random.normal(jax.random.key(0), (5, 16, model.target.hidden_size)) * 0.1
+    rotary = target.rotary(jnp.broadcast_to(jnp.arange(16), (5, 16)))
+
+    assert fits(target.layers, x)
+    assert not fits(target.layers, x[:3])
+    ours = run_rounded(target.layers, target.norm, x, target.layers[0].input_norm(x), rotary, dense_attend())
+    theirs = run_layers(target.layers, target.norm, x, rotary, dense_attend())
+    for found, expected in zip([*ours[0], ours[1]], [*theirs[0], theirs[1]], strict=True):
+        assert np.abs(np.asarray(found - expected)).max() <= 0.02 * np.abs(np.asarray(expected)).max()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic"])
+def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
+    """Six sequences: enough rows for the drafter to round them."""
+    prompts = ["def test_", "class Matrix:", "import os\n", "for i in range(", "    return ", "The quick brown fox"]
+    params = dj.SamplingParams(max_tokens=40, ignore_eos=True)
+    exact, model = (dj.load(max_batch=6, max_model_len=128, draft_weight_dtype=one) for one in (None, kind))
+    before, ours = (dj.generate(one, prompts, params) for one in (exact, model))
+    assert [one.token_ids for one in ours] == [one.token_ids for one in before]
+    means = [np.mean([n for one in completions for n in one.acceptance_lengths]) for completions in (before, ours)]
+    assert means[1] > 0.8 * means[0] > 1.2
+    assert model.memory.weights < exact.memory.weights
+
+
+def test_a_drafter_that_is_not_there_has_no_weights() -> None:
+    with pytest.raises(dj.ParameterError, match="draft_weight_dtype must be left out without a drafter, got 'fp8'"):
+        dj.load(draft=False, draft_weight_dtype="fp8")
+    with pytest.raises(dj.ParameterError, match="draft_weight_dtype must be None, int8, fp8 or fp8_dynamic, got 'fp4'"):
+        check_weight_dtype("fp4", "draft_weight_dtype")
 
 
 @pytest.mark.parametrize("kind", KINDS)

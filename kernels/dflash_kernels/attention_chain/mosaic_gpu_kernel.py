@@ -75,7 +75,7 @@ def chain(
     held = {name: lent(pool) for name, pool in pools.items()}
     names = [*inputs, *held]
     options: dict[str, Any] = {
-        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 4 if plan.narrow else 3, "thread_name": "wg",
+        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
         "scratch_types": scratch(attention, plan, dtype, inputs["o"].dtype, interpret),
         "compiler_params": plgpu.CompilerParams(approx_math=True),
     }  # fmt: skip

@@ -63,9 +63,25 @@ def put_together(attention: Attention, parts, lses, target, first_item, sequence
         )
         wanted = arith.select(exists, busy, utils.c(0, th.i32()))
         low, high = packed(_weighted(_take_parts(attention, lse, values, wanted)))
-        th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};", address, low, high)
+        if attention.paired:
+            _store_paired(exists, address, column, low, high)
+        else:
+            th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};", address, low, high)
         # Only now: others wait for the row.
         _empty_parts(attention, lse, values, wanted, lane)
+
+
+def _store_paired(exists, address, column, low, high) -> None:
+    """Writes four columns, two in a word, where they lie when columns are in pairs; `address` is theirs when they are not."""
+    i16, i64 = (ir.IntegerType.get_signless(bits) for bits in (16, 64))
+    among = arith.andi(column, utils.c(15, th.i32()))
+    place = th.add(th.mul(arith.andi(column, utils.c(7, th.i32())), 2), th.div(among, 8))
+    address = arith.addi(address, arith.extsi(i64, th.mul(th.sub(place, among), 2)))
+    halves = [
+        arith.trunci(i16, half) for word in (low, high) for half in (word, arith.shrui(word, utils.c(16, th.i32())))
+    ]
+    for index, half in enumerate(halves):
+        th.when(exists, f"st.relaxed.gpu.global.b16 [$0 + {4 * index}], $1;", address, half)
 
 
 def empty_heads(attention: Attention, target, sequence, head, split) -> None:

@@ -26,6 +26,7 @@ class Attention:
       stages: tiles of keys and of values as products take them. Until attention is done, they and the queries have the end of the
         memory of the weights' ring.
       narrow_stages: tiles of one byte a number in flight, which become those; 0 where pages hold what products take.
+      paired: whether outputs lie in the order of weights of one byte, columns in pairs.
     """
 
     sequences: int
@@ -38,6 +39,7 @@ class Attention:
     stages: int
     scale: float
     narrow_stages: int = 0
+    paired: bool = False
 
     @property
     def rows(self) -> int:
@@ -112,7 +114,7 @@ def attention_plan(
     for count in choices:
         wide, narrow = (count, 0) if page_itemsize == 2 else (min(count, WIDE_STAGES), count)
         attention = Attention(
-            sequences, tokens, group, kv_heads, page_size, table_width, splits, wide, float(scale), narrow
+            sequences, tokens, group, kv_heads, page_size, table_width, splits, wide, float(scale), narrow, plan.narrow
         )
         if attention.kept(left) >= LEAST_SLOTS:
             return attention, left

@@ -30,15 +30,10 @@ class AttendingShare(Share):
         super().__init__(plan, [stage for stage in stages if stage not in (ATTEND, MERGE)], refs, buffers, interpret)
 
     def run(self):
-        if not self.plan.narrow:
-            thread = lax.axis_index("wg")
-            pl.when(thread == 0)(self._attend)
-            pl.when(thread == 2)(self._bring_keys)
+        thread = lax.axis_index("wg")
+        pl.when(thread == 0)(self._attend)
+        pl.when(thread == 2)(self._bring_keys)
         super().run()
-
-    def _prepare(self, thread: int):
-        if thread in (0, 2):
-            (self._attend if thread == 0 else self._bring_keys)()
 
     def _attend(self):
         if ATTEND in self.first_stages:

@@ -51,24 +51,32 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, MULTIPLIERS, Plan
+from dflash_kernels.dense.mosaic_gpu_plan import MULTIPLIERS, Plan
+from dflash_kernels.dense.mosaic_gpu_scales import Scales, parts_of
 from dflash_kernels.layer_chain.mosaic_gpu_once import address_of, copy_once
+from dflash_kernels.layer_chain.mosaic_gpu_ops import tiled
 
 _WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 
 
 def dense(
-    plan: Plan, x: jax.Array, w: jax.Array, live: jax.Array | None = None, interpret: Any = None
-) -> tuple[jax.Array, ...]:
-    """Runs the kernel; what it gives is said at `Plan.results`. `live [1]`: so many rows from the first on, no tiles of others."""
-    arrays = (x, w) if live is None else (x, w, live)
+    plan: Plan, x: jax.Array, w: jax.Array, live: jax.Array | None = None, interpret: Any = None,
+    scales: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Runs the kernel; what it gives is said at `Plan.results`.
+
+    Args:
+      live: `[1]`, so many rows from the first on, no tiles of others.
+      scales: of x's rows and of w's, float32, where a number has one byte.
+    """
+    arrays = (x, w, *scales, *(() if live is None else (live,)))
 
     def body(*refs, **buffers):
         _Cta(plan, refs[: len(arrays)], refs[len(arrays) :], buffers, hints=interpret is None).run()
 
     body.__name__ = f"dense_{plan.form}"  # what profilers show
     kernel = plgpu.kernel(
-        body, out_type=plan.results(x.dtype), scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas,),
+        body, out_type=plan.results(plan.rounded), scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas,),
         grid_names=("cta",), num_threads=MULTIPLIERS + 1, thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
@@ -79,14 +87,15 @@ def dense(
 def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
     buffers = {
-        "x_sm": plgpu.SMEM((plan.slots, plan.tile_rows, BLOCK), dtype, transforms=_tiled(BLOCK)),
-        "w_sm": plgpu.SMEM((plan.slots, plan.tile_features, BLOCK), dtype, transforms=_tiled(BLOCK)),
+        "x_sm": plgpu.SMEM((plan.slots, plan.tile_rows, plan.block), dtype, transforms=tiled(dtype)),
+        "w_sm": plgpu.SMEM((plan.slots, plan.tile_features, plan.block), dtype, transforms=tiled(dtype)),
         "filled": plgpu.Barrier(num_arrivals=1 + len(plan.pieces), num_barriers=plan.slots),
         "freed": plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=plan.slots),
     }
     if plan.staged:
         chunk = next(columns for columns in (64, 32, 16) if plan.own_step % columns == 0)
-        buffers["out_sm"] = plgpu.SMEM((MULTIPLIERS, plan.own_rows, plan.own_step), dtype, transforms=_tiled(chunk))
+        place = MULTIPLIERS, plan.own_rows, plan.own_step
+        buffers["out_sm"] = plgpu.SMEM(place, plan.rounded, transforms=_tiled(chunk))
     return buffers
 
 
@@ -102,9 +111,10 @@ class _Cta:
         self.plan, self.arrays, self.outs, self.buffers = plan, arrays, outs, buffers
         self.hints = hints  # what an interpreter has no copies with
         self.cta, self.wg = lax.axis_index("cta"), lax.axis_index("wg")
-        self.row_tiles = plan.row_tiles
-        if len(arrays) > 2:
-            self.row_tiles = lax.div(arrays[2][0] + (plan.tile_rows - 1), jnp.int32(plan.tile_rows))
+        scales = arrays[2 : 2 + 2 * (plan.itemsize == 1)]
+        self.row_tiles, self.scales = plan.row_tiles, Scales(plan, *scales) if scales else None
+        if live := arrays[2 + len(scales) :]:
+            self.row_tiles = lax.div(live[0][0] + (plan.tile_rows - 1), jnp.int32(plan.tile_rows))
 
     def run(self) -> None:
         pl.when(self.wg != MULTIPLIERS)(self._multiply)
@@ -168,7 +178,7 @@ class _Cta:
                         wait_for(index, slot)
                         wait_for(index + 1, self._slot(index + 1))
 
-                columns = pl.ds((column * plan.steps + step) * BLOCK, BLOCK)
+                columns = pl.ds((column * plan.steps + step) * plan.block, plan.block)
                 present = x_sm.at[slot, pl.ds(0, plan.present)]
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.present), columns], present, filled.at[slot])
                 for first, offset, size in plan.pieces:
@@ -193,7 +203,7 @@ class _Cta:
 
     def _multiply(self) -> None:
         plgpu.set_max_registers(232, action="increase")
-        plan, wg = self.plan, self.wg
+        plan, wg, scales = self.plan, self.wg, self.scales
         first_row, by_features = wg * plan.own_rows * plan.by_rows, wg * (1 - plan.by_rows)
 
         def tile(turn, row, feature, column, best):
@@ -202,10 +212,12 @@ class _Cta:
             if plan.staged:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             right = pl.ds(by_features * plan.own_features, plan.own_features)
+            factors = None if scales is None else scales.of_rows(rows)
             product = self._product(turn, pl.ds(first_row, plan.own_rows), right)
+            parts = parts_of(plan, product) if scales is None else scales.scaled(product, factors, columns.start)
             if plan.form == "best":
-                return self._better(best, product, columns.start)
-            self._finish(product, rows, columns, column)
+                return self._better(best, parts[0], columns.start)
+            self._finish(parts, rows, columns, column)
             return best
 
         if plan.form != "best":
@@ -252,11 +264,11 @@ class _Cta:
         larger = largest > values
         return jnp.where(larger, largest, values), jnp.where(larger, first + feature, ids)
 
-    def _finish(self, product, rows, columns, column) -> None:
+    def _finish(self, parts, rows, columns, column) -> None:
         """Writes a tile of products in the plan's form."""
-        plan, (out,) = self.plan, self.outs
+        plan, (out,), (product, *_) = self.plan, self.outs, parts
         if plan.form == "gated":
-            gate, up = product[:, : columns.size], product[:, columns.size :]
+            gate, up = parts
             root = lax.rsqrt(1.0 + jnp.exp(-gate))
             product = gate * root * (up * root)
         if not plan.staged:

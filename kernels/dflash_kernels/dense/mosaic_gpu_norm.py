@@ -50,8 +50,8 @@ def add_norm_scores(
 def _scoring_body(parts, before, weight, scorer, stream, normed, scores, *, eps: float):
     row, first = lax.axis_index("row"), lax.axis_index("part") * SCORES
     # Asked for before anything else: they do not depend on what the kernel before leaves.
-    against = [_load(scorer.at[first + place]) for place in range(SCORES)]
-    rounded, scaled = _normed(parts, before, weight, row, eps)
+    against = [load(scorer.at[first + place]) for place in range(SCORES)]
+    rounded, scaled = normed_row(parts, before, weight, row, eps)
 
     @pl.when(first == 0)
     def _():
@@ -64,22 +64,23 @@ def _scoring_body(parts, before, weight, scorer, stream, normed, scores, *, eps:
 
 def _body(parts, before, weight, stream, normed, *, eps: float):
     row = lax.axis_index("row")
-    rounded, scaled = _normed(parts, before, weight, row, eps)
+    rounded, scaled = normed_row(parts, before, weight, row, eps)
     stream.at[row][...] = rounded
     normed.at[row][...] = scaled
 
 
-def _load(ref):
+def load(ref):
+    """A row in float32, `VECTOR` neighbouring entries a thread."""
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=VECTOR)
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
-def _normed(parts, before, weight, row, eps: float):
+def normed_row(parts, before, weight, row, eps: float):
     """One row of the stream with the parts added, and its norm."""
-    total = _load(before.at[row])
+    total = load(before.at[row])
     for part in range(parts.shape[0]):
-        total = total + _load(parts.at[part, row])
+        total = total + load(parts.at[part, row])
     rounded = total.astype(before.dtype)
     wide = rounded.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / before.shape[1]) + eps)
-    return rounded, (_load(weight) * (wide * factor).astype(before.dtype).astype(jnp.float32)).astype(before.dtype)
+    return rounded, (load(weight) * (wide * factor).astype(before.dtype).astype(jnp.float32)).astype(before.dtype)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-BLOCK = 64  # columns of one copy: 128 bytes
+BLOCK = 64  # columns of one copy where numbers have two bytes: 128 bytes
 ROWS = 64  # of a tile at least
 SOME_ROWS = 128  # of a tile where a product is of some of its rows
 MULTIPLIERS = 2  # warpgroups that multiply
@@ -33,6 +33,7 @@ class Plan:
       rounded: dtype that "best" compares in.
       staged: results leave through shared memory.
       lean: few instructions: one warp alone starts copies.
+      itemsize: bytes of a number of both operands; those of one byte have scales of their rows.
     """
 
     rows: int
@@ -47,6 +48,12 @@ class Plan:
     rounded: Any
     staged: bool = False
     lean: bool = False
+    itemsize: int = 2
+
+    @property
+    def block(self) -> int:
+        """Columns of one copy."""
+        return 2 * BLOCK // self.itemsize
 
     @property
     def parts(self) -> int:
@@ -76,7 +83,7 @@ class Plan:
     @property
     def steps(self) -> int:
         """Blocks of one tile."""
-        return self.depth // BLOCK // self.splits
+        return self.depth // self.block // self.splits
 
     @property
     def pairs(self) -> bool:
@@ -138,12 +145,12 @@ class Plan:
 
 def plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, tile_rows: int, step: int, splits: int = 1,
-    rounded: Any = jnp.bfloat16, staged: bool = False, lean: bool = False,
+    rounded: Any = jnp.bfloat16, staged: bool = False, lean: bool = False, itemsize: int = 2,
 ) -> Plan:  # fmt: skip
     """A plan of the given tiles."""
     parts = 2 if form == "gated" else 1
     slots = min(8, (SHARED - 2 * tile_rows * step * staged) // (2 * BLOCK * (tile_rows + parts * step)))
-    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, staged, lean)
+    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, staged, lean, itemsize)
     ctas = min(made.tiles, multiprocessors)
     if form == "best":  # the same number for all rows: a CTA stays with its rows
         ctas = max(ctas // made.row_tiles, 1) * made.row_tiles
@@ -153,24 +160,30 @@ def plan(
 @functools.lru_cache(maxsize=256)
 def best_plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, rounded: Any = jnp.bfloat16,
-    some: bool = False,
+    some: bool = False, itemsize: int = 2,
 ) -> Plan:  # fmt: skip
     """The plan of the least estimated time. With `some`, those of few rows at once: they keep all multiprocessors busy."""
     if some:
-        few = _plans(SOME_ROWS, features, depth, form, multiprocessors, rounded, (SOME_ROWS,))
+        few = _plans(SOME_ROWS, features, depth, form, multiprocessors, rounded, (SOME_ROWS,), itemsize)
         return min((dataclasses.replace(plan, rows=rows) for plan in few), key=_estimate)
-    return min(_plans(rows, features, depth, form, multiprocessors, rounded, (64, 128, 256)), key=_estimate)
+    heights = 64, 128, 256
+    return min(_plans(rows, features, depth, form, multiprocessors, rounded, heights, itemsize), key=_estimate)
 
 
 def _plans(
-    rows: int, features: int, depth: int, form: Form, multiprocessors: int, rounded: Any, heights: tuple[int, ...]
-) -> list[Plan]:
+    rows: int, features: int, depth: int, form: Form, multiprocessors: int, rounded: Any, heights: tuple[int, ...],
+    itemsize: int,
+) -> list[Plan]:  # fmt: skip
     """All that fit, with tiles of so many rows."""
     parts, made = 2 if form == "gated" else 1, []
     for tile_rows in heights:
         for splits in (1, 2, 4) if form == "parts" else (1,):
             # Tall tiles leave "best" too few registers for its comparisons.
-            if max(rows, ROWS) % tile_rows or depth % (splits * BLOCK) or (form == "best" and tile_rows > 128):
+            if (
+                max(rows, ROWS) % tile_rows
+                or depth % (splits * (2 * BLOCK // itemsize))
+                or (form == "best" and tile_rows > 128)
+            ):
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             tall = 192 if rows >= MANY_ROWS else 160
@@ -178,7 +191,7 @@ def _plans(
             made += [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
-                    splits=splits, rounded=rounded, **_of_many(rows, step, form),
+                    splits=splits, rounded=rounded, itemsize=itemsize, **_of_many(rows, step, form),
                 )
                 for step in range(unit, min(widest, features) + 1, unit)
             ]  # fmt: skip
@@ -201,12 +214,12 @@ def _of_many(rows: int, step: int, form: Form) -> dict[str, Any]:
 
 def _estimate(plan: Plan) -> float:
     """Microseconds: the slowest of the matrix units, shared memory, the way into a multiprocessor, and memory."""
-    turns, depth, wide = -(-plan.tiles // plan.ctas), plan.steps * BLOCK, plan.tile_features
-    products = plan.tile_rows * wide * depth * 2 / 5.7e6
+    turns, depth, wide = -(-plan.tiles // plan.ctas), plan.depth // plan.splits * plan.itemsize, plan.tile_features
+    products = plan.tile_rows * wide * depth / 5.7e6
     # Each warpgroup reads its rows once for every 64 of them, and its features.
-    operands = (plan.own_rows + plan.own_rows // ROWS * plan.own_features) * MULTIPLIERS * 2 * depth / 210e3
-    arriving = (plan.present + wide) * 2 * depth / 95e3
-    streamed = 2 * plan.features * plan.parts * plan.depth / 4.2e6
+    operands = (plan.own_rows + plan.own_rows // ROWS * plan.own_features) * MULTIPLIERS * depth / 210e3
+    arriving = (plan.present + wide) * depth / 95e3
+    streamed = plan.features * plan.parts * plan.depth * plan.itemsize / 4.2e6
     if plan.rows < ROWS:  # nothing but memory counts: a last turn must leave none of it idle
         streamed *= turns * plan.ctas / plan.tiles
     written = plan.splits * plan.rows * plan.features * 8 / 5e6 if plan.splits > 1 else 0.0

@@ -75,10 +75,12 @@ def add_tiles(area, places, tile):
     return add(area, *[jnp.asarray(place, jnp.int32) for place in places], tile)
 
 
-def put_turned(area, word, first_feature, tile, *, rows: int, tokens: int, pitch: int) -> None:
+def put_turned(
+    area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
+) -> None:
     """Hands over a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
 
-    `rows` and `tokens` are what of the tile counts.
+    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `paired`: whether columns lie in pairs.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.Layout.WGMMA))
@@ -89,12 +91,17 @@ def put_turned(area, word, first_feature, tile, *, rows: int, tokens: int, pitch
             row, token = (arith.index_cast(i32, place) for place in position)
             limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
             with contextlib.ExitStack() as stack:
+                if first_row:
+                    stack.enter_context(memory.when(arith.cmpi(arith.CmpIPredicate.uge, row, memory.number(first_row))))
                 for place, limit, size in limits:
                     if limit < size:
                         stack.enter_context(
                             memory.when(arith.cmpi(arith.CmpIPredicate.ult, place, memory.number(limit)))
                         )
-                element = arith.addi(memory.times(token, pitch), arith.addi(first_feature.registers.item(), row))
+                feature = arith.addi(first_feature.registers.item(), row)
+                if paired:
+                    feature = memory.paired(feature)
+                element = arith.addi(memory.times(token, pitch), feature)
                 bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
                 mgpu.utils.inline_ptx(
                     "st.relaxed.gpu.global.b16 [$0], $1;",

@@ -113,8 +113,8 @@ class Hand(Bring):
         index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, squares.shape, 0), _WGMMA)
         return jnp.where(index < owners, squares, 0.0)
 
-    def _hand(self, name: str, product: Product, first_feature, tile, rows: int):
-        """Writes the first rows of a tile as features of the live tokens."""
+    def _hand(self, name: str, product: Product, first_feature, tile, rows: int, first_row: int = 0):
+        """Writes the first rows of a tile as features of the live tokens; those before `first_row` are written by another tile."""
         if not self.syncs:
             store_turned(
                 self.refs[name], first_feature, tile, rows=rows, tokens=self.plan.live, interpret=self.interpret
@@ -123,16 +123,17 @@ class Hand(Bring):
         pitch = self.plan.products[1].features if name == "gated" else self.plan.hidden
         exchange.put_turned(
             self.refs["exchange"], self._handed(name, product), first_feature, tile,
-            rows=rows, tokens=self.plan.live, pitch=pitch,
+            first_row=first_row, rows=rows, tokens=self.plan.live, pitch=pitch, paired=self.plan.narrow,
         )  # fmt: skip
 
     def _gate(self, product: Product, results):
         *tiles, factors = results
-        count = len(product.offsets)
+        count, covered = len(product.offsets), 0
         for offset, gate, up in zip(product.offsets, tiles[:count], tiles[count:], strict=True):
             gate = gate * factors
             gated, first = gate * sigmoid(gate) * (up * factors), self._first_row(product) + offset
-            self._hand("gated", product, first, gated, min(product.rows - offset, ROWS))
+            self._hand("gated", product, first, gated, min(product.rows - offset, ROWS), max(covered - offset, 0))
+            covered = offset + ROWS
 
     def _write_next(self, product: Product, results):
         *tiles, factors = results

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.layer_chain.mosaic_gpu_ops import tiled
 from dflash_kernels.layer_chain.mosaic_gpu_plan import BLOCK, COPIES, ROWS, Plan, Product
 from dflash_kernels.layer_chain.mosaic_gpu_share import Share
+from dflash_kernels.quantised_linear.columns import in_pairs
 
 
 def interpreted_stages(plan: Plan) -> tuple[Product | str, ...]:
@@ -34,22 +35,21 @@ def interpreted_stages(plan: Plan) -> tuple[Product | str, ...]:
 
 def scratch(plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA for activations and weights of these dtypes."""
-    readers, more = 2 if plan.narrow else 1, {}
+    activations, more = (
+        plgpu.SMEM((plan.x_slots, plan.x_blocks, plan.tokens, BLOCK), dtype, transforms=tiled(dtype)),
+        {},
+    )
     if plan.narrow:
-        more = {
-            "sum_sm": plgpu.SMEM((plan.summed_rows, plan.tokens), jnp.float32), "summed": plgpu.Barrier(),
-            "factor_sm": plgpu.SMEM((ROWS, plan.tokens), jnp.float32), "added": plgpu.Barrier(),
-        }  # fmt: skip
-        if interpret is not None:
-            # The interpreter's matrix instruction takes no operand from registers.
-            more["wide_sm"] = plgpu.SMEM((2, ROWS, BLOCK), dtype, transforms=tiled(dtype))
+        # Rows of the first digits, then rows of the second ones.
+        shape = plan.x_slots, COPIES, 2 * plan.tokens, 2 * BLOCK
+        activations = plgpu.SMEM(shape, weights, transforms=tiled(weights))
+        more["unit_sm"] = plgpu.SMEM((plan.x_slots, plan.tokens), jnp.float32)
     return more | {
-        "w_sm": ring(plan, weights),
-        "x_sm": plgpu.SMEM((plan.x_slots, plan.x_blocks, plan.tokens, BLOCK), dtype, transforms=tiled(dtype)),
+        "w_sm": ring(plan, weights), "x_sm": activations,
         "w_in": plgpu.Barrier(num_arrivals=COPIES, num_barriers=plan.slots),
-        "w_out": plgpu.Barrier(num_arrivals=readers, num_barriers=plan.slots),
+        "w_out": plgpu.Barrier(num_barriers=plan.slots),
         "x_in": plgpu.Barrier(num_barriers=plan.x_slots),
-        "x_out": plgpu.Barrier(num_arrivals=readers, num_barriers=plan.x_slots),
+        "x_out": plgpu.Barrier(num_barriers=plan.x_slots),
     }  # fmt: skip
 
 
@@ -88,9 +88,11 @@ def chain(
       The residual stream `[hidden, tokens]` float32, and the next projection `[live, features]`, None without `next`.
     """
     dtype, outputs = inputs["x"].dtype, results(plan, inputs["x"].dtype)
+    if plan.narrow and interpret is None:
+        inputs = inputs | {"x": in_pairs(inputs["x"])}
     names, out_names = list(inputs), list(outputs)
     options: dict[str, Any] = {
-        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 4 if plan.narrow else 3, "thread_name": "wg",
+        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
         "scratch_types": scratch(plan, dtype, inputs["o"].dtype, interpret),
         "compiler_params": plgpu.CompilerParams(approx_math=True),
     }  # fmt: skip

@@ -52,6 +52,16 @@ def await_all(addresses, kind: str, width: int = VECTOR):
     )
 
 
+def load_all(addresses):
+    """The words at all addresses, VECTOR each."""
+    i32, load = ir.IntegerType.get_signless(32), "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    found = [
+        mgpu.utils.inline_ptx(load, address, result_types=[i32] * VECTOR, has_side_effects=True)
+        for address in addresses
+    ]
+    return [word for words in found for word in words]
+
+
 def words_of(registers):
     """All elements of float32 registers of two, as int32."""
     i32 = ir.IntegerType.get_signless(32)
@@ -92,6 +102,12 @@ def offset(address, size):
 
 def thread():
     return arith.remui(mgpu.utils.thread_idx(), number(WARPGROUP))
+
+
+def paired(column):
+    """Where a column lies in rows whose columns are in pairs (`quantised_linear.columns`)."""
+    block, other = arith.andi(column, number(-16)), arith.andi(arith.shrui(column, number(3)), number(1))
+    return arith.addi(block, arith.addi(times(arith.andi(column, number(7)), 2), other))
 
 
 def times(value, factor: int):

@@ -6,7 +6,6 @@ BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of sh
 COPIES = 2  # blocks that fill one slot of weights: 256 bytes of each row
 FLIGHT = 3  # slots of weights that a CTA asks for at once; 64 KiB instead, four or five slots of small ones: 1.6 us more a layer
 ROWS = 64  # weight rows of one matrix instruction
-HALF = ROWS // 2
 MOST_ROWS = 64  # most tokens of a launch
 LEAST_WIDTH = 128  # that widths are multiples of
 SHARED_MEMORY = 227 * 1024
@@ -58,15 +57,8 @@ class Product:
         return (COPIES - 1) * self.rows + max(self.rows, ROWS)
 
     @property
-    def halved(self) -> bool:
-        """Whether one instruction takes what 64 rows of gate and of up leave, half of it each: bytes are not widened twice."""
-        return self.itemsize == 1 and self.parts == 2 and ROWS < self.rows <= ROWS + HALF
-
-    @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Parts and offsets of the tiles of a CTA's results; the part after the last one is a half of each, where there is such."""
-        if self.halved:
-            return [*((part, 0) for part in range(self.parts)), (self.parts, ROWS)]
+        """Parts and offsets of the tiles of a CTA's results."""
         return [(part, offset) for part in range(self.parts) for offset in self.offsets]
 
     @property
@@ -74,8 +66,6 @@ class Product:
         """First rows of the tiles that cover a part; the last one overlaps where 64 does not divide the rows."""
         if self.rows <= ROWS:
             return (0,)
-        if self.halved:
-            return (0, ROWS)
         return (*range(0, self.rows - ROWS, ROWS), self.rows - ROWS)
 
 
@@ -113,19 +103,14 @@ class Plan:
 
     @property
     def narrow(self) -> bool:
-        """Whether weights are one byte: they widen in registers, and two warpgroups take a block of each slot."""
+        """Whether weights are one byte: activations are then two digits of one byte each, in the order of their columns."""
         return self.products[0].itemsize == 1
 
     @property
     def kept_bytes(self) -> int:
-        """Shared memory of the ring of activations, and of the second warpgroup's results where there is one."""
+        """Shared memory of the ring of activations, and of what their digits are times where they have any."""
         ring = self.x_slots * self.x_blocks * self.tokens * BLOCK * 2
-        return ring + ((self.summed_rows + ROWS) * self.tokens * 4 if self.narrow else 0)
-
-    @property
-    def summed_rows(self) -> int:
-        """Rows of results that one warpgroup leaves for another; a tile's second half is also read as if it were its first."""
-        return max(len(product.pieces) * ROWS + HALF * product.halved for product in self.products)
+        return ring + (self.x_slots * self.tokens * 4 if self.narrow else 0)
 
     @property
     def x_group(self) -> int:

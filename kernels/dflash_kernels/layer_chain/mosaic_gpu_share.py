@@ -18,9 +18,6 @@ class Share(NarrowShare):
     """What one CTA does of the stages it is given, as its warpgroups."""
 
     def run(self):
-        if self.plan.narrow:
-            self._run_narrow()
-            return
         works = [self._multiply, self._bring_weights, self._bring_activations]
         for thread, work in enumerate(works):
             takes_turns = self.syncs and work in (self._multiply, self._bring_activations)
@@ -37,6 +34,9 @@ class Share(NarrowShare):
                 self._add_up(next(product for product in self.plan.products if product.name == stage), None)
 
     def _product(self, product: Product, taken, x_taken):
+        (self._narrow_product if self.plan.narrow else self._wide_product)(product, taken, x_taken)
+
+    def _wide_product(self, product: Product, taken, x_taken):
         pieces = product.pieces
         shape, units, steps = (ROWS, self.plan.tokens), self._units(product), self._steps(product)
 

@@ -3,7 +3,7 @@
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +13,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-
-_UNSHIFT = 0x7B807B80  # 2^120 twice in bfloat16
 
 
 def keys(tile, start: int, stop: int) -> Any:
@@ -46,34 +44,6 @@ def widened_rows(_ctx, tile) -> Any:
     return _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
 
 
-def widened_columns(tiles: Sequence[Any], half) -> Any:
-    """64 columns of a tile of bytes, the first or the second ones, as bfloat16 in parity order.
-
-    Args:
-      tiles: one `[64, 128]`, or two of up to 32 rows in eights, for half of the warps each; rows past these are the first ones.
-      half: of the columns, an int32 scalar.
-    """
-    narrow, (down, _, _, width) = ir.MemRefType(tiles[0].type).element_type, ir.MemRefType(tiles[0].type).shape
-    base = th.address(tiles[0], space=3)
-    if len(tiles) > 1:
-        _, warp = th.lane_and_warp()
-        base = arith.select(th.below(warp, 2), base, th.address(tiles[1], space=3))
-    loads = key_loads(64, width, down if len(tiles) > 1 else None, half)
-
-    def pairs(word) -> tuple[Any, ...]:
-        found = _bfloat16_pairs(word, narrow)
-        if not isinstance(narrow, ir.Float8E4M3FNType):
-            return found
-        return tuple(
-            utils.inline_ptx(
-                f"{{ .reg .b32 by; mov.b32 by, {_UNSHIFT}; mul.rn.bf16x2 $0, $1, by; }}", pair, result_types=th.i32()
-            )
-            for pair in found
-        )
-
-    return _assembled(_read(base, "", loads.steps), loads.steps, (64, 64), pairs, ir.BF16Type.get())
-
-
 class Loads(NamedTuple):
     """How a tile is loaded: shape of the matrix, what `ldmatrix` is told, and each load's offset and places of its words' pairs."""
 
@@ -88,10 +58,7 @@ def _loads(tile, across: bool) -> Loads:
 
 
 def _loaded(tile, opcode: str, steps: list[Any]) -> list[Any]:
-    return _read(th.address(tile, space=3), opcode, steps)
-
-
-def _read(base, opcode: str, steps: list[Any]) -> list[Any]:
+    base = th.address(tile, space=3)
     return [
         utils.inline_ptx(
             f"ldmatrix.sync.aligned.m8n8.x4{opcode}.shared.b16 {{$0, $1, $2, $3}}, [$4];", th.add(base, offset),
@@ -115,21 +82,13 @@ def _assembled(
     return mgpu.optimization_barrier(wide)
 
 
-def key_loads(head_dim: int, width: int, down: int | None = None, half: Any = None) -> Loads:
-    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks.
-
-    With `down`, two warps after the other have the first rows, and so many groups of eight there are. With `half`, an int32 scalar,
-    a row of a tile has twice as many columns, and these are one half of them.
-    """
+def key_loads(head_dim: int, width: int) -> Loads:
+    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks."""
     lane, warp = th.lane_and_warp()
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
-    group_of_8 = th.add(th.mul(warp if down is None else th.rem(warp, 2), 2), th.rem(matrix, 2))
-    if down is not None:
-        group_of_8 = arith.select(th.below(group_of_8, down), group_of_8, utils.c(0, th.i32()))
-    start = th.add(th.mul(group_of_8, 8 * (head_dim if half is None else width)), th.mul(row, width))
+    group_of_8 = th.add(th.mul(warp, 2), th.rem(matrix, 2))
+    start = th.add(th.mul(group_of_8, 8 * head_dim), th.mul(row, width))
     chunk = th.xor(th.mul(th.div(matrix, 2), th.CHUNK), th.swizzle_of(row, width))
-    if half is not None:
-        chunk = th.xor(chunk, th.mul(half, head_dim))
     steps = []
     for first in range(0, head_dim // th.CHUNK, 2):
         across, inside = divmod(first * th.CHUNK, width)

@@ -72,7 +72,7 @@ def _planned(
         raise NotImplementedError(
             f"takes {MOST_TOKENS} tokens and {KEYS} query rows at most, not {tokens} and {tokens * group}"
         )
-    shapes = {
+    shapes: dict[str, Any] = {
         "tokens": tokens,
         "group": group,
         "kv_heads": kv_heads,

@@ -1,0 +1,1 @@
+"""Products of rows and weights that are both in float8."""

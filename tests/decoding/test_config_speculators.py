@@ -1,0 +1,100 @@
+"""Drafters in the layout of the speculators library: the file as its version 0.9 writes it, and z-lab's for the same drafter."""
+
+from typing import Any
+
+import pytest
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.models import DFlashConfig, family_of
+
+from .config_files import DRAFT, REMOVE, SLIDING, changed, draft
+
+LAYERS: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "head_dim": 8,
+    "hidden_act": "silu", "hidden_size": 16, "initializer_range": 0.02, "intermediate_size": 32,
+    "layer_types": ["full_attention"] * 3, "max_position_embeddings": 512, "max_window_layers": 4, "model_type": "qwen3",
+    "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2, "pad_token_id": None, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"}, "sliding_window": None,
+    "tie_word_embeddings": False, "transformers_version": "5.23.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 64,
+}  # fmt: skip
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], "auto_map": {"": "config.DFlashSpeculatorConfig"},
+    "aux_hidden_state_layer_ids": [2, 18, 34], "block_size": 16, "draft_vocab_size": 64, "dtype": "float32",
+    "mask_token_id": 60, "max_anchors": 1024, "sample_from_anchor": False, "sliding_window_non_causal": False,
+    "speculators_config": {
+        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 15, "verifier_accept_k": 1}
+        ],
+        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+    },
+    "speculators_model_type": "dflash", "speculators_version": "0.9.0", "target_hidden_size": None,
+    "tie_word_embeddings": False, "transformer_layer_config": LAYERS, "transformers_version": "5.23.0",
+}  # fmt: skip
+
+
+def read(tensors: tuple[str, ...] = (), layers: dict[str, Any] | None = None, **changes: Any) -> DFlashConfig:
+    inner = changed(LAYERS, **(layers or {}))
+    file = changed(SPECULATORS, **{"transformer_layer_config": inner} | changes)
+    config = family_of(file).config(file, tensors)
+    assert isinstance(config, DFlashConfig)
+    return config
+
+
+# z-lab's files tell how many layers the target has, these do not.
+ZLAB: dict[str, Any] = {"num_target_layers": REMOVE}
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "same"),
+    [
+        ({}, {}, draft(**ZLAB)),
+        ({}, {"architectures": ["DFlashSpeculator"]}, draft(**ZLAB)),
+        ({}, {"block_size": 10}, draft(**ZLAB, block_size=10)),
+        ({}, {"block_size": REMOVE}, draft(**ZLAB, block_size=8)),
+        ({}, {"sample_from_anchor": True}, draft(**ZLAB, sample_from_anchor=True)),
+        ({}, {"target_hidden_size": 24}, draft(**ZLAB, target_hidden_size=24)),
+        ({}, {"aux_hidden_state_layer_ids": [0, 5]}, draft(**ZLAB, nested={"target_layer_ids": [-1, 4]})),
+        ({"num_hidden_layers": 3, **SLIDING}, {}, draft(**ZLAB, **SLIDING)),
+        (SLIDING, {"sliding_window_non_causal": True}, draft(**ZLAB, **SLIDING, is_causal=False)),
+        ({"rope_parameters": REMOVE, "rope_theta": 5.0}, {}, draft(**ZLAB, rope_theta=5.0)),
+    ],
+)
+def test_it_is_the_drafter_that_zlab_would_describe(
+    layers: dict[str, Any], changes: dict[str, Any], same: DFlashConfig
+) -> None:
+    assert read(layers=layers, **changes) == same
+
+
+def test_a_vocabulary_of_its_own() -> None:
+    own = ("lm_head.weight", "d2t", "t2d", "embed_tokens.weight")
+    assert read(own, draft_vocab_size=40) == draft(own, **ZLAB, draft_vocab_size=40)
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes", "message"),
+    [
+        ({}, {"speculators_model_type": "dspark"}, "speculators_model_type must be dflash, got 'dspark'"),
+        ({}, {"speculators_model_type": REMOVE}, "speculators_model_type must be dflash, got None"),
+        ({}, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids must be a list of ids, got None"),
+        ({}, {"aux_hidden_state_layer_ids": [-1, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),
+        ({}, {"aux_hidden_state_layer_ids": [True, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),
+        ({}, {"mask_token_id": None}, "mask_token_id must be an integer"),
+        ({}, {"markov_rank": 4, "markov_head_type": "vanilla"}, "markov_rank must be 0"),
+        ({}, {"conv_kernel_size": 2}, "conv_kernel_size=2"),
+        ({"mlp_bias": True}, {}, "mlp_bias=True"),
+        ({}, {"transformer_layer_config": [1]}, "transformer_layer_config must be a JSON object"),
+    ],
+)
+def test_what_is_no_dflash_drafter_is_refused(layers: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(layers=layers, **changes)
+
+
+def test_rotary_pairs_are_halves() -> None:
+    """vLLM's key for drafters that were trained with pairs next to each other: false is no empty value here."""
+    assert draft(is_neox_style=True) == draft()
+    with pytest.raises(ConfigError, match="is_neox_style must be true"):
+        draft(is_neox_style=False)
+    assert "is_neox_style" not in DRAFT
