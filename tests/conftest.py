@@ -5,17 +5,21 @@ files of folders named on its command line, and with them the package, before it
 """
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
+# Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
+MAPPINGS = 20_000
 
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier holds one: with a thread for each of two
@@ -45,6 +49,18 @@ def programs_of_one_test() -> Iterator[None]:
     yield
     if (module := sys.modules.get("dflash_jax.programs")) is not None:
         module.Programs.stored = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """A program compiled for the CPU holds several mappings for as long as it is kept: all tests' are more than Linux allows."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Interpreted kernels compile once what all threads run: JAX compiles it in every thread, all of which find its cache empty."""
 
-import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,12 +21,3 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         programs[key][1](consts, *args)
 
     monkeypatch.setattr(thread_map, "_run_jaxpr", run)
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
-    """Hardly any program is met twice here, and XLA has crashed while it wrote one of an interpreted kernel to this run's cache."""
-    before = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-    yield
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
