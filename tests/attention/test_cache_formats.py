@@ -114,7 +114,9 @@ def test_nothing_unused_is_read(kind, form) -> None:
 def test_order_of_requests_does_not_matter(kind) -> None:
     batch, order = batch_in(kind), [3, 0, 5, 2, 4, 1]
     for form in (None, LatentForm(0, 24)):
-        np.testing.assert_array_equal(run(batch.rows(order), 6, form)[0], run(batch, 6, form)[0][order])
+        moved, there = run(batch.rows(order), 6, form)[0], run(batch, 6, form)[0][order]
+        # Not the same bits on every processor: where a row lies decides which instructions multiply it.
+        np.testing.assert_allclose(moved, there, rtol=0, atol=2e-6)
 
 
 @KINDS

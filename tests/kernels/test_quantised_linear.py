@@ -69,9 +69,8 @@ def test_the_definition(dtype: Any) -> None:
     x, values, scales = make(5, 24, 96, jnp.int8, dtype)
     found = quantised_linear(x, values, scales / 128)
     true = np.asarray(x, np.float64) @ np.asarray(values, np.float64).T * np.asarray(scales / 128, np.float64)
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), true, atol=float(jnp.finfo(dtype).eps) * np.abs(true).max()
-    )
+    bound = 4 * float(jnp.finfo(dtype).eps) * np.abs(true).max()  # sums in other orders on other processors
+    np.testing.assert_allclose(np.asarray(found, np.float64), true, rtol=0, atol=bound)
 
 
 def test_no_rows() -> None:
