@@ -8,6 +8,7 @@ from threading import Condition, Event, Lock, get_ident, local
 
 TURN_S = 2e-4
 PATIENCE_S = 1.0
+FROZEN = 1000  # objects: Python freezes some hundred itself, and a server all that it has, which then stays frozen
 
 
 class Setting[T]:
@@ -52,8 +53,21 @@ def _stop_collection(_: bool) -> None:
 
 
 def _collect_again(usual: bool) -> None:
-    if usual:
+    if not usual:
+        return
+    try:
+        if gc.get_freeze_count() < FROZEN:
+            _to_the_oldest()
+    finally:
         gc.enable()
+
+
+def _to_the_oldest() -> None:
+    """What was made stays: the next looks at young objects would walk through all of it, a tenth of a second each."""
+    try:
+        gc.freeze()
+    finally:
+        gc.unfreeze()
 
 
 # Python changes threads more often inside. Whoever needs Python while others trace, to start a transfer or a program, would wait

@@ -141,6 +141,27 @@ def test_garbage_is_looked_for_again_when_the_last_is_out():
         gc.enable()
 
 
+def test_what_was_made_while_nobody_looked_is_not_looked_through_afterwards():
+    """Requests waited for a tenth of a second, three times after every compilation."""
+    gc.collect()
+    with no_collection():
+        made = [[number] for number in range(50_000)]
+    young = len(gc.get_objects(generation=0)) + len(gc.get_objects(generation=1))
+    assert young < len(made) / 2
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_somebody_has_frozen_stays_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with no_collection():
+            pass
+        assert gc.get_freeze_count() >= frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_short_turns_end_with_the_last_who_is_inside():
     usual = sys.getswitchinterval()
     with short_turns():
