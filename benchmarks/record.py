@@ -10,9 +10,10 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -49,13 +50,17 @@ class Record:
         print(f"{case:34s} {metric:34s} {value!s:>12} {unit}" + (f"  floor {floor}" if floor else ""), flush=True)
 
     def write(self) -> Path:
-        """Writes the rows so far as `<name>.json`, whole."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"{self.name}.json"
-        scratch = path.with_suffix(".json.tmp")
-        scratch.write_text(json.dumps(self.rows, indent=1) + "\n")
-        os.replace(scratch, path)
-        return path
+        """Writes the rows so far as `<name>.json`; `merge.py` brings them to rows of other runs."""
+        return write_rows(self.out / f"{self.name}.json", self.rows)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Writes a file of rows whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".json.tmp")
+    scratch.write_text(json.dumps(rows, indent=1) + "\n")
+    os.replace(scratch, path)
+    return path
 
 
 def commit_here() -> str | None:

@@ -33,6 +33,21 @@ if importlib.util.find_spec("beartype") is not None:
     install_import_hook(CHECKED, "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="every N-th of the tests chosen, from the I-th on")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves a part of the tests that markers have left; the parts of all I from 1 to N are all of them."""
+    part = config.getoption("part")
+    first, _, parts = (int(word) if word.isdecimal() else 0 for word in part.partition("/"))
+    if not 1 <= first <= parts:
+        raise pytest.UsageError(f"--part: I/N with I from 1 to N was expected, {part} came")
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != first - 1])
+    items[:] = items[first - 1 :: parts]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax

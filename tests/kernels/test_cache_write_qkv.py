@@ -122,6 +122,7 @@ def test_the_definition_is_what_the_layers_compute(dtype: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("candidate", ["reference", "mosaic_gpu"])
 def test_a_pool_of_more_than_two_to_the_31_elements(candidate: str) -> None:
     """4.3 GB a pool; first and last rows, and one on each side of 2**31 elements."""

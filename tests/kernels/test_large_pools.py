@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dflash_kernels import cache_write, paged_attention, ragged_paged_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.large]
 FP8 = jnp.float8_e4m3fn
 PAGE = (8, 64, 128)
 PAGES = 2**31 // (8 * 64 * 128) + 40

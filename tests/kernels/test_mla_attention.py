@@ -195,6 +195,7 @@ def test_latents_are_written_to_their_slots_alone(implementation: str) -> None:
             inspect.unwrap(latent_write)(jnp.array(pool), jnp.zeros(shape), jnp.zeros(slots, jnp.int32))
 
 
+@pytest.mark.large
 def test_a_pool_of_more_than_two_to_the_31_entries(implementation: str) -> None:
     """Offsets into the pool do not fit 32 bits. The zeros of the pool are never touched, so they take no memory."""
     rng, pages = np.random.default_rng(0), 2**31 // (16 * WIDTH) + 2000

@@ -1,17 +1,20 @@
-"""The package as a user installs it: a wheel, and virtual environments that hold it.
+"""The scripts of benchmarks; and the package as a user installs it: a wheel, and virtual environments that hold it.
 
 Nothing is downloaded: the wheel is built with the setuptools at hand, and the environments see the dependencies of the running
 one through a path file.
 """
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +63,15 @@ def make_environment(folder: Path) -> Environment:
     # A plain path: path files inside that folder, such as that of an editable install, are not followed.
     (environment.packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return environment
+
+
+@pytest.fixture(scope="session")
+def script() -> Iterator[Callable[[str], Any]]:
+    """Imports a script of the folder of benchmarks."""
+    folder = str(ROOT / "benchmarks")
+    sys.path.insert(0, folder)
+    yield importlib.import_module
+    sys.path.remove(folder)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,91 @@
+"""What `suite.py` runs: the commands that rows of `results` name, and the tests that need a GPU, with the seconds that each takes.
+
+A command that only measured some cases of another once more is left out: the other renews its rows too. A test compares the table
+with the results.
+"""
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+from schedule import Job
+
+# About how many seconds each takes on an H200, its start included, rounded up; compiling is most of it. Those of decode_* (but 32k
+# and 8k), bench*, cold_start and pair* are shares of what they took together; of decode_30b, chunks*, mla_prefill*, moe* and peers,
+# guesses from what they do.
+BENCHMARKS = {
+    "decode_4b": ("decode.py --models qwen3-4b --batch 1 8 32 --calls 5", 120),
+    "decode_8b": ("decode.py --models qwen3-8b --batch 1 8 32 --calls 5", 130),
+    "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
+    "decode_32k": ("decode.py --models qwen3-4b --context 1024 32768 --attention best xla --calls 3", 110),
+    "decode_8k": ("decode.py --models qwen3-4b --context 8192 --batch 8 --calls 3 --cache-dtype none fp8 int8", 90),
+    "decode_fp8": ("decode.py --batch 1 --calls 4 --weight-dtype fp8", 60),
+    "decode_int8": ("decode.py --batch 1 --calls 4 --weight-dtype int8", 60),
+    "decode_fp8_dynamic": (
+        "decode.py --models qwen3-4b qwen3-8b --batch 1 8 32 --calls 5 --weight-dtype fp8_dynamic",
+        240,
+    ),
+    "decode_fp8_dynamic_drafter": (
+        "decode.py --models qwen3-4b qwen3-8b --batch 1 8 32 --calls 5 --kinds cycle --draft-weight-dtype fp8_dynamic",
+        190,
+    ),
+    "verify_1_8": ("verify.py --batch 1 8 --verified 1 4 8 16 --calls 3", 150),
+    "verify_32_64": ("verify.py --batch 32 64 --verified 1 4 8 16 --calls 3", 150),
+    "bench": ("bench.py --concurrency 1 8 64", 150),
+    "bench_fp8_dynamic": ("bench.py --concurrency 8 64 --kinds alone block auto --weight-dtype fp8_dynamic", 120),
+    "cold_start": ("cold_start.py", 120),
+    "pair": ("pair.py", 60),
+    "pair_int8": ("pair.py --weight-dtype int8", 60),
+    "pair_fp8": ("pair.py --weight-dtype fp8", 60),
+    "pair_draft_fp8_dynamic": ("pair.py --draft-weight-dtype fp8_dynamic", 60),
+    "peers": ("peers.py --models qwen3-4b --context 1024 --batch 1 8 32", 120),
+    "attention": ("attention.py --without-xla", 140),
+    "prefill": ("prefill.py", 80),
+    "chunks": ("chunks.py", 90),
+    "mla": ("mla.py --without-xla", 180),
+    "mla_prefill": ("mla_prefill.py", 200),
+    "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
+    "cache_write": ("cache_write.py", 40),
+    "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
+    "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
+}
+PARTS, PROCESSES = 4, 12
+PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes
+TESTS = [*(f"tests{part}" for part in range(1, PARTS + 1)), "tests_large"]
+SHARE = 0.9  # of a GPU's memory: each process takes half a gigabyte beside JAX's pool
+JUNIT = "junit.xml"
+
+
+def job(name: str, out: Path, commit: str | None, processes: int) -> Job:
+    """A job by its name.
+
+    Args:
+      out: where its folder will be.
+      commit: for its rows, where the tree has no .git.
+      processes: that share a GPU for tests.
+    """
+    if name in TESTS:
+        return _tests(name, out / name, processes)
+    command, about = BENCHMARKS[name]
+    script, *words = shlex.split(command)
+    more = ["--out", str(out / name), *(["--commit", commit] if commit else [])]
+    return _job(name, [str(Path("benchmarks") / script), *words, *more], about)
+
+
+def _tests(name: str, folder: Path, processes: int) -> Job:
+    """A part of the tests that need a GPU, several at a time where pytest-xdist is there, or those that need its memory."""
+    words = ["-m", "pytest", "-q", f"--junitxml={folder / JUNIT}"]
+    if name == "tests_large":
+        return _job(name, [*words, "-m", "gpu and large"], LARGE_SECONDS)
+    words += ["-m", "gpu and not large", f"--part={name.removeprefix('tests')}/{PARTS}"]
+    if importlib.util.find_spec("xdist") is None or processes == 1:
+        return _job(name, words, PART_SECONDS * PROCESSES)
+    words += [f"--numprocesses={processes}", "--dist=worksteal"]
+    about = PART_SECONDS * max(1, PROCESSES / processes)
+    return _job(name, words, about, XLA_PYTHON_CLIENT_MEM_FRACTION=f"{SHARE / processes:.4f}")
+
+
+def _job(name: str, words: list[str], about: float, **environment: str) -> Job:
+    """One that hangs is given up: twice the time is more than a slow disk or a cold cache costs."""
+    return Job(name, [sys.executable, *words], about, 2 * about + 30, environment)
