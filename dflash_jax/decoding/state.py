@@ -121,7 +121,7 @@ class Emitted:
       tokens: emitted tokens, valid up to `counts`.
       counts: tokens emitted by each slot; 0 for done slots, at least 1 otherwise.
       accepted: proposals that stood before max_tokens and stop ids cut the row.
-      logprobs: log-probability of each emitted token, NaN where not asked for.
+      logprobs: log-probability of each emitted token, 1 where not asked for.
       top_ids, top_logprobs: the most probable tokens at each place; width 0 where not asked for.
     """
 

@@ -173,11 +173,10 @@ class Slots:
             rows[slot], self.tables[slot], job.slot = job.slot, old[job.slot], slot
         return rows
 
-    def table(self, width: int, slot: int | None = None) -> np.ndarray:
-        """The first `width` columns of all slots' page tables, or of one, as an array of its own.
+    def table(self, width: int) -> np.ndarray:
+        """The first `width` columns of all slots' page tables as an array of its own.
 
         Programs run while the host goes on, and on a CPU they may read the very memory they were given: a table that changed
-        under a chunk of a prompt would send its keys and values to other requests' pages.
+        under cycles would send their keys and values to other requests' pages.
         """
-        rows = self.tables if slot is None else self.tables[slot : slot + 1]
-        return rows[:, :width].copy()
+        return self.tables[:, :width].copy()
