@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, models, normalizers, processors
 
 from dflash_jax.errors import PromptError, TokenizerError
 from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
@@ -97,6 +97,31 @@ def test_flags_beside_the_tokenizer_count(tmp_path: Path) -> None:
     plain = Tokenizer.from_folder(tmp_path)
     assert plain is not None
     assert plain.decode([97, *numbers, 98]) == f"a{TOOL}{MARK}b"
+
+
+def test_listed_tokens_get_their_ids_in_the_order_of_these(tmp_path: Path) -> None:
+    """Of one and of two digits, named against the alphabet, and the newest file first."""
+    backend = tokenizers.Tokenizer(models.WordLevel({str(number): number for number in range(8)}, "0"))
+    listed = {"<b>": 10, "<d>": 8}
+    decoder = {"11": {"content": "<a>", **FLAGS}, "9": {"content": "<c>", **FLAGS}}
+    tokenizer = loaded(tmp_path, backend, tokenizer_config={"added_tokens_decoder": decoder}, added_tokens=listed)
+    assert tokenizer.encode("<a><b><c><d>") == [11, 10, 9, 8]
+    with pytest.raises(TokenizerError, match="token '<b>' has id 10 in .* and would be 9 after those of"):
+        loaded(tmp_path, backend, tokenizer_config={}, added_tokens=listed)
+
+
+def test_tokens_of_the_oldest_list(tmp_path: Path) -> None:
+    """`added_tokens.json` tells ids alone: texts are normalised before they are searched for those that nobody calls special, and
+    what `tokenizer.json` says of one counts more."""
+    backend = vocabulary()
+    backend.add_special_tokens([BOS])
+    backend.normalizer = normalizers.Lowercase()
+    number, first = backend.get_vocab_size(), id_of(backend, BOS)
+    listed = {BOS: first, TOOL: number, MARK: number + 1}
+    tokenizer = loaded(tmp_path, backend, tokenizer_config={"eos_token": MARK}, added_tokens=listed)
+    assert tokenizer.encode(TOOL.upper() + MARK) == [number, number + 1]
+    assert tokenizer.encode(MARK.upper()) == ids_of(MARK)
+    assert tokenizer.decode([97, first, number, number + 1, 98]) == f"a{TOOL}b"
 
 
 def test_texts_in_which_special_tokens_are_letters(tmp_path: Path) -> None:

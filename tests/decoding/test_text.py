@@ -238,6 +238,10 @@ RUNS = st.lists(
 @example(
     ids=[0xFF, *[0xC3, 0xA9] * 15, 0xE4, 0xBD, 0xA0]
 )  # good but for the first, dropped in the middle of a character
+@example(ids=[*[0xFF] * 30, 0xF0, 0x9F, 0x98, 0x80])  # shortened just before the last byte of a character
+@example(
+    ids=[*[0xFF] * 20, 256, *[0xFF] * 33, 256, 257]
+)  # behind many tokens that the next piece needs to tell its space
 def test_long_runs_that_are_no_text_lose_nothing(make: Callable[[], Tokenizer], ids: list[int]) -> None:
     tokenizer = TOKENIZERS.setdefault(make.__name__, make())
     stream, shown = TextStream(tokenizer), ""
@@ -277,4 +281,19 @@ def test_no_output_is_decoded_again_and_again(make: Callable[[], Tokenizer], fir
         stream.add(token)
     assert most < 100
     assert not stream.finish()
+    assert stream.text == tokenizer.decode(ids)
+
+
+def test_a_decoder_that_looks_at_all_tokens_is_given_all() -> None:
+    """What it makes of fewer ends otherwise: then nothing is dropped."""
+
+    class Numbering(Tokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join(str(place % 10) for place in range(len(ids))) + "\ufffd" * bool(ids)
+
+    tokenizer = Numbering(TOKENIZER.backend)
+    stream, ids = TextStream(tokenizer), [0xE4] * 50
+    for token in ids:
+        stream.add(token)
+    stream.finish()
     assert stream.text == tokenizer.decode(ids)
