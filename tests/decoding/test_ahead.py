@@ -1,12 +1,13 @@
 """Cycles that are started before the results of the ones before are looked at: the same tokens, and no page is lost."""
 
 import itertools
+import time
 
 import pytest
 
 from dflash_jax.decoding.loop import no_rows
 from dflash_jax.engine import ahead
-from dflash_jax.requests import Request
+from dflash_jax.requests import Request, on_host
 from dflash_jax.sampling_params import SamplingParams
 
 LENGTHS = (33, 50, 21)
@@ -170,6 +171,20 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(eager, make_prompts, 
         few.append(run.ahead._few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
     run.close()
+
+
+def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
+    """Cycles that were started behind a prompt begin when its first token is there."""
+
+    def slowly(*args, **options):
+        time.sleep(0.3)
+        return on_host(*args, **options)
+
+    finish(start(eager, make_prompts([5])))  # compiles
+    monkeypatch.setattr("dflash_jax.engine.prompts.on_host", slowly)
+    began = time.perf_counter()
+    spent = sum(update.seconds for update in start(eager, make_prompts([5])))
+    assert 0.3 < spent <= time.perf_counter() - began
 
 
 @pytest.mark.parametrize("compiling", [0.0, 5.0])

@@ -12,6 +12,7 @@ import pytest
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding.cycle import commit_context, draft_block
 from dflash_jax.models import bind
+from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -69,3 +70,18 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
         np.testing.assert_allclose(hidden[slot], true, rtol=0, atol=2e-4 * float(jnp.abs(true).max()))
     run.close()
     pair.assert_free()
+
+
+@pytest.mark.parametrize(("temperature", "length"), [(0.0, None), (0.0, 3), (0.8, None)])
+def test_proposals_are_those_of_the_drafters_copy_of_the_head(make_pair, temperature, length):
+    """One that knows two tokens alone: whatever stands was among them."""
+
+    def edit(weights):
+        weights["draft"][SHARED_HEAD] = jnp.zeros_like(weights["target"]["embed.weight"]).at[7].set(1.0)
+
+    pair = make_pair(edit=edit, imposed_acceptance=4.5, proposals="argmax", verify_length=length)
+    params, drafted = SamplingParams(max_tokens=40, ignore_eos=True, temperature=temperature, seed=1), []
+    for update in pair.engine.run([Request(0, (1, 2, 3), params)]):
+        drafted += [token for token, ours in zip(update.tokens, update.from_draft, strict=True) if ours]
+    assert len(drafted) > 20
+    assert set(drafted) <= {0, 7}

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import dflash_jax as dj
@@ -25,7 +26,7 @@ from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 from dflash_jax.models.quantised import quantise_weights
-from dflash_jax.weights import read_weights, reading_bytes, weight_bytes, weight_shapes
+from dflash_jax.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
 
 GIB = 1 << 30
 PAIR = [(one.config, one.family) for one in open_pair() if one is not None]
@@ -109,6 +110,23 @@ def test_weights_are_counted_as_they_are_loaded(kind, draft_kind, dtype):
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), read, promised)))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_whose_head_a_drafter_in_eight_bits_copies(make_config, tied):
+    """The target's, which may be its embedding; none where the drafter brings its own."""
+    _, draft = make_config
+    largest = {"embed.weight": 1.0} | ({} if tied else {"lm_head.weight": 2.0})
+    copies = [
+        round_weights(
+            {"target": {name: jnp.full((8, 16), top) for name, top in largest.items()}, "draft": {}},
+            draft(own_head=own),
+            draft_weight_dtype="int8",
+        )["draft"]
+        for own in (False, True)
+    ]
+    assert copies[1] == {}
+    np.testing.assert_allclose(copies[0][SHARED_HEAD][jnp.arange(8)], 1.0 if tied else 2.0)
+
+
 def test_weights_in_eight_bits_leave_room_for_pages(monkeypatch):
     """Memory that is full with weights in 16 bits: eight bits give the rest of it to pages, every byte."""
     options: dict = {"dtype": "bfloat16", "max_model_len": 128, "page_size": 16, "max_batch": 64}
@@ -149,6 +167,14 @@ def test_what_weights_take_while_they_are_read(monkeypatch):
     assert max(map(max, seen)) <= planned < sum(sizes.values())
     assert alive() == weight_bytes(weights) == weight_bytes(kept)
     assert reading_bytes(stored, stored) == sum(sizes.values())
+
+
+def test_a_model_that_is_not_rounded_is_not_copied_while_it_is_read():
+    """Bytes of a large target and a small drafter, which alone is rounded."""
+    large, small, rounded = (jax.ShapeDtypeStruct((size,), jnp.int8) for size in (100, 8, 4))
+    stored, kept = ({"target": {"a": large}, "draft": {"b": one}} for one in (small, rounded))
+    assert reading_bytes(stored, kept) == 100 + 8 + 4
+    assert reading_bytes(stored, {"target": {"a": small}, "draft": {"b": small}}) == 100 + 8
 
 
 def test_weights_that_fit_only_once_they_are_rounded(monkeypatch):

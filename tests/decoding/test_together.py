@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.engine.warmup import prompt_calls
+from dflash_jax.models import bind
 from dflash_jax.programs import Buckets
 from dflash_jax.requests import Request, empty_state, request_rows
 from dflash_jax.sampling_params import SamplingParams
@@ -38,9 +40,9 @@ def requests(prompts, params=None, **options):
     return [Request(i, tuple(prompt), one) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))]
 
 
-def texts(run):
+def texts(updates):
     tokens = {}
-    for update in run:
+    for update in updates:
         tokens.setdefault(update.index, []).extend(update.tokens)
     return [tokens[i] for i in sorted(tokens)]
 
@@ -119,6 +121,19 @@ def test_the_end_of_a_long_prompt_takes_others_along(make_pair, make_prompts, mo
     ]
 
 
+def test_what_just_fits_is_taken_along(make_pair, make_prompts, monkeypatch):
+    """By what its pages lack: of a prompt whose beginning is found, only the rest."""
+    pair = make_pair(max_chunk=128)
+    long, short, *two = make_prompts((140, 9, 64, 64))
+    calls = watched(pair, monkeypatch)
+    for prompts in ([long], [short, long], two):
+        pair.run(prompts, SamplingParams(max_tokens=3, ignore_eos=True))
+    rows = [
+        list(zip(args[4].tolist(), args[5].tolist(), strict=True)) for name, args in calls if name == "prefill_chunk"
+    ]
+    assert rows[2:] == [[(0, 9), (128, 12), (0, 0), (0, 0)], [(0, 32), (32, 32), (0, 32), (32, 32)]]
+
+
 def test_what_begins_alike_is_prefilled_once(make_pair, make_prompts, monkeypatch):
     """It waits for the call that fills the pages it will share; others that wait behind it keep their turn."""
     pair = make_pair(page_size=8)
@@ -160,7 +175,9 @@ def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, mo
     expected = one_by_one(pair, prompts, [params] * 4)
     calls = watched(pair, monkeypatch)
     run = pair.engine.run(requests(prompts, [params] * 4), slots=4, cycles=2)
-    assert texts(run) == expected
+    updates = list(run)
+    assert texts(updates) == expected
+    assert sorted(update.index for update in updates if update.first) == [0, 1, 2, 3]
     assert run.preemptions
     resumed = [args[3].pending for name, args in calls if name == "admit_program"]
     assert any((pending >= 0).any() for pending in resumed)
@@ -191,6 +208,31 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
             np.testing.assert_allclose(a[:4], b[:4], atol=2e-5)
             assert not np.asarray(a[4:7]).any()
             assert np.asarray(a[7]).any()
+
+
+def test_long_prompts(make_pair, make_prompts, monkeypatch):
+    """In pieces or in one row, up to the last token of a page table and past it: programs that warming up names, and logits of the
+    target without pages."""
+    pair = make_pair(max_model_len=400, max_batch=2)
+    engine, programs = pair.engine, pair.engine.programs
+    setup = engine.setup(mode="greedy", draft=False, logprobs=True)
+    named = set()
+    monkeypatch.setattr(programs, "prepare", lambda *args: named.add(programs.key(*args)))
+    for job in engine.warmup_jobs([setup]):
+        job()
+    monkeypatch.undo()
+    target, calls, call = bind(pair.target, engine.weights["target"]), [], programs.call
+    monkeypatch.setattr(programs, "call", lambda *args: calls.append((programs.key(*args), args)) or call(*args))
+    params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
+    for prompt in make_prompts((256, 257)):
+        first, *_ = engine.run([Request(0, tuple(prompt), params)], draft=False)
+        hidden, _ = target(jnp.array([prompt]), jnp.arange(len(prompt))[None], dense_attend())
+        table = jax.nn.log_softmax(target.logits(hidden[:, -1:]))[0, 0]
+        assert first.tokens == [int(jnp.argmax(table))]
+        assert first.logprobs[0][0] == pytest.approx(float(table.max()), abs=1e-4)
+    assert all(key in named for key, _ in calls)
+    tables = [args[4].shape for _, args in calls if args[0] is prefill_chunk]
+    assert tables == [(8, 16), (1, 26)]
 
 
 @pytest.mark.parametrize("mode", ["greedy", "full"])
