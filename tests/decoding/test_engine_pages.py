@@ -5,6 +5,8 @@ import copy
 import jax
 import pytest
 
+from dflash_jax.cache import PageAllocator
+from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
@@ -17,6 +19,27 @@ def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
     together = pair.run(prompts, mixed)[0]
     assert [len(tokens) for tokens in together] == [10, 33, 7, 25, 1, 40, 12]
     assert together == [pair.run([prompt], one)[0][0] for prompt, one in zip(prompts, mixed, strict=True)]
+
+
+def test_a_prompt_may_take_the_last_page():
+    """But none that others need for their next cycles."""
+    slots = Slots(1, 4, PageAllocator(4), 16, None)
+    job = Job(Request(0, (1,) * 57, SamplingParams(max_tokens=1)), arrival=0)
+    assert not slots.enter(job, 4, spare=1)
+    assert slots.allocator.num_free == 4
+    assert slots.enter(job, 4, spare=0)
+    assert slots.allocator.num_free == 0
+
+
+def test_prompts_that_enter_together_leave_each_other_room(make_pair, make_prompts):
+    """For their next cycles: of four that would fit by their prompts alone one waits, and none loses its pages later."""
+    pair = make_pair(num_pages=9)
+    assert (pair.engine.pages_for(25), pair.engine.pages_for(25 + 12)) == (2, 3)
+    requests = [Request(i, tuple(p), SamplingParams(max_tokens=12)) for i, p in enumerate(make_prompts((25,) * 4))]
+    run = pair.engine.run(requests, cycles=4)
+    most = max(len(run.slots.taken) for _ in run)
+    assert (most, run.preemptions) == (3, 0)
+    pair.assert_free()
 
 
 def test_pages_grow_with_the_text(make_pair, make_prompts):

@@ -189,6 +189,15 @@ def test_weights_that_fit_only_once_they_are_rounded(monkeypatch):
         dj.load(max_model_len=64, max_batch=1, weight_dtype="int8")
 
 
+@pytest.mark.parametrize(("batch", "longest", "tokens"), [(2, 600, 512), (1, 400, 400), (1, 200, 224)])
+def test_room_for_the_largest_call_of_prompts(monkeypatch, batch, longest, tokens):
+    """One row of a long prompt, or all pieces of several."""
+    seen, found = [], planning.workspace_bytes
+    monkeypatch.setattr(planning, "workspace_bytes", lambda *args, **of: seen.append(of["chunk"]) or found(*args, **of))
+    planning.plan_engine(*open_pair(), max_model_len=longest, max_batch=batch)
+    assert seen == [tokens]
+
+
 def test_load_uses_what_room_there_is(monkeypatch):
     """A pool for less than all requests at full length: a notice says so, and they are all served."""
     whole = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)

@@ -106,7 +106,7 @@ def test_listed_tokens_get_their_ids_in_the_order_of_these(tmp_path: Path) -> No
     decoder = {"11": {"content": "<a>", **FLAGS}, "9": {"content": "<c>", **FLAGS}}
     tokenizer = loaded(tmp_path, backend, tokenizer_config={"added_tokens_decoder": decoder}, added_tokens=listed)
     assert tokenizer.encode("<a><b><c><d>") == [11, 10, 9, 8]
-    with pytest.raises(TokenizerError, match="token '<b>' has id 10 in .* and would be 9 after those of"):
+    with pytest.raises(TokenizerError, match=r"token '<b>' has id 10 in .* and would be 9 after those of"):
         loaded(tmp_path, backend, tokenizer_config={}, added_tokens=listed)
 
 

@@ -7,14 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.config import Qwen3Config
 from dflash_jax.models.binding import bind
 from dflash_jax.models.chain import run_layers
-from dflash_jax.models.layers import best_rows, linear
+from dflash_jax.models.layers import Linear, best_rows, linear
+from dflash_jax.models.parameters import init_params
 from dflash_jax.models.quantised import MANY_ROWS, Quantised, WeightDtype, quantise, quantise_weights
+from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.models.rounded_rows import fits, run_rounded
+from dflash_jax.models.rows import multiplied
 from dflash_jax.planning import check_weight_dtype
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
@@ -124,6 +129,33 @@ def test_layers_that_round_rows_as_one_operation_each() -> None:
     theirs = run_layers(target.layers, target.norm, x, rotary, dense_attend())
     for found, expected in zip([*ours[0], ours[1]], [*theirs[0], theirs[1]], strict=True):
         assert np.abs(np.asarray(found - expected)).max() <= 0.02 * np.abs(np.asarray(expected)).max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fitting"),
+    [({}, True), ({"attention_bias": True}, False), ({"intermediate_size": 24}, False), ({"hidden_size": 24}, False)],
+)
+def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: bool) -> None:
+    """Where projections have biases, or some of their matrices lie in pairs and others not."""
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+    }
+    config = Qwen3Config(num_layers=2, windows=(None,) * 2, **sizes | changes)
+    params = quantise_weights(init_params(qwen3_parameters(config), jax.random.key(0)), "fp8_dynamic")
+    assert fits(bind(config, params).layers, jnp.zeros((1, MANY_ROWS, config.hidden_size))) == fitting
+
+
+def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
+    layer, x = Linear(48, 32, bias=True), jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
+    weight = quantise(jax.random.normal(jax.random.key(1), (48, 32)), "fp8_dynamic")
+    layer.weight, layer.bias = nnx.Param(weight), nnx.Param(100 * jnp.arange(1.0, 49))
+    rounded = np.asarray(x, np.float64) @ dequantised(weight).T
+    assert np.abs(np.asarray(multiplied(layer, x)) - rounded - 100 * np.arange(1, 49)).max() < 2
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic"])
