@@ -187,6 +187,27 @@ def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
     assert 0.3 < spent <= time.perf_counter() - began
 
 
+def test_what_was_compiled_for_a_prompt_does_not_count(pair, make_prompts, monkeypatch):
+    """As if each of its two programs had taken 50 seconds to compile."""
+    programs, call = pair.engine.programs, pair.engine.programs.call
+
+    def compiling(*args):
+        programs.compile_s += 50.0
+        return call(*args)
+
+    pair.run(make_prompts([5]))  # compiles
+    monkeypatch.setattr(programs, "compile_s", 0.0)
+    monkeypatch.setattr(programs, "call", compiling)
+    first, *_ = start(pair, make_prompts([5]))
+    assert -100 < first.seconds < -50
+
+
+def test_nothing_is_started_behind_a_last_token(eager, make_prompts, monkeypatch):
+    seen = watched(eager, monkeypatch)
+    (update,) = eager.engine.run([Request(0, tuple(make_prompts([5])[0]), SamplingParams(max_tokens=1))])
+    assert (len(update.tokens), seen) == (1, ["prompt"])
+
+
 @pytest.mark.parametrize("compiling", [0.0, 5.0])
 def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts, monkeypatch, compiling):
     """On a GPU, whether calls return early is seen; what was compiled for one does not count."""

@@ -1,5 +1,7 @@
 """Prompts that are prefilled in one call: pieces of several, each in rows of its own, and what each gets is what it gets alone."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,17 +242,18 @@ def test_admit_leaves_other_slots_alone(pair, mode):
     engine = pair.engine
     setup = engine.setup(mode=mode, draft=True)
     params = SamplingParams(max_tokens=9, temperature=0.8 if mode == "full" else 0.0, seed=2, stop_token_ids=[7])
-    named = [None, (Request(0, (1, 2, 3), params), ()), (Request(1, (4, 5), params), (6, 8)), None]
+    last = Request(2, (1,), replace(params, max_tokens=1, stop_token_ids=()))
+    named = [(last, ()), (Request(0, (1, 2, 3), params), ()), (Request(1, (4, 5), params), (6, 8)), None]
     rows = request_rows(setup, named, 8, engine.dtype)
-    state = empty_state(setup, 3, 8, engine.dtype, engine._make_pools())
+    state = empty_state(setup, 4, 8, engine.dtype, engine._make_pools())
     logits = jnp.zeros((4, 1, engine.target.vocab_size)).at[:, 0, 7].set(50.0)
-    state, emitted = admit(setup, state, jnp.array([3, 2, 0, 3]), jax.tree.map(jnp.asarray, rows), logits)
-    assert state.done.tolist() == [False, True, True]  # resumed, empty, ended by its stop id
-    assert state.seq_lens.tolist() == [3, 0, 3]
-    assert state.pending.tolist() == [8, 0, 7]
-    assert state.produced.tolist() == [2, 0, 1]
-    assert state.remaining.tolist() == [7, 0, 8]
-    assert emitted.counts[1:3].tolist() == [1, 0]
+    state, emitted = admit(setup, state, jnp.array([3, 2, 0, 4]), jax.tree.map(jnp.asarray, rows), logits)
+    assert state.done.tolist() == [False, True, True, True]  # resumed, empty, ended by its stop id, by its length
+    assert state.seq_lens.tolist() == [3, 0, 3, 1]
+    assert state.pending.tolist() == [8, 0, 7, 7]
+    assert state.produced.tolist() == [2, 0, 1, 1]
+    assert state.remaining.tolist() == [7, 0, 8, 0]
+    assert emitted.counts[:3].tolist() == [1, 1, 0]
     assert emitted.tokens[1].tolist() == [7]
 
 
@@ -289,3 +292,4 @@ def test_calls_that_are_known_before(pair, make_prompts, calls):
     pair.run(prompts[:4], SamplingParams(max_tokens=8, ignore_eos=True))
     assert [(args[1].shape[1], *args[3].shape) for name, args in calls if name == "prefill_chunk"] == expected
     assert [rows for _, rows, _ in prompt_calls(pair.engine, coming, 2)] == [4] * 5
+    assert list(prompt_calls(pair.engine, requests(make_prompts((128,))), 1)) == [(width, 4, 32)]

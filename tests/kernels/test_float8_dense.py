@@ -19,6 +19,7 @@ from dflash_kernels import (
     float8_rows,
 )
 from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan
+from dflash_kernels.dense.mosaic_gpu_plan import _plans as plans
 from dflash_kernels.float8_dense.mosaic_gpu import best, launch, onto, rows_launch
 from dflash_kernels.quantised_linear.columns import in_pairs
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -183,6 +184,12 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
         assert made.row_tiles * made.tile_rows == rows
         assert 128 * made.slots * (made.tile_rows + made.tile_features) <= SHARED
         assert made.tiles / (-(-made.tiles // made.ctas) * 132) > 0.8
+
+
+def test_parts_are_whole_blocks() -> None:
+    """Of a depth of three, no two parts are equal."""
+    made = plans(64, 512, 384, "parts", 132, jnp.bfloat16, (64, 128), 1)
+    assert {(plan.splits, plan.steps) for plan in made} == {(1, 3)}
 
 
 def test_refusals_name_their_reason() -> None:
