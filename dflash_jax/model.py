@@ -188,7 +188,7 @@ def load(
         )
     engine, memory = plan_engine(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype, cache_dtype=cache_dtype,
-       max_model_len=max_model_len,
+        max_model_len=max_model_len,
         max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
     )  # fmt: skip
     tokenizer = Tokenizer.from_folder(target.folder)

@@ -10,13 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.decoding import prefill
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import admit
+from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
-from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
+from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
+from dflash_jax.models import family_named
 from dflash_jax.requests import Request, empty_state, request_rows
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.weights import weight_shapes
 
 from ..devices import on
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
@@ -38,6 +42,25 @@ def test_loop_lowers(make_pair, kind, draft):
         traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, *shapes)
         calls = re.findall(r"custom_call @(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
+
+
+def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):
+    """Where one operation would write and attend for rows as many and as short, as it does for sequences that are not related."""
+    target = target_config(hidden_size=2560, intermediate_size=9728, num_heads=32, num_kv_heads=8, head_dim=128)
+    weights = weight_shapes([(target, family_named("qwen3"))], jnp.dtype(jnp.bfloat16))
+    engine = Engine(target, None, weights, jnp.dtype(jnp.bfloat16), max_model_len=512)
+    table, ids, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((16, 8), (16, 8), (16,)))
+    setup = engine.setup(mode="greedy", draft=False).for_prefill()
+
+    def lowered():
+        with on("NVIDIA H200"):
+            call = jax.jit(partial(prefill_chunk, setup))
+            traced = call.trace(engine.weights, table, engine.pool_shapes(), ids, numbers, numbers)
+            return traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+
+    assert "qkv_attention" not in lowered()
+    monkeypatch.setattr(prefill, "PagedAttend", lambda *args, related: PagedAttend(*args))
+    assert "qkv_attention" in lowered()
 
 
 @pytest.mark.parametrize("proposals", get_args(Proposals))
