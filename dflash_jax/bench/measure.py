@@ -177,15 +177,23 @@ def programs(
 
 
 def _prompts(engine: Engine, run: Run, workload: Workload, users: int) -> list[Callable[[], None]]:
-    """What prefills one of the prompts, and as many together as may arrive."""
+    """What prefills one of the prompts, part by part, and as many ends and prompts together as may arrive."""
     jobs, lengths = Jobs(engine, run.setup, run.stop_width), {len(prompt) for prompt in workload.prompts}
-    least, buckets = min(lengths), engine.buckets
-    shapes = {buckets.prompts([left]) for left in lengths}
-    if users > 1 and buckets.room([least]) >= least:
-        shapes |= {(rows, buckets.piece) for rows in buckets.pieces if rows >= buckets.count([least, least])}
-    widths = {engine.width_of(length) for length in lengths}
-    prefills = [jobs.prefill(width, *shape) for width in sorted(widths) for shape in sorted(shapes)]
-    return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for rows, _ in shapes}))]
+    buckets, parts, lasts = engine.buckets, set[tuple[int, tuple[int, int]]](), set[int]()
+    for length in lengths:
+        filled = last = 0
+        while filled < length:
+            last = length - filled
+            rows, size = buckets.prompts([last])
+            filled += rows * size
+            parts.add((engine.width_of(min(filled, length)), (rows, size)))
+        lasts.add(last)
+    first, least = min(lasts), min(lengths)
+    if users > 1 and buckets.room([first]) >= least:
+        together = [(rows, buckets.piece) for rows in buckets.pieces if rows >= buckets.count([first, least])]
+        parts |= {(engine.width_of(length), shape) for length in lengths for shape in together}
+    prefills = [jobs.prefill(width, *shape) for width, shape in sorted(parts)]
+    return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for _, (rows, _) in parts}))]
 
 
 def _likely(engine: Engine, run: Run, users: int, context: float, imposed: float | None) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,22 @@ def test_everything_is_compiled_before_the_first_request(model, workload) -> Non
     assert figures.imposed_acceptance == 2.0
     assert model.engine.programs.shapes() == compiled
     assert model.engine.imposed_acceptance is None
+
+
+@pytest.mark.parametrize("lengths", [(600,), (300, 540)])
+def test_the_ends_of_long_prompts_are_compiled_too(target, tmp_path, lengths) -> None:
+    for part in ("", "draft"):
+        shutil.copytree(target / part, tmp_path / part, dirs_exist_ok=True)
+        config = json.loads((target / part / "config.json").read_text()) | {"max_position_embeddings": 1024}
+        (tmp_path / part / "config.json").write_text(json.dumps(config))
+    model = dj.load(tmp_path, max_batch=2)
+    prompts = tuple(synthetic(250, length, 1, 1).prompts[0] for length in lengths)
+    workload = Workload("long", prompts, 4)
+    for job in programs(model, workload, concurrency=2, draft=True):
+        job()
+    compiled = model.engine.programs.shapes()
+    measure(model, workload, concurrency=2, requests=4, draft=True)
+    assert model.engine.programs.shapes() == compiled
 
 
 def test_without_a_drafter_every_cycle_gains_one_token(model, workload) -> None:
