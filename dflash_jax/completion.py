@@ -14,7 +14,7 @@ class Stats:
       compile_s: seconds the whole call spent compiling.
       time_to_first_token_s: seconds from the call to this request's first token, waiting included.
       tokens_per_s: tokens after the first one for each second of `decode_s`; 0 where there was none.
-      target_steps: forward passes of the target after the prompt.
+      target_steps: forward passes of the target after the prompt, up to the one in which the text ended.
       tokens_per_cycle: mean of `acceptance_lengths`; 0 where there was no cycle.
       peak_bytes: most device memory in use so far, where the device tells.
     """
@@ -52,6 +52,8 @@ class Completion:
         `len(token_ids)`, unless a stop string ended the text inside a cycle.
       from_draft: for each token, whether the drafter had proposed it.
       seed: the seed that repeats a sampled text.
+      stats: where the time went.
+      logprobs: one for each token where they were asked for, None otherwise.
 
     What has an entry for each token or cycle is not in its `repr`.
     """

@@ -1,5 +1,6 @@
 """Strings in, results out. `generate` and `stream` are one thing: the first waits for what the second yields."""
 
+import itertools
 import operator
 import time
 from collections.abc import Generator, Mapping, Sequence
@@ -246,7 +247,6 @@ class _Writer:
             self.prefill_s, self.first_s = update.seconds, time.perf_counter() - self.started - compile_s
         else:
             self.decode_s += update.seconds
-        self.counts += update.counts
         reason, stop = update.finish_reason, update.stop_reason
         for place, token in enumerate(update.tokens):
             self.tokens.append(token)
@@ -259,12 +259,13 @@ class _Writer:
                 break
         if reason is not None and self.text.finish(watch=len(self.tokens) > params.min_tokens):
             reason, stop, self.stopped_by_text = "stop", self.text.found, True
+        # A stop string may end the text in one of several cycles: nothing of those behind it is in the text.
+        gained = _cycles_of(update.counts, len(self.tokens) - seen)
+        self.counts += gained
         self.finished = reason is not None
         shown = self.text.take(everything=self.finished)
         result = self._completion(reason, stop, compile_s) if reason is not None else None
-        return Piece(
-            update.index, shown, self.tokens[seen:], self.from_draft[seen:], list(update.counts), reason, result
-        )
+        return Piece(update.index, shown, self.tokens[seen:], self.from_draft[seen:], gained, reason, result)
 
     def _completion(self, reason: str, stop: str | int | None, compile_s: float) -> Completion:
         after_first = len(self.tokens) - 1
@@ -284,3 +285,9 @@ class _Writer:
             prompt_token_ids=list(self.request.prompt), acceptance_lengths=self.counts, from_draft=self.from_draft,
             seed=self.request.seed, stats=stats, logprobs=self.logprobs if self.request.params.logprobs is not None else None,
         )  # fmt: skip
+
+
+def _cycles_of(counts: Sequence[int], tokens: int) -> list[int]:
+    """The cycles, with what each gained, that it took to gain the first `tokens` tokens."""
+    before = itertools.accumulate(counts, initial=0)
+    return [count for count, start in zip(counts, before, strict=False) if start < tokens]

@@ -82,6 +82,9 @@ def test_stream_is_generate_in_pieces(model, prompts):
         assert [piece.finish_reason for piece in got[:-1]] == [None] * (len(got) - 1)
         assert got[-1].finish_reason == expected.finish_reason
         assert got[-1].completion.text == expected.text
+        # Also where a stop string ends the text in the first of many cycles that the device ran at once.
+        counts = got[-1].completion.acceptance_lengths
+        assert [n for piece in got for n in piece.accepted] == counts == expected.acceptance_lengths
         assert all(stop not in expected.text for stop in params.stop)
 
 

@@ -175,6 +175,20 @@ def test_a_request_looks_for_stop_strings_after_its_min_tokens(
     assert (done.text, done.finish_reason) == (text, reason)
 
 
+@pytest.mark.parametrize(("stop", "counts"), [("a", [3]), ("d", [3, 1]), ("de", [3, 1, 4]), ("x", [3, 1, 4])])
+def test_cycles_behind_the_end_of_a_text_are_not_counted(stop: str, counts: list[int]) -> None:
+    """The device has run them before anybody looks for a stop string."""
+    model = object.__new__(Model)  # without weights
+    vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
+    writer = _Writer(model, Request(0, (1,), SamplingParams(stop=stop)))
+    writer.write(Update(0, [ord("-")], [False], [], first=True, seconds=1.0))
+    tokens = [ord(letter) for letter in "abcdefgh"]
+    piece = writer.write(Update(0, tokens, [False] * 8, [3, 1, 4], first=False, seconds=1.0, finish_reason="length"))
+    assert piece.completion is not None
+    assert piece.accepted == piece.completion.acceptance_lengths == counts
+    assert piece.completion.stats.target_steps == len(counts)
+
+
 def test_special_and_unknown_tokens_are_no_text() -> None:
     ids = [SPECIAL_ID, ord("a"), UNKNOWN_IDS[0], 0xC3, SPECIAL_ID, UNKNOWN_IDS[1], 0xA9, SPECIAL_ID]
     stream, pieces = feed(ids)
