@@ -73,6 +73,7 @@ def generate(
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
       DFlashError: the model is serving another call, of another thread or a stream that is not finished.
     """
+    _check_kinds(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
     served = _pieces(model, [prompts] if single else list(prompts), params, **options)
@@ -115,9 +116,25 @@ def stream(
     """
     if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1:
         raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
+    _check_kinds(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": cycles}
     return _pieces(model, [prompts] if single else list(prompts), params, **options)
+
+
+def _check_kinds(model: Any, draft: Any, chat: Any, chat_options: Any) -> None:
+    """Raises ParameterError for what would end in an error of Python's, or be taken for something else in silence."""
+    if not isinstance(model, Model):
+        raise ParameterError(f"model must be what dflash_jax.load returns, got {type(model).__name__} {model!r:.80}")
+    if not isinstance(draft, bool):
+        raise ParameterError(f"draft must be True or False, got {draft!r:.80}: which drafter is for load to say")
+    if not isinstance(chat, bool):
+        raise ParameterError(f"chat must be True or False, got {chat!r:.80}")
+    named = isinstance(chat_options, Mapping) and all(isinstance(name, str) for name in chat_options)
+    if chat_options is not None and not named:
+        raise ParameterError(
+            f'chat_options must be names with values, such as {{"enable_thinking": False}}, got {chat_options!r:.80}'
+        )
 
 
 def is_single(prompts: Any) -> bool:
@@ -127,7 +144,8 @@ def is_single(prompts: Any) -> bool:
     # Bytes would pass for token ids.
     if isinstance(prompts, Mapping | bytes | bytearray) or not isinstance(prompts, Sequence):
         raise PromptError(
-            f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}"
+            f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}: decode bytes, and "
+            "give an array of ids, or what yields prompts one by one, as a list"
         )
     return _is_chat(prompts) or (len(prompts) > 0 and _is_id(prompts[0]))
 
@@ -184,10 +202,11 @@ def make_requests(
     if params is None or isinstance(params, SamplingParams):
         each = [params or SamplingParams()] * len(prompts)
     else:
-        each = list(params) if isinstance(params, Sequence) else []
+        listed = isinstance(params, Sequence)
+        each = list(params) if listed else []
         wrong = [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]
-        if wrong or len(each) != len(prompts):
-            came = f"{len(each)}{f', among them {wrong[0]}' if wrong else ''}" if each else type(params).__name__
+        if wrong or not listed or len(each) != len(prompts):
+            came = f"{len(each)}{f', among them {wrong[0]}' if wrong else ''}" if listed else type(params).__name__
             raise ParameterError(
                 f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {came}"
             )

@@ -170,7 +170,9 @@ WRONG = ([np.array([5, 6])], [jnp.array([5])], [[np.array([5, 6])]], [5.0], [[5]
 @pytest.mark.parametrize("prompt", WRONG, ids=str)
 def test_what_is_no_prompt_says_so(target, prompt):
     generate = inspect.unwrap(dj.generate)  # the test run checks annotations first
-    with pytest.raises(dj.PromptError, match=r"must be a text, token ids or messages,.* got \w+"):
+    with pytest.raises(
+        dj.PromptError, match=r"must be a text, token ids or messages,.* got \w+.*: decode bytes, and give an array"
+    ):
         generate(dj.load(target, max_batch=1), prompt, PARAMS)
 
 
@@ -185,6 +187,32 @@ def test_token_ids_of_any_kind(target):
 def test_cycles_of_a_stream(target, cycles):
     with pytest.raises(dj.ParameterError, match="cycles must be an integer of at least 1"):
         inspect.unwrap(dj.stream)(dj.load(target, max_batch=1), [5, 6], PARAMS, cycles=cycles)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "Qwen/Qwen3-4B"}, "model must be what dflash_jax.load returns, got str 'Qwen/Qwen3-4B'"),
+        ({"model": None}, "model must be what dflash_jax.load returns, got NoneType"),
+        (
+            {"draft": "z-lab/drafter"},
+            "draft must be True or False, got 'z-lab/drafter': which drafter is for load to say",
+        ),
+        ({"draft": None}, "draft must be True or False, got None"),
+        ({"chat": "yes"}, "chat must be True or False, got 'yes'"),
+        (
+            {"chat": True, "chat_options": "enable_thinking=false"},
+            "chat_options must be names with values, .* got 'enable",
+        ),
+        ({"chat": True, "chat_options": {1: 2}}, r"chat_options must be names with values, .* got {1: 2}"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused_at_once(target, options, said):
+    """Not in the middle with an error of Python's, and none is taken for something else in silence."""
+    given = {"model": dj.load(target, max_batch=1), "prompts": [5, 6]} | options
+    for call in (dj.generate, dj.stream):
+        with pytest.raises(dj.ParameterError, match=said):
+            inspect.unwrap(call)(**given)  # the test run checks annotations first
 
 
 def test_options_of_a_template_that_is_not_used_are_refused(target):

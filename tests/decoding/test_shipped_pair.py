@@ -55,7 +55,7 @@ def test_greedy_text_is_the_targets_own(model, prompts):
 
 
 @pytest.mark.parametrize(
-    ("params", "came"), [({"max_tokens": 4}, "dict"), (["greedy"], "1, among them str"), (5, "int")]
+    ("params", "came"), [({"max_tokens": 4}, "dict"), (["greedy"], "1, among them str"), (5, "int"), ([], "0")]
 )
 def test_bad_params_are_named_errors(model, params, came):
     make = inspect.unwrap(make_requests)  # the test run checks annotations first
