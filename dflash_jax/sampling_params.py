@@ -54,7 +54,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._items("stop"))
         object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids"))
         self._integer("max_tokens", 1, None)
-        self._integer("min_tokens", 0, self.max_tokens)
+        self._integer("min_tokens", 0, self.max_tokens, limit="max_tokens, which is ")
         self._integer("top_k", 0, None)
         if self.logprobs is not None:
             self._integer("logprobs", 0, MAX_LOGPROBS)
@@ -85,10 +85,10 @@ class SamplingParams:
             raise ParameterError(f"{name} must be {kind}, got {value!r}")
         return tuple(value)
 
-    def _integer(self, name: str, low: int, high: int | None) -> None:
+    def _integer(self, name: str, low: int, high: int | None, *, limit: str = "") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            span = f"at least {low}" if high is None else f"from {low} to {high}"
+            span = f"of at least {low}" if high is None else f"from {low} to {limit}{high}"
             raise ParameterError(f"{name} must be an integer {span}, got {value!r}")
 
     def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:

@@ -14,9 +14,9 @@ NOT_INTEGERS = (1.0, "1", True, None, [1])
 NOT_NUMBERS = ("1", True, None, math.nan, math.inf, -math.inf, 1j)
 
 BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "max_tokens": ("an integer at least 1", (0, -1, *NOT_INTEGERS)),
-    "min_tokens": ("an integer from 0 to 256", (-1, 257, *NOT_INTEGERS)),
-    "top_k": ("an integer at least 0", (-1, *NOT_INTEGERS)),
+    "max_tokens": ("an integer of at least 1", (0, -1, *NOT_INTEGERS)),
+    "min_tokens": ("an integer from 0 to max_tokens, which is 256", (-1, 257, *NOT_INTEGERS)),
+    "top_k": ("an integer of at least 0", (-1, *NOT_INTEGERS)),
     "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
     "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
     "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
@@ -80,7 +80,7 @@ def test_parameters_do_not_change() -> None:
 
 def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
     assert SamplingParams(max_tokens=5, min_tokens=5).min_tokens == 5
-    with pytest.raises(ParameterError, match="min_tokens must be an integer from 0 to 5, got 6"):
+    with pytest.raises(ParameterError, match="min_tokens must be an integer from 0 to max_tokens, which is 5, got 6"):
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
