@@ -1,12 +1,13 @@
 """A model ready to generate: `load` finds the checkpoints, checks that target and drafter fit, and places them on the device."""
 
 import itertools
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import tqdm
 from jax.typing import DTypeLike
@@ -79,15 +80,18 @@ class Model:
           progress: show a bar.
 
         Raises:
-          ParameterError: an unknown mode, or a number of slots outside 1 to max_batch.
+          ParameterError: something that is no list, an unknown mode, or a number of slots outside 1 to max_batch.
           CapacityError: the device's memory ran out.
         """
-        started, modes, batch = time.perf_counter(), list(modes), None if batch is None else list(batch)
+        started, modes, draft = time.perf_counter(), _items("modes", modes), _items("draft", draft)
+        batch = None if batch is None else _items("batch", batch)
         if unknown := [mode for mode in modes if mode not in get_args(Mode)]:
             raise ParameterError(f"modes must be among {', '.join(get_args(Mode))}, got {unknown}")
-        if wrong := [size for size in batch or () if not 1 <= size <= self.engine.max_batch]:
+        if wrong := [flag for flag in draft if not isinstance(flag, bool)]:
+            raise ParameterError(f"draft must hold True, False or both, got {wrong}")
+        if wrong := [size for size in batch or () if size not in range(1, self.engine.max_batch + 1)]:
             raise ParameterError(
-                f"batch must hold numbers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
+                f"batch must hold integers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
             )
         drafts = [flag for flag in draft if self.draft is not None or not flag]
         setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
@@ -178,6 +182,10 @@ def load(
         raise ParameterError(
             f"calibration must be a list of texts or of token ids, got one text: [{calibration!r:.40}]"
         )
+    if isinstance(calibration, bytes | bytearray) or not isinstance(calibration, Sequence):
+        raise ParameterError(
+            f"calibration must be a list of texts or of token ids, got {type(calibration).__name__}; leave it out for none"
+        )
     if len(calibration) and cache_dtype not in CALIBRATED:
         raise ParameterError(
             f'calibration finds scales for cache_dtype "fp8" and "int8", not for {cache_dtype!r}: leave it out'
@@ -220,9 +228,21 @@ def load(
     return model
 
 
-def _calibration_ids(tokenizer: Tokenizer | None, text: str | Sequence[int]) -> Sequence[int]:
-    if not isinstance(text, str):
-        return text
-    if tokenizer is None:
-        raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
-    return tokenizer.encode(text)
+def _items(name: str, value: Any) -> list:
+    """What an argument of `Model.warmup` holds; the letters of a text are not what was meant."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ParameterError(f"{name} must be a list, got {value!r}")
+    return list(value)
+
+
+def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
+        return tokenizer.encode(text)
+    try:
+        return [operator.index(token) for token in (None if isinstance(text, bytes) else text)]
+    except TypeError:
+        raise ParameterError(
+            f"calibration must be a list of texts or of token ids, got one with {type(text).__name__} {text!r:.40} in it"
+        ) from None

@@ -149,6 +149,20 @@ def test_wrong_roles_and_options(tmp_path, target):
         resolve(5)
 
 
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        (None, "got NoneType; leave it out for none"), (5, "got int"), (b"ab", "got bytes"), (iter(["ab"]), "got list_iterator"),
+        ([5], "got one with int 5 in it"), ([[5], None], "got one with NoneType None in it"),
+        ([[5.0]], r"got one with list \[5.0\] in it"), ([b"ab"], "got one with bytes b'ab' in it"),
+    ],
+)  # fmt: skip
+def test_what_is_no_calibration_says_so(target, texts, said):
+    load = inspect.unwrap(dj.load)  # the test run checks annotations first
+    with pytest.raises(dj.ParameterError, match=f"calibration must be a list of texts or of token ids, {said}"):
+        load(target, cache_dtype="fp8", calibration=texts)
+
+
 def test_what_a_notebook_shows_is_short(target):
     """A model's fields hold every weight, a completion's every token."""
     model = dj.load(target, max_batch=2)

@@ -103,6 +103,16 @@ def test_warmup_refuses_what_no_request_can_be():
         warmup(model, modes=["beam"])
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):
         model.warmup(batch=[1, 3])
+    for wrong, said in (
+        ({"modes": "greedy"}, r"modes must be a list, got 'greedy'"),
+        ({"modes": None}, "modes must be a list, got None"),
+        ({"draft": True}, r"draft must be a list, got True"),
+        ({"draft": ["no"]}, r"draft must hold True, False or both, got \['no'\]"),
+        ({"batch": 1}, r"batch must be a list, got 1"),
+        ({"batch": ["1", 1.5]}, r"batch must hold integers from 1 to max_batch, which is 2, got \['1', 1.5\]"),
+    ):
+        with pytest.raises(dj.ParameterError, match=said):
+            warmup(model, **wrong)
     assert model.compiled_shapes() == []
 
 
