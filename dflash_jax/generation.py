@@ -218,10 +218,16 @@ def make_requests(
         )
     if model.tokenizer is None and any(one.stop for one in each):
         raise TokenizerError(f"{model.name} has no tokenizer.json: stop strings need one, stop_token_ids do not")
-    return [
-        Request(i, prompt_ids(model, prompt, chat=chat, options=chat_options), one, model.eos_ids)
-        for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
-    ]
+    requests = []
+    for place, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+        try:
+            ids = prompt_ids(model, prompt, chat=chat, options=chat_options)
+        except PromptError as error:
+            if len(prompts) == 1:
+                raise
+            raise PromptError(f"prompts[{place}]: {error}") from None
+        requests.append(Request(place, ids, one, model.eos_ids))
+    return requests
 
 
 def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:

@@ -73,6 +73,8 @@ class Model:
     ) -> float:
         """Compiles every program that requests of these kinds can need, and returns the seconds it took.
 
+        The loops of requests with `logprobs`, or with more than 8 end tokens, are programs of their own, compiled when those come.
+
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens.
           draft: with the drafter, without it, or both.

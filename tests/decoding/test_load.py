@@ -190,6 +190,13 @@ def test_what_is_no_prompt_says_so(target, prompt):
         generate(dj.load(target, max_batch=1), prompt, PARAMS)
 
 
+def test_which_of_several_prompts_is_none_is_told(target):
+    """As an empty cell of a table is among its texts."""
+    generate = inspect.unwrap(dj.generate)  # the test run checks annotations first
+    with pytest.raises(dj.PromptError, match=r"^prompts\[2\]: a prompt must be a text.* got float nan"):
+        generate(dj.load(target, max_batch=1), [[5], [6], float("nan")], PARAMS)
+
+
 def test_token_ids_of_any_kind(target):
     model, generate = dj.load(target, max_batch=1), inspect.unwrap(dj.generate)
     expected = dj.generate(model, [5, 6], PARAMS).token_ids
