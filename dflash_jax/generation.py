@@ -108,7 +108,7 @@ def stream(
     asyncio for example, awaits the last one before closing.
 
     Args:
-      cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less.
+      cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less, and more than 32 are 32.
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.

@@ -242,8 +242,9 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:
         if tokenizer is None:
             raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
         return tokenizer.encode(text)
+    tokens: Any = None if isinstance(text, bytes) else text  # bytes would pass for token ids
     try:
-        return [operator.index(token) for token in (None if isinstance(text, bytes) else text)]
+        return [operator.index(token) for token in tokens]
     except TypeError:
         raise ParameterError(
             f"calibration must be a list of texts or of token ids, got one with {type(text).__name__} {text!r:.40} in it"

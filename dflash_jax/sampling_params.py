@@ -28,10 +28,11 @@ class SamplingParams:
       stop: strings that end the text; the text ends before the first of them.
       stop_token_ids: ids that end the text besides the model's own end tokens.
       ignore_eos: go on past the model's end tokens (stop_token_ids still count).
-      min_tokens: end tokens, stop_token_ids and stop strings do nothing before this many tokens.
+      min_tokens: before this many tokens, end tokens and stop_token_ids are not chosen (others are, in their place) and stop
+        strings not looked for.
       logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
         from the target's own logits before temperature and filters.
-      include_stop: keep the stop string in the text.
+      include_stop: keep what ended the text in it, the stop string or the text of the id among stop_token_ids.
 
     Raises:
       ParameterError: a value is outside its range.

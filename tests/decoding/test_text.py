@@ -189,6 +189,19 @@ def test_cycles_behind_the_end_of_a_text_are_not_counted(stop: str, counts: list
     assert piece.completion.stats.target_steps == len(counts)
 
 
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_the_text_of_a_stop_id_is_kept_where_that_is_asked_for(include: bool, text: str) -> None:
+    """The id itself is among the tokens either way."""
+    model = object.__new__(Model)  # without weights
+    vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
+    params = SamplingParams(stop_token_ids=[ord("b")], include_stop=include)
+    ended: dict = {"finish_reason": "stop", "stop_reason": ord("b")}
+    update = Update(0, [ord("a"), ord("b")], [False] * 2, [], first=True, seconds=1.0, **ended)
+    done = _Writer(model, Request(0, (1,), params)).write(update).completion
+    assert done is not None
+    assert (done.text, done.token_ids, done.stop_reason) == (text, [ord("a"), ord("b")], ord("b"))
+
+
 def test_special_and_unknown_tokens_are_no_text() -> None:
     ids = [SPECIAL_ID, ord("a"), UNKNOWN_IDS[0], 0xC3, SPECIAL_ID, UNKNOWN_IDS[1], 0xA9, SPECIAL_ID]
     stream, pieces = feed(ids)
