@@ -109,7 +109,10 @@ class Buckets:
 THREADS = 4
 # For `loop` on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call returns
 # while the device works. Its launches wait for what they read, not for whatever stands before them: the drafter's context is made
-# beside its block, small operations beside large ones.
+# beside its block, small operations beside large ones. A graph's launches of kernels do not begin before those ahead of them end.
+# Without graphs they can (programmatic dependent launch), with their first weights asked for early: a layer of eight sequences of
+# Qwen3-4B then takes 89.6 us for 88.6 here (o and qkv 2.3 less each, attention and norms 1.5 to 2.6 more, as their CTAs crowd where
+# others end first), and a cycle 4.24 ms, 4.41 without, 4.05 as one graph; one sequence's 3.09 for 2.89.
 ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
