@@ -54,7 +54,7 @@ class Acceptance:
         The guess for a place of which little is known is the chance of the place before it.
         """
         chance, chances = FIRST_GUESS, []
-        for tried, stood in zip(self.tried, self.stood, strict=True):
+        for tried, stood in zip(self.tried.tolist(), self.stood.tolist(), strict=True):
             chance = (stood + GUESS_WEIGHT * chance) / (tried + GUESS_WEIGHT)
             chances.append(chance)
         return 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(chances))])

@@ -9,7 +9,7 @@ Only ratios between costs decide anything, so a GPU of another speed is served b
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -72,6 +72,7 @@ class CycleCost:
     proposing: Stack
     block: int
     table: Mapping[tuple[int, int], float]
+    _ratios: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ms(self, slots: int, verified: int, context: float) -> float:
         """Milliseconds of one cycle.
@@ -80,7 +81,10 @@ class CycleCost:
           verified: tokens verified in each slot; 1 drafts nothing.
           context: mean tokens of a sequence.
         """
-        return self.modelled(slots, verified, context) * self._ratio(slots, verified)
+        # Asked between two calls of the device: what does not change with the context is found once.
+        if (ratio := self._ratios.get((slots, verified))) is None:
+            ratio = self._ratios[slots, verified] = self._ratio(slots, verified)
+        return self.modelled(slots, verified, context) * ratio
 
     def modelled(self, slots: int, verified: int, context: float) -> float:
         rows, tokens = slots * verified, slots * context

@@ -4,6 +4,7 @@ The drafter fills the block it was trained on whatever is chosen here; the targe
 emitted is the target's own choice either way, so the choice moves time and nothing else.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -65,34 +66,39 @@ class VerifyLength:
     def candidates(self, slots: int, context: float) -> tuple[int, ...]:
         """Lengths worth having programs for, in ascending order: a quarter of the block, half of it and one token, where they save
         time, and all of it."""
+        return tuple(self.costs(slots, context))
+
+    def costs(self, slots: int, context: float) -> dict[int, float]:
+        """Milliseconds of a cycle of each candidate; nothing is known of the only one where there is no choice."""
         if self.cost is None:
-            return (self.current,)
-        kept, least = [self.offered], self.cost.ms(slots, self.offered, context)
+            return {self.current: math.nan}
+        kept = {self.offered: self.cost.ms(slots, self.offered, context)}
+        least = kept[self.offered]
         for length in sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True):
             spent = self.cost.ms(slots, length, context)
             if spent * MARGIN < least:
-                kept.append(length)
-                least = spent
-        return tuple(sorted(kept))
+                kept[length] = least = spent
+        return dict(sorted(kept.items()))
 
-    def rates(self, kinds: Mapping[Kind, int], slots: int, context: float) -> dict[int, float]:
+    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float]) -> dict[int, float]:
         """Expected tokens a millisecond of each candidate, for so many running requests of each kind."""
-        assert self.cost is not None
-        gains = np.sum([count * self.acceptance[kind].expected() for kind, count in kinds.items()], axis=0)
-        return {n: float(gains[n - 1]) / self.cost.ms(slots, n, context) for n in self.candidates(slots, context)}
+        gains = sum((n * self.acceptance[kind].expected() for kind, n in kinds.items()), start=np.zeros(self.offered))
+        return {length: float(gains[length - 1]) / spent for length, spent in costs.items()}
 
     def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
         """The length for the next cycles.
 
         Args:
-          kinds: running requests of each kind.
+          kinds: running requests of each kind, at least one.
           slots: of the program, running or not.
           context: mean tokens of a running sequence.
-          status: of a length's program. Where none is compiled or about to be, the best length is chosen.
+          status: of a length's program, asked of others only where the best one's is not compiled. Where none is compiled or about
+            to be, the best length is chosen.
         """
         if self.cost is None:
             return Choice(self.current, self.current)
-        rates = self.rates(kinds, slots, context)
+        costs = self.costs(slots, context)
+        rates = self.rates(kinds, costs)
 
         def best(lengths: Sequence[int]) -> int:
             top = max(lengths, key=lambda n: (rates[n], n))
@@ -100,11 +106,15 @@ class VerifyLength:
             return self.current if held else top
 
         wanted = best(list(rates))
-        found = {length: status(length) for length in rates}
+        found = {wanted: status(wanted)}
+        if found[wanted] == "compiled":
+            self.current = wanted
+            return Choice(wanted, wanted)
+        found |= {length: status(length) for length in rates if length != wanted}
         able = [length for length in rates if found[length] == "compiled"]
         able = able or [length for length in rates if found[length] == "pending"]
         self.current = best(able) if able else wanted
-        loss = self.cost.ms(slots, self.current, context) * max(0.0, 1 - rates[self.current] / rates[wanted])
+        loss = costs[self.current] * max(0.0, 1 - rates[self.current] / rates[wanted])
         return Choice(self.current, wanted, loss / 1e3)
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:

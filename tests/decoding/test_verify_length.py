@@ -1,6 +1,7 @@
 """Which length is verified: what the choice gains in a world of known chances, and that it can be relied on."""
 
 import itertools
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +146,32 @@ def test_a_length_that_is_hardly_better_does_not_take_over(cost, monkeypatch):
     for eight, sixteen, chosen in ((1.02, 1.0, 16), (1.04, 1.0, 8), (1.0, 1.02, 8), (1.0, 1.04, 16)):
         monkeypatch.setattr(lengths, "rates", lambda *_, rates={8: eight, 16: sixteen}: rates)
         assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length == chosen
+
+
+def test_programs_of_other_lengths_are_asked_for_only_where_the_best_one_is_missing(cost):
+    asked: list[int] = []
+
+    def status(length: int) -> Status:
+        asked.append(length)
+        return "missing" if length == missing else "compiled"
+
+    lengths = VerifyLength(OFFERED, cost, "auto")
+    for missing, others in ((0, ()), (1, lengths.candidates(8, 1024.0))):
+        lengths.observe(OFFERED, {"greedy": np.zeros(400, int)}, 32)
+        asked.clear()
+        choice = lengths.choose({"greedy": 8}, 8, 1024.0, status)
+        assert choice.wanted == 1 == asked[0]
+        assert sorted({choice.wanted, *others}) == sorted(asked)
+        assert (choice.length != 1, choice.loss_s > 0) == (missing == 1, missing == 1)
+
+
+def test_a_cost_asked_for_again_is_the_same(cost):
+    fresh = replace(cost)
+    for slots, verified, context in itertools.product((1, 3, 8, 200), (1, 4, 16), (10.0, 5000.0)):
+        once = fresh.ms(slots, verified, context)
+        assert once == fresh.ms(slots, verified, context) == replace(cost).ms(slots, verified, context)
+        assert once == cost.modelled(slots, verified, context) * cost._ratio(slots, verified)
+    assert fresh == cost
 
 
 def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
