@@ -13,6 +13,7 @@ The exit status is 1 where a job failed or was ended.
 
 import argparse
 import fnmatch
+import importlib.util
 import json
 import math
 import os
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -63,6 +65,21 @@ def chosen(patterns: Sequence[str] | None, gpu_tests: bool) -> list[str]:
     return list(dict.fromkeys(names + (jobs.TESTS if gpu_tests else [])))
 
 
+def refuse_without(names: Sequence[str]) -> None:
+    """Minutes of a GPU would pass before jobs said one by one that they cannot start.
+
+    Raises:
+      SystemExit: the package is not installed, or what tests import is not.
+    """
+    if not entry_points(group="dflash_jax.readers"):
+        raise SystemExit(
+            "dflash-jax is not installed, it was only found: no checkpoint could be read (pip install -e '.[test]')"
+        )
+    needed = ("pytest", "hypothesis", "nbclient", "nbformat") if {*names} & {*jobs.TESTS} else ()
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise SystemExit(f"the tests import {', '.join(missing)}, which is not installed (pip install -e '.[test]')")
+
+
 def found(folder: Path) -> str:
     """What a job has left: the number of its rows, or what its tests said."""
     if (path := folder / jobs.JUNIT).exists():
@@ -95,6 +112,7 @@ def report(outcomes: Sequence[schedule.Outcome], out: Path) -> str:
 def measure(options: argparse.Namespace) -> int:
     """Runs what was asked for; the exit status."""
     names = chosen(options.only, options.gpu_tests)
+    refuse_without(names)
     gpus = list(dict.fromkeys(options.gpus or visible_gpus()))  # a GPU named twice is one
     if not gpus:
         raise SystemExit("no GPU is visible (CUDA_VISIBLE_DEVICES, nvidia-smi -L): name those to use with --gpus")

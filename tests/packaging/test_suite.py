@@ -205,6 +205,17 @@ def test_no_gpu_is_said(suite, monkeypatch):
         suite.main(["--only", "pair"])
 
 
+def test_what_is_not_installed_is_said_before_a_gpu_is_taken(suite, monkeypatch):
+    find = suite.importlib.util.find_spec
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None if name == "nbformat" else find(name))
+    suite.refuse_without(["pair"])
+    with pytest.raises(SystemExit, match="the tests import nbformat, which is not installed"):
+        suite.main(["--only", "tests*", "--gpus", "0"])
+    monkeypatch.setattr(suite, "entry_points", lambda **_: ())
+    with pytest.raises(SystemExit, match="dflash-jax is not installed"):
+        suite.main(["--only", "pair", "--gpus", "0"])
+
+
 def test_jobs_are_listed(suite, jobs, capsys):
     assert suite.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
