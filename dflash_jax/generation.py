@@ -15,6 +15,7 @@ from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
 from dflash_jax.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.scalars import as_flag, as_integer
 from dflash_jax.text import TextStream
 
 type Messages = Sequence[Mapping[str, Any]]
@@ -73,7 +74,7 @@ def generate(
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
       DFlashError: the model is serving another call, of another thread or a stream that is not finished.
     """
-    _check_kinds(model, draft, chat, chat_options)
+    draft, chat = _flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
     served = _pieces(model, [prompts] if single else list(prompts), params, **options)
@@ -114,27 +115,30 @@ def stream(
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
       DFlashError: at the first piece, while the model is serving another call.
     """
-    if isinstance(cycles, bool) or not isinstance(cycles, int) or cycles < 1:
+    if (count := as_integer(cycles)) is None or count < 1:
         raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
-    _check_kinds(model, draft, chat, chat_options)
+    draft, chat = _flags(model, draft, chat, chat_options)
     single = is_single(prompts)
-    options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": cycles}
+    options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": count}
     return _pieces(model, [prompts] if single else list(prompts), params, **options)
 
 
-def _check_kinds(model: Any, draft: Any, chat: Any, chat_options: Any) -> None:
-    """Raises ParameterError for what would end in an error of Python's, or be taken for something else in silence."""
+def _flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, bool]:
+    """`draft` and `chat`. Raises ParameterError for what would end in an error of Python's, or be taken for something else in
+    silence."""
     if not isinstance(model, Model):
         raise ParameterError(f"model must be what dflash_jax.load returns, got {type(model).__name__} {model!r:.80}")
-    if not isinstance(draft, bool):
+    drafting, chatting = as_flag(draft), as_flag(chat)
+    if drafting is None:
         raise ParameterError(f"draft must be True or False, got {draft!r:.80}: which drafter is for load to say")
-    if not isinstance(chat, bool):
+    if chatting is None:
         raise ParameterError(f"chat must be True or False, got {chat!r:.80}")
     named = isinstance(chat_options, Mapping) and all(isinstance(name, str) for name in chat_options)
     if chat_options is not None and not named:
         raise ParameterError(
             f'chat_options must be names with values, such as {{"enable_thinking": False}}, got {chat_options!r:.80}'
         )
+    return drafting, chatting
 
 
 def is_single(prompts: Any) -> bool:

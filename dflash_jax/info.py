@@ -46,7 +46,7 @@ def collect(
     Raises:
       CheckpointError: a file is not what was recorded.
     """
-    check_limits(max_batch=max_batch)
+    max_batch, _, _ = check_limits(max_batch)
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
     compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
     for one in compared:

@@ -26,6 +26,7 @@ from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
+from dflash_jax.scalars import as_flag, as_integer
 from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 from dflash_jax.weights import read_weights
 
@@ -89,15 +90,15 @@ class Model:
         batch = None if batch is None else _items("batch", batch)
         if unknown := [mode for mode in modes if mode not in get_args(Mode)]:
             raise ParameterError(f"modes must be among {', '.join(get_args(Mode))}, got {unknown}")
-        if wrong := [flag for flag in draft if not isinstance(flag, bool)]:
+        if wrong := [flag for flag in draft if as_flag(flag) is None]:
             raise ParameterError(f"draft must hold True, False or both, got {wrong}")
-        if wrong := [size for size in batch or () if size not in range(1, self.engine.max_batch + 1)]:
+        if wrong := [size for size in batch or () if as_integer(size) not in range(1, self.engine.max_batch + 1)]:
             raise ParameterError(
                 f"batch must hold integers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
             )
-        drafts = [flag for flag in draft if self.draft is not None or not flag]
+        drafts = [bool(flag) for flag in draft if self.draft is not None or not flag]
         setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
-        jobs = list(self.engine.warmup_jobs(setups, batch))
+        jobs = list(self.engine.warmup_jobs(setups, None if batch is None else map(operator.index, batch)))
         futures = start_compiling(jobs)
         try:
             bar = tqdm.tqdm(as_completed(futures), total=len(jobs), unit="program", disable=not progress)
@@ -133,6 +134,8 @@ def load(
     ahead: Callable[[Model], Run] | None = None,
 ) -> Model:
     """Loads a target and its drafter.
+
+    Scalars of numpy or JAX count as the numbers that they are.
 
     Args:
       path: a folder made by `dflash-convert`, a local Hugging Face folder, or a hub id; None for the pair that ships.
@@ -173,7 +176,7 @@ def load(
       CapacityError: the device has no room for weights and pages, with the numbers.
       DeviceError: JAX starts no device.
     """
-    check_limits(max_batch=max_batch, page_size=page_size, num_pages=num_pages)
+    max_batch, page_size, num_pages = check_limits(max_batch, page_size, num_pages)
     if proposals not in ("shared_noise", "argmax", "rejection"):
         raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
     target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)

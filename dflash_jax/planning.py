@@ -1,7 +1,7 @@
 """What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
+from dflash_jax.scalars import as_integer
 from dflash_jax.weights import reading_bytes, weight_bytes, weight_shapes
 
 DEFAULT_MODEL_LEN = 4096
@@ -30,8 +31,8 @@ def plan_engine(
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
-    max_model_len: int | None = None,
-    verify_length: int | str | None = None,
+    max_model_len: SupportsIndex | None = None,
+    verify_length: SupportsIndex | str | None = None,
     num_pages: int | None = None,
     **options: Any,
 ) -> tuple[Engine, MemoryPlan]:
@@ -80,13 +81,17 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
     )  # fmt: skip
 
 
-def check_limits(*, max_batch: int, page_size: int = 1, num_pages: int | None = None) -> None:
-    """Raises ParameterError for counts that no engine can have."""
-    pages = 1 if num_pages is None else num_pages
-    limits = {"max_batch": (max_batch, 4096), "page_size": (page_size, 4096), "num_pages": (pages, 2**31 - 1)}
-    for name, (value, most) in limits.items():
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+def check_limits(max_batch: Any, page_size: Any = 1, num_pages: Any = None) -> tuple[int, int, int | None]:
+    """The three as Python's integers. Raises ParameterError for counts that no engine can have."""
+    pages = None if num_pages is None else _count("num_pages", num_pages, 2**31 - 1)
+    return _count("max_batch", max_batch, 4096), _count("page_size", page_size, 4096), pages
+
+
+def _count(name: str, value: Any, most: int) -> int:
+    number = as_integer(value)
+    if number is None or not 1 <= number <= most:
+        raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+    return number
 
 
 def check_weight_dtype(weight_dtype: str | None, name: str = "weight_dtype") -> None:
@@ -109,20 +114,22 @@ def choose_dtype(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def choose_model_len(config: DecoderConfig, length: int | None) -> int:
+def choose_model_len(config: DecoderConfig, length: SupportsIndex | None) -> int:
     """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
 
     Raises:
       ParameterError: the model was not made for that length.
     """
     limit = config.max_position
-    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else length
-    if isinstance(chosen, bool) or not isinstance(chosen, int) or not 2 <= chosen <= limit:
+    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else as_integer(length)
+    if chosen is None or not 2 <= chosen <= limit:
         raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
     return chosen
 
 
-def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -> int | Literal["auto"] | None:
+def choose_verify_length(
+    draft: DFlashConfig | None, length: SupportsIndex | str | None
+) -> int | Literal["auto"] | None:
     """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
 
     Raises:
@@ -130,10 +137,10 @@ def choose_verify_length(draft: DFlashConfig | None, length: int | str | None) -
     """
     if length is None:
         return None
-    if length == "auto":
+    if isinstance(length, str) and length == "auto":
         return None if jax.default_backend() == "cpu" else "auto"
     offered = 0 if draft is None else draft.num_drafts + 1
-    if isinstance(length, int) and not isinstance(length, bool) and 1 <= length <= offered:
-        return length
+    if (number := as_integer(length)) is not None and 1 <= number <= offered:
+        return number
     which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
     raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')

@@ -1,11 +1,11 @@
 """What a caller may ask of one request, with vLLM's field names."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import no_type_check
 
 from dflash_jax.errors import ParameterError
+from dflash_jax.scalars import as_flag, as_integer, as_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
@@ -15,6 +15,8 @@ MAX_STOP_IDS = 64
 @dataclass(frozen=True, kw_only=False)
 class SamplingParams:
     """Sampling parameters of one request. Greedy and 256 tokens unless told otherwise.
+
+    Scalars of numpy or JAX count as the numbers and flags that they are, and are kept as Python's.
 
     Attributes:
       max_tokens: tokens to produce at most.
@@ -66,14 +68,17 @@ class SamplingParams:
         self._number("min_p", 0.0, 1.0)
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ParameterError(f"stop must hold non-empty strings, got {self.stop!r}")
-        ids = self.stop_token_ids
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids) or len(ids) > MAX_STOP_IDS:
+        object.__setattr__(self, "stop", tuple(map(str, self.stop)))
+        ids = tuple(as_integer(token) for token in self.stop_token_ids)
+        if any(token is None or token < 0 for token in ids) or len(ids) > MAX_STOP_IDS:
             raise ParameterError(
-                f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(ids)!r}"
+                f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(self.stop_token_ids)!r}"
             )
+        object.__setattr__(self, "stop_token_ids", ids)
         for name in ("ignore_eos", "include_stop"):
-            if not isinstance(getattr(self, name), bool):
+            if (flag := as_flag(getattr(self, name))) is None:
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, flag)
 
     def _items(self, name: str) -> tuple:
         value = getattr(self, name)
@@ -87,14 +92,15 @@ class SamplingParams:
         return tuple(value)
 
     def _integer(self, name: str, low: int, high: int | None, *, limit: str = "") -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        value = as_integer(getattr(self, name))
+        if value is None or value < low or (high is not None and value > high):
             span = f"of at least {low}" if high is None else f"from {low} to {limit}{high}"
-            raise ParameterError(f"{name} must be an integer {span}, got {value!r}")
+            raise ParameterError(f"{name} must be an integer {span}, got {getattr(self, name)!r}")
+        object.__setattr__(self, name, value)
 
     def _number(self, name: str, low: float, high: float, *, open_below: bool = False) -> None:
-        value = getattr(self, name)
-        good = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-        if not good or value > high or value < low or (open_below and value == low):
+        value = as_number(getattr(self, name))
+        if value is None or not low <= value <= high or (open_below and value == low):
             span = f"above {low} and at most {high}" if open_below else f"from {low} to {high}"
-            raise ParameterError(f"{name} must be a number {span}, got {value!r}")
+            raise ParameterError(f"{name} must be a number {span}, got {getattr(self, name)!r}")
+        object.__setattr__(self, name, value)

@@ -210,6 +210,25 @@ def test_cycles_of_a_stream(target, cycles):
         inspect.unwrap(dj.stream)(dj.load(target, max_batch=1), [5, 6], PARAMS, cycles=cycles)
 
 
+def test_scalars_of_arrays_are_numbers_and_flags(target):
+    """What came out of an array of sizes to try ends in a model like any other, not in a numpy integer somewhere inside it."""
+    sizes = {"max_batch": 2, "page_size": 16, "num_pages": 20, "max_model_len": 64}
+    load, stream = inspect.unwrap(dj.load), inspect.unwrap(dj.stream)
+    draft = write(target / "draft", DRAFT)
+    model = load(
+        target, draft=draft, verify_length=np.int32(3), **{name: np.int64(size) for name, size in sizes.items()}
+    )
+    told = {name: getattr(model.engine, name) for name in (*sizes, "verify_length")}
+    assert told == {**sizes, "verify_length": 3}
+    assert {type(size) for size in told.values()} == {int}
+    inspect.unwrap(dj.Model.warmup)(model, modes=["greedy"], draft=[np.False_], batch=[np.int64(1)])
+    (*_, last) = stream(model, [5, 6], PARAMS, cycles=np.int64(2), draft=np.False_, chat=np.array(False))
+    assert last.completion.token_ids == dj.generate(model, [5, 6], PARAMS).token_ids
+    for options in ({"max_batch": np.float64(2)}, {"num_pages": np.True_}, {"max_model_len": np.array([64])}):
+        with pytest.raises(dj.ParameterError, match=f"^{next(iter(options))} must be an integer from "):
+            load(target, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,9 +1,12 @@
 """SamplingParams: every value outside its range is refused with field, value and range."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax.errors import DFlashError, ParameterError
@@ -87,3 +90,40 @@ def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
 def test_no_bit_of_a_seed_is_lost() -> None:
     requests = [Request(0, (1,), SamplingParams(seed=seed)) for seed in (7, 5 << 32 | 7, 2**64 - 1)]
     assert request_arrays([*requests], 1).seed.tolist() == [[0, 7], [5, 7], [2**32 - 1, 2**32 - 1]]
+
+
+NUMPY = {
+    "max_tokens": np.int64(40), "temperature": np.float32(0.5), "top_p": np.float16(0.5), "top_k": np.uint8(5),
+    "min_p": jnp.float32(0.25), "seed": np.uint64(2**64 - 1), "stop": np.array(["a", "b"]), "stop_token_ids": np.array([3, 4]),
+    "ignore_eos": np.True_,
+    "min_tokens": np.array(2), "logprobs": jnp.int32(1), "include_stop": np.array([True, False])[1],
+}  # fmt: skip
+PYTHON = {
+    "max_tokens": 40, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 2**64 - 1, "stop": ("a", "b"),
+    "stop_token_ids": (3, 4), "ignore_eos": True, "min_tokens": 2, "logprobs": 1, "include_stop": False,
+}  # fmt: skip
+
+
+def test_scalars_of_arrays_are_numbers() -> None:
+    """As they come out of a sweep over `np.linspace`; what is kept is Python's, for JSON and for hashing."""
+    assert set(NUMPY) == set(PYTHON) == set(BAD)
+    params = SamplingParams(**NUMPY)
+    assert params == SamplingParams(**PYTHON)
+    assert json.loads(json.dumps(dataclasses.asdict(params))) == PYTHON | {"stop": ["a", "b"], "stop_token_ids": [3, 4]}
+    assert type(SamplingParams(temperature=np.float64(0.5)).temperature) is float
+    assert [type(text) for text in params.stop] == [str, str]
+    assert hash(params) == hash(SamplingParams(**PYTHON))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", np.float32(5)), ("max_tokens", np.True_), ("max_tokens", np.array([5])), ("max_tokens", np.int64(0)),
+        ("temperature", np.float32("nan")), ("temperature", np.array([0.5])), ("temperature", np.True_),
+        ("temperature", np.complex64(1)), ("temperature", 10**400), ("ignore_eos", np.int64(1)), ("ignore_eos", np.array([True])),
+        ("stop_token_ids", np.array([0.5])), ("stop_token_ids", np.array([True])), ("top_p", np.timedelta64(1, "s")),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_in_python_is_none_in_an_array(field: str, value: Any) -> None:
+    with pytest.raises(ParameterError, match=f"^{field} must "):
+        SamplingParams(**{field: value})

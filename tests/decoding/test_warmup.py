@@ -110,6 +110,7 @@ def test_warmup_refuses_what_no_request_can_be():
         ({"draft": ["no"]}, r"draft must hold True, False or both, got \['no'\]"),
         ({"batch": 1}, r"batch must be a list, got 1"),
         ({"batch": ["1", 1.5]}, r"batch must hold integers from 1 to max_batch, which is 2, got \['1', 1.5\]"),
+        ({"batch": [1.0, True]}, r"batch must hold integers .*, got \[1.0, True\]"),
     ):
         with pytest.raises(dj.ParameterError, match=said):
             warmup(model, **wrong)
