@@ -15,6 +15,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -32,6 +33,7 @@ from dflash_jax.errors import (
 )  # fmt: skip
 from dflash_jax.interrupts import interrupts, was_interrupted
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.terminal import json_line, note, printable, shows_all
 from dflash_jax.waiting import announced, told_if_slow
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -53,8 +55,6 @@ _EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
     (DFlashError, UNEXPECTED),
 )
 MOST_PROBLEMS = 6  # of a folder, in the one line that tells them
-# A model may say anything; a terminal would obey some of it.
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
 
 
 def load_options(args: argparse.Namespace) -> dict:
@@ -69,10 +69,6 @@ def load_options(args: argparse.Namespace) -> dict:
 
         options["calibration"] = read_texts(args.calibration)
     return options | ({"max_batch": args.max_batch} if "max_batch" in args else {})
-
-
-def note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 def begin(args: argparse.Namespace) -> None:
@@ -90,12 +86,12 @@ def begin(args: argparse.Namespace) -> None:
 
 
 def read_prompts(prompts: Sequence[str]) -> list[str]:
-    """The prompts of the command line; `-` is all of stdin without its final line break."""
+    """The prompts of the command line; `-` is all of stdin without its final line break, of Unix or of Windows."""
     if prompts.count("-") > 1:
         raise UsageError("- may be given once: stdin holds one prompt")
     if "-" in prompts and sys.stdin.isatty():
         note("the prompt is read from the terminal; Ctrl-D on a line of its own ends it")
-    return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
+    return [re.sub(r"\r?\n\Z", "", sys.stdin.read()) if prompt == "-" else prompt for prompt in prompts]
 
 
 def chat_options_of(args: argparse.Namespace) -> dict:
@@ -138,7 +134,7 @@ def _generate(
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
     for completion in show(announced(pieces, ready), prompts, as_json=args.json):
         if args.stats:
-            for line in stats_lines(completion, longest, bars=can_show_bars(sys.stderr.encoding)):
+            for line in stats_lines(completion, longest, bars=shows_all(sys.stderr)):
                 print(line, file=sys.stderr)
     return OK
 
@@ -148,10 +144,9 @@ def show(pieces: Iterable[Piece], prompts: Sequence[str], *, as_json: bool) -> I
     waiting: list[list[str]] = [[] for _ in prompts]
     done: dict[int, Completion] = {}
     current = 0
-    safe = _CONTROLS if sys.stdout.isatty() else {}
     _header(prompts, current, as_json=as_json)
     for piece in pieces:
-        waiting[piece.index].append(piece.text.translate(safe))
+        waiting[piece.index].append(printable(piece.text, sys.stdout))
         if piece.completion is not None:
             done[piece.index] = piece.completion
         while current in range(len(prompts)):
@@ -161,7 +156,7 @@ def show(pieces: Iterable[Piece], prompts: Sequence[str], *, as_json: bool) -> I
             if current not in done:
                 break
             row = {"prompt": prompts[current], **dataclasses.asdict(done[current])}
-            print(json.dumps(row, ensure_ascii=False) if as_json else "", flush=True)
+            print(json_line(row, sys.stdout) if as_json else "", flush=True)
             yield done[current]
             current += 1
             _header(prompts, current, as_json=as_json)
@@ -172,17 +167,12 @@ def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
         print(f"==> {prompts[index]!r:.70} <==", flush=True)
 
 
-def can_show_bars(encoding: str | None) -> bool:
-    """Whether the blocks that histograms are drawn with can be printed."""
-    return (encoding or "").lower().replace("-", "").startswith("utf")
-
-
 def run_demo(args: argparse.Namespace) -> int:
     """`dflash-jax demo`: the same prompts with and without drafting."""
     begin(args)
     from dflash_jax.demo import demo
 
-    return demo(args.prompts, args.max_tokens, load_options(args), bars=can_show_bars(sys.stdout.encoding))
+    return demo(args.prompts, args.max_tokens, load_options(args), bars=shows_all(sys.stdout))
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -215,36 +205,42 @@ def run_info(args: argparse.Namespace) -> int:
 
     args.calibration = None  # sizes do not depend on it
     facts = collect(**load_options(args), hashes=args.hashes)
-    print(json.dumps(facts, indent=2) if args.json else "\n".join(lines(facts)))
+    print(json.dumps(facts, indent=2) if args.json else printable("\n".join(lines(facts)), sys.stdout))
     return OK
 
 
-COMMANDS = {"generate": run_generate, "demo": run_demo, "bench": run_bench, "info": run_info}
+def run_version(_: argparse.Namespace) -> int:
+    """`dflash-jax --version`."""
+    from importlib.metadata import version
+
+    print(version("dflash-jax"))
+    return OK
+
+
+COMMANDS = {"generate": run_generate, "demo": run_demo, "bench": run_bench, "info": run_info, "--version": run_version}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; errors are one line on stderr."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.version:
-        from importlib.metadata import version
-
-        print(version("dflash-jax"))
-        return OK
-    if args.command is None:
+    open_closed_streams()
+    command = "--version" if args.version else args.command
+    if command is None:
         parser.print_help(sys.stderr)
         return USAGE
-    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         with interrupts():
-            return COMMANDS[args.command](args)
+            code = COMMANDS[command](args)
+            sys.stdout.flush()  # here, where a disk that is full can be told of
+            return code
     except DFlashError as error:
         head, *problems = str(error).split("\n  - ")
         if (more := len(problems) - MOST_PROBLEMS) > 0:
             problems[MOST_PROBLEMS:] = [f"and {more} more, which dflash-convert --dry-run lists"]
-        print(f"error: {head} {'; '.join(problems)}".rstrip(), file=sys.stderr)
+        print(printable(f"error: {head} {'; '.join(problems)}".rstrip(), sys.stderr), file=sys.stderr)
         return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
     except (KeyboardInterrupt, ImportError) as error:
         if not was_interrupted(error):

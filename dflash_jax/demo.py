@@ -13,6 +13,7 @@ from dflash_jax.model import Model, load
 from dflash_jax.models import FAMILIES, count
 from dflash_jax.report import acceptance_histogram, mean_acceptance, tokens_per_second
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.terminal import note, printable
 
 # A prompt ends inside a line: the line break and the indent after it are one token.
 PROMPTS = ("def quicksort(", "class Matrix:\n    def __init__(self, rows, columns):", "def test_")
@@ -22,7 +23,7 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
     """Prints the demonstration; `options` are `load`'s. Exact float32 unless they say otherwise. Returns the exit code."""
     model = load(**{**options, "dtype": options.get("dtype") or "float32", "max_batch": 1})
     for notice in model.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        note(notice)
     params = SamplingParams(max_tokens=max_tokens)
     prompts = list(prompts) or list(PROMPTS)
     stream(model, prompts, params).close()  # prompts that cannot run are refused before anything is compiled
@@ -36,7 +37,7 @@ def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *,
     for prompt in prompts:
         print(f"{'-' * 80}\n{prompt}", end="", flush=True)
         for piece in stream(model, prompt, params, cycles=1):
-            print(piece.text, end="", flush=True)
+            print(printable(piece.text, sys.stdout), end="", flush=True)
         print()
     print("-" * 80)
     *drafting, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in flags)

@@ -38,6 +38,7 @@ from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairErr
 from dflash_jax.hub import resolve_source
 from dflash_jax.interrupts import interrupts
 from dflash_jax.models import DFlashConfig
+from dflash_jax.terminal import printable
 
 OK, UNEXPECTED, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
 
@@ -78,7 +79,10 @@ class Console:
 
     def say(self, line: str) -> None:
         if not self.quiet and not self.as_json:
-            print(line)
+            print(printable(line, sys.stdout))
+
+    def fail(self, label: str, message: str) -> None:
+        print(printable(f"dflash-convert: {label}: {message}", sys.stderr), file=sys.stderr)
 
     @contextmanager
     def progress(self, phase: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
@@ -86,8 +90,17 @@ class Console:
             yield bar.update
 
     def finish(self, code: int) -> int:
-        if self.as_json:
-            print(json.dumps(self.report | {"exit_code": code, "peak_rss_bytes": peak_rss()}))
+        """The exit code, once all is written that goes to stdout."""
+        try:
+            if self.as_json:
+                print(json.dumps(self.report | {"exit_code": code, "peak_rss_bytes": peak_rss()}))
+            sys.stdout.flush()
+        except BrokenPipeError:  # the reader has left
+            code = UNEXPECTED
+        except OSError as error:
+            code = UNEXPECTED
+            self.fail("stdout", str(error))
+        leave_stdout()
         return code
 
 
@@ -104,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with interrupts(signal.SIGTERM):
-            return console.finish(_run(options, console))
+            code = _run(options, console)
     except BrokenPipeError:
         # The reader of stdout has left.
         leave_stdout()
@@ -115,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code == UNEXPECTED and not isinstance(error, OSError | DFlashError):  # which name what is at fault
             traceback.print_exc()
         console.report |= {"status": label, "error": message, "problems": list(getattr(error, "problems", ()))}
-        print(f"dflash-convert: {label}: {message}", file=sys.stderr)
-        return console.finish(code)
+        console.fail(label, message)
+    return console.finish(code)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,7 +219,8 @@ def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Co
                 console.say(line)
         if problems:
             code = SOURCE
-            print(f"dflash-convert: {CheckpointError(str(source.folder), problems)}", file=sys.stderr)
+            error = CheckpointError(str(source.folder), problems)
+            print(printable(f"dflash-convert: {error}", sys.stderr), file=sys.stderr)
         parts[source.part] = part
     console.report |= {"status": "source not usable" if code else "ok", "dry_run": True, "plan": parts}
     return code

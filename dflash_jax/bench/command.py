@@ -20,7 +20,9 @@ from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.terminal import note
 
+STDOUT = "-", "/dev/stdout"
 COLUMNS = (
     ("users", "{0.concurrency}"), ("draft", "{draft}"), ("tokens/s", "{0.tokens_per_s:.0f}"),
     ("first p50", "{first[p50]:.1f} ms"), ("p99", "{first[p99]:.1f} ms"), ("next p50", "{gap[p50]:.2f} ms"),
@@ -30,12 +32,12 @@ COLUMNS = (
 
 def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]:
     """Runs what the command line asked for; `options` are `load`'s. Prints to stderr where the JSON goes to stdout."""
-    out = sys.stderr if args.json == "-" else sys.stdout
+    out = sys.stderr if args.json in STDOUT else sys.stdout
     check(args)
     texts = [] if args.prompts is None else read_prompts(args.prompts)
     model = _model(args, options)
     for notice in model.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        note(notice)
     workload = _workload(args, model, texts)
     print(f"{model.name} on {jax.local_devices()[0].device_kind} in {model.engine.dtype}: {workload.name}", file=out)
     if args.imposed_acceptance is not None:
@@ -72,12 +74,17 @@ def check(args: argparse.Namespace) -> None:
             check_imposed(args.imposed_acceptance, drafter.num_drafts + 1)
     if args.prompts is None and args.chat:
         raise ParameterError("--chat is for the texts of a prompt file, random tokens take no template: name --prompts")
-    if args.json in (None, "-"):
+    if args.json is None or args.json in STDOUT:
         return
-    if not os.access(Path(args.json).absolute().parent, os.W_OK):
-        raise ParameterError(f"--json {args.json}: its folder does not exist or cannot be written to")
-    if Path(args.json).is_dir():
+    if (path := Path(args.json)).is_dir():
         raise ParameterError(f"--json {args.json} is a folder: name the file that is to be written")
+    if not os.access(path if _is_special(path) else path.resolve().parent, os.W_OK):
+        raise ParameterError(f"--json {args.json}: its folder does not exist or cannot be written to")
+
+
+def _is_special(path: Path) -> bool:
+    """Whether something is there that takes what is written and may not be replaced, as a pipe or `/dev/null`."""
+    return path.exists() and not path.is_file()
 
 
 def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
@@ -85,7 +92,7 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     if args.shapes is None:
         return load(**{**options, "max_batch": users})
     device = local_device().device_kind
-    print(f"note: filling the shapes of {args.shapes} with random weights on {device} ...", file=sys.stderr, flush=True)
+    note(f"filling the shapes of {args.shapes} with random weights on {device} ...")
     length = args.max_model_len or args.input_length + args.output_length + 64
     return random_pair(
         args.shapes,
@@ -134,10 +141,13 @@ def environment(model: Model) -> dict[str, Any]:
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:
-    """All rows as one JSON list, whole or not at all; `-` is stdout."""
+    """All rows as one JSON list: to stdout (`-`), or to a file, whole or not at all, where a link to it leads."""
     text = json.dumps(rows, indent=1) + "\n"
-    if path == "-":
+    if path in STDOUT:
         print(text, end="")
         return
-    with written_whole(path) as scratch:
+    if _is_special(Path(path)):
+        Path(path).write_text(text)
+        return
+    with written_whole(Path(path).resolve()) as scratch:
         scratch.write_text(text)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.bench import Workload, measure, programs, random_pair, read_prompts, synthetic
+from dflash_jax.bench.command import check, write
 from dflash_jax.cli import main
+from dflash_jax.cli_parser import build_parser
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 
@@ -170,6 +173,32 @@ def test_command_prints_a_row_for_each_run_and_keeps_the_figures(target, tmp_pat
     assert [line.split()[:2] for line in printed[2:]] == [["1", "yes"], ["1", "no"], ["2", "yes"], ["2", "no"]]
     assert all(row["versions"]["jax"] and row["device"] and row["model"] == str(target) for row in rows)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_figures_go_where_a_link_leads_and_into_what_is_no_file(tmp_path, capsys) -> None:
+    """A file in place of `/dev/null` would break the machine of who runs this as root."""
+    kept, link, pipe = tmp_path / "kept.json", tmp_path / "latest.json", tmp_path / "pipe"
+    link.symlink_to(kept)
+    write(str(link), [{"a": 1}])
+    assert (link.is_symlink(), json.loads(kept.read_text())) == (True, [{"a": 1}])
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(str(pipe), [{"a": 2}])
+    assert (pipe.is_fifo(), json.loads(os.read(reader, 999))) == (True, [{"a": 2}])
+    os.close(reader)
+    write("/dev/stdout", [{"a": 3}])
+    assert json.loads(capsys.readouterr().out) == [{"a": 3}]
+    assert sorted(tmp_path.iterdir()) == [kept, link, pipe]
+
+
+def test_a_place_that_takes_figures_may_lie_in_a_folder_that_does_not(monkeypatch, tmp_path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere" / "figures.json")
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) == "/dev/null")
+    parser = build_parser()
+    check(parser.parse_args(["bench", "--json", "/dev/null"]))
+    for name in ("link", "figures.json"):
+        with pytest.raises(ParameterError, match=f"{name}: its folder does not exist or cannot be written to"):
+            check(parser.parse_args(["bench", "--json", str(tmp_path / name)]))
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ def test_json_holds_the_whole_completion(target, capsys):
 
 
 def test_prompt_from_stdin_without_its_final_line_break(target, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n"))
-    assert main(["generate", "-", "--model", str(target), "--max-tokens", "24"]) == 0
-    assert capsys.readouterr().out == generated(target, "ab").text + "\n"
+    for given in ("ab\n", "ab\r\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(given, newline=""))
+        assert main(["generate", "-", "--model", str(target), "--max-tokens", "24"]) == 0
+        assert capsys.readouterr().out == generated(target, "ab").text + "\n"
 
 
 def test_stats_go_to_stderr(target, capsys):
