@@ -25,6 +25,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from dflash_convert.hf_folder import CONFIG
 from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
 from dflash_convert.plan import KEEP
 from dflash_convert.reverse import tensor_bytes, write_huggingface
@@ -213,9 +214,9 @@ def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Co
                 "parameters": len(plan.steps),
                 "bytes": plan.nbytes,
                 "predicted_peak_bytes": plan.peak_bytes,
-                "notices": checkpoint.notices,
+                "notices": _notices(source, checkpoint, sources),
             }
-            for line in [*plan.table(), *(f"notice: {notice}" for notice in checkpoint.notices)]:
+            for line in [*plan.table(), *(f"notice: {notice}" for notice in part["notices"])]:
                 console.say(line)
         if problems:
             code = SOURCE
@@ -237,13 +238,13 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
         for source, checkpoint in zip(sources, checkpoints, strict=True):
             folder = temporary if source is sources[0] else temporary / DRAFT
             folder.mkdir(exist_ok=True)
-            for notice in checkpoint.notices:
+            for notice in _notices(source, checkpoint, sources):
                 console.say(f"notice: {notice}")
             write_converted(folder, checkpoint, source.origin | {"dtype": options.dtype}, console.progress)
             result = {
                 "parameters": len(checkpoint.plan.steps),
                 "bytes": checkpoint.plan.nbytes,
-                "notices": checkpoint.notices,
+                "notices": _notices(source, checkpoint, sources),
             }
             if options.verify != "none":
                 try:
@@ -255,6 +256,14 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
                 console.say(f"{source.part}: outputs differ by {result['logit_difference']:.3g} of the largest value")
             console.report[source.part] = result
     console.report |= {"output": str(output), "verified": options.verify}
+
+
+def _notices(source: Source, checkpoint: HuggingFaceCheckpoint, sources: Sequence[Source]) -> list[str]:
+    """What to say of one checkpoint of a run: `load` would have found a drafter beside it, its output has none."""
+    beside = source.folder / DRAFT
+    if len(sources) > 1 or not (beside / CONFIG).is_file():
+        return checkpoint.notices
+    return [*checkpoint.notices, f"{beside} is not converted along: give --draft {beside}"]
 
 
 def _check_roles(checkpoints: Sequence[HuggingFaceCheckpoint]) -> None:

@@ -130,9 +130,14 @@ class Core:
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
             raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
         if prompt + wanted > self.max_model_len:
+            most = self.target.max_position
+            if self.max_model_len < most:
+                way_out = f": shorten the prompt, lower max_tokens, or load with a larger max_model_len, {most} at most"
+            else:
+                way_out = ", the model's own: shorten the prompt or lower max_tokens"
             raise CapacityError(
-                f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}: "
-                "shorten the prompt, lower max_tokens, or load with a larger max_model_len"
+                f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
+                f"{way_out}"
             )
         if (pages := self.pages_for(prompt + wanted)) > self.num_pages:
             raise CapacityError(

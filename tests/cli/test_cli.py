@@ -82,7 +82,16 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
     [
         (["generate", "x", "--max-tokens", "0"], 4, "max_tokens must be"),
         (["generate", "x", "--top-p", "2"], 4, "top_p must be"),
-        (["generate", "x", "--max-tokens", "900"], 4, "max_model_len is 200"),
+        (
+            ["generate", "x", "--max-tokens", "900"],
+            4,
+            "max_model_len is 200, the model's own: shorten the prompt or lower max",
+        ),
+        (
+            ["generate", "x", "--max-tokens", "90", "--max-model-len", "50"],
+            4,
+            "max_model_len is 50: shorten the prompt, lower max_tokens, or load with a larger max_model_len, 200 at most",
+        ),
         (["generate", "", "--max-tokens", "9"], 4, "error: the prompt is empty"),
         (["generate", "x", "", "--max-tokens", "9"], 4, "error: prompts[1]: the prompt is empty"),
         (["generate", "x", "--max-model-len", "100000"], 4, "max_model_len must be"),

@@ -1,6 +1,7 @@
 """The command: what it says, what it refuses, and how it ends."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -94,6 +95,21 @@ def test_a_target_and_a_drafter_that_do_not_fit(hf):
     deep = hf.dflash("deep", num_target_layers=9, dflash_config={"mask_token_id": 95, "target_layer_ids": [0, 7]})
     assert hf.convert(target, "--draft", deep, "--output", hf.root / "out") == 3
     assert not (hf.root / "out").exists()
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_drafter_beside_the_source_is_not_left_out_in_silence(hf, dry, capsys):
+    """`load` takes it from there, as `--reverse` leaves it; from the converted folder it would be gone."""
+    source = hf.qwen3()
+    draft = shutil.copytree(hf.dflash(), source / "draft")
+    options = ["--dry-run"] if dry else ["--output", hf.root / "out"]
+    said = f"notice: {draft} is not converted along: give --draft {draft}\n"
+    assert main([str(source), *map(str, options)]) == 0
+    assert said in capsys.readouterr().out
+    options = ["--dry-run"] if dry else ["--output", hf.root / "both"]
+    assert main([str(source), "--draft", str(draft), *map(str, options)]) == 0
+    assert said not in capsys.readouterr().out
+    assert (hf.root / "both" / "draft").is_dir() is not dry
 
 
 def test_a_source_that_is_converted_already(hf, capsys):
