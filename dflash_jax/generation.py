@@ -1,7 +1,6 @@
 """Strings in, results out. `generate` and `stream` are one thing: the first waits for what the second yields."""
 
 import itertools
-import operator
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -13,13 +12,12 @@ import tqdm
 from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
+from dflash_jax.prompts import Prompt, is_chat, is_single, prompt_ids
 from dflash_jax.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.scalars import as_flag, as_integer
 from dflash_jax.text import TextStream
 
-type Messages = Sequence[Mapping[str, Any]]
-type Prompt = str | Sequence[int] | Messages
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
 GENERATE_CYCLES = 32
@@ -141,59 +139,6 @@ def _flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, 
     return drafting, chatting
 
 
-def is_single(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt: a text, token ids, or messages."""
-    if isinstance(prompts, str):
-        return True
-    # Bytes would pass for token ids.
-    if isinstance(prompts, Mapping | bytes | bytearray) or not isinstance(prompts, Sequence):
-        raise PromptError(
-            f"a prompt must be a text, token ids or messages, or a list of those; got {type(prompts).__name__}: decode bytes, and "
-            "give an array of ids, or what yields prompts one by one, as a list"
-        )
-    return _is_chat(prompts) or (len(prompts) > 0 and _is_id(prompts[0]))
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _is_id(value: Any) -> bool:
-    # Arrays have the method too.
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
-
-
-def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Token ids of one prompt.
-
-    Raises:
-      PromptError: it is neither text, token ids nor messages, or the model has no chat template, or that refuses the messages.
-      TokenizerError: it needs a tokenizer that the model does not have, or the chat template is broken.
-    """
-    if isinstance(prompt, str) and chat:
-        prompt = [{"role": "user", "content": prompt}]
-    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    if listed and all(_is_id(token) for token in prompt):
-        return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
-    if not isinstance(prompt, str) and not (listed and all(isinstance(message, Mapping) for message in prompt)):
-        raise PromptError(
-            f"a prompt must be a text, token ids or messages, got {type(prompt).__name__} {prompt!r:.80}: decode bytes, and give "
-            "an array of ids as a list"
-        )
-    if model.tokenizer is None:
-        raise TokenizerError(
-            f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder (transformers writes it: "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...), unless the tokenizer is code of its release, as Kimi-K2's)"
-        )
-    if isinstance(prompt, str):
-        return tuple(model.tokenizer.encode(prompt))
-    return tuple(model.tokenizer.encode_chat(prompt, **(options or {})))
-
-
 def make_requests(
     model: Model,
     prompts: Sequence[Any],
@@ -214,7 +159,7 @@ def make_requests(
             raise ParameterError(
                 f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {came}"
             )
-    if chat_options and not chat and not any(_is_chat(prompt) for prompt in prompts):
+    if chat_options and not chat and not any(is_chat(prompt) for prompt in prompts):
         raise ParameterError("chat_options are for the chat template: pass chat=True, or messages in place of a text")
     if model.engine.imposed_acceptance is not None:
         raise ParameterError(

@@ -16,9 +16,9 @@ from dflash_jax.bench.workload import Workload, published_shape, random_pair, re
 from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
 from dflash_jax.files import written_whole
-from dflash_jax.generation import prompt_ids
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
+from dflash_jax.prompts import prompt_ids
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.terminal import note
 

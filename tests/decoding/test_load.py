@@ -197,6 +197,23 @@ def test_which_of_several_prompts_is_none_is_told(target):
         generate(dj.load(target, max_batch=1), [[5], [6], float("nan")], PARAMS)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ({"role": "user", "content": "x"}, r"^a message must be in a list, got one alone: give \[{"),
+        ([[5], {"role": "user", "content": "x"}], r"^prompts\[1\]: a message must be in a list, got one alone"),
+        (
+            [{"role": "user", "content": "x"}, [5]],
+            "^a list that begins with a message must hold messages alone, got list among",
+        ),
+    ],
+)
+def test_messages_outside_of_their_list_are_told_so(target, prompts, said):
+    """Whoever gives one had been told to decode bytes."""
+    with pytest.raises(dj.PromptError, match=said):
+        inspect.unwrap(dj.generate)(dj.load(target, max_batch=1), prompts, PARAMS)
+
+
 def test_token_ids_of_any_kind(target):
     model, generate = dj.load(target, max_batch=1), inspect.unwrap(dj.generate)
     expected = dj.generate(model, [5, 6], PARAMS).token_ids
