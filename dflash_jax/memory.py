@@ -154,6 +154,8 @@ def named_memory_errors(doing: str) -> Iterator[None]:
     """Turns the runtime's error for exhausted device memory into a CapacityError that says what can be done."""
     try:
         yield
+    except GeneratorExit:  # also when Python ends, with no name left of what is below
+        raise
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

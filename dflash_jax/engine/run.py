@@ -115,6 +115,8 @@ class Run:
             with named_memory_errors("requests were served"):
                 try:
                     yield from self._turns()
+                except GeneratorExit:  # also when Python ends, with no name left of what is below
+                    raise
                 except jax.errors.JaxRuntimeError:
                     core.lose_pools()
                     raise
