@@ -13,11 +13,14 @@ import jax
 
 from dflash_jax.bench.measure import Figures, check_imposed, measure
 from dflash_jax.bench.workload import Workload, published_shape, random_pair, read_prompts, synthetic
+from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.config import DecoderConfig
 from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
 from dflash_jax.files import written_whole
 from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
+from dflash_jax.planning import choose_model_len
 from dflash_jax.prompts import prompt_ids
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.terminal import note
@@ -69,7 +72,8 @@ def check(args: argparse.Namespace) -> None:
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
         )
     if args.shapes is not None:
-        _, _, drafter = published_shape(args.shapes)
+        _, target, drafter = published_shape(args.shapes)
+        model_len(args, target)
         if args.imposed_acceptance is not None:
             check_imposed(args.imposed_acceptance, drafter.num_drafts + 1)
     if args.prompts is None and args.chat:
@@ -90,17 +94,35 @@ def _is_special(path: Path) -> bool:
 def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     users = max(args.concurrency)
     if args.shapes is None:
-        return load(**{**options, "max_batch": users})
+        target, _ = open_pair(args.model, False, revision=args.revision)
+        return load(**{**options, "max_batch": users, "max_model_len": model_len(args, target.config)})
     device = local_device().device_kind
     note(f"filling the shapes of {args.shapes} with random weights on {device} ...")
-    length = args.max_model_len or args.input_length + args.output_length + 64
     return random_pair(
         args.shapes,
-        max_model_len=length,
+        max_model_len=args.max_model_len or args.input_length + args.output_length + 64,
         max_batch=users,
         dtype=args.dtype or "bfloat16",
         verify_length=args.verify_length,
     )
+
+
+def model_len(args: argparse.Namespace, target: DecoderConfig) -> int | None:
+    """`max_model_len`: as asked, or more than the default where random prompts with their answers need more.
+
+    Raises:
+      ParameterError: they need more than was asked, or than the model was made for.
+    """
+    if args.prompts is not None:
+        return args.max_model_len
+    needed, asked = args.input_length + args.output_length, args.max_model_len
+    most, name = (target.max_position, "the model takes") if asked is None else (asked, "--max-model-len is")
+    if needed > most:
+        raise ParameterError(
+            f"--input-length {args.input_length} and --output-length {args.output_length} are {needed} tokens together, "
+            f"{name} {most}"
+        )
+    return max(needed, choose_model_len(target, None)) if asked is None else asked
 
 
 def _workload(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> Workload:

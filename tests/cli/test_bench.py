@@ -245,6 +245,10 @@ def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, ca
         (["--shapes", "qwen3-5b"], "no shape is called 'qwen3-5b'"),
         (["--shapes", "qwen3-4b", "--imposed-acceptance", "17"], "imposed acceptance must be from 1 to 16, got 17"),
         (["--shapes", "qwen3-4b", "--imposed-acceptance", "nan"], "imposed acceptance must be from 1 to 16, got nan"),
+        (
+            ["--shapes", "qwen3-4b", "--input-length", "600", "--max-model-len", "700"],
+            "are 728 tokens together, --max-model-len is 700",
+        ),
     ],
 )
 def test_shapes_are_refused_before_they_are_filled(options, said, capsys, monkeypatch) -> None:
@@ -253,6 +257,30 @@ def test_shapes_are_refused_before_they_are_filled(options, said, capsys, monkey
     told = capsys.readouterr().err
     assert said in told
     assert "filling" not in told
+
+
+def test_random_prompts_are_given_room_before_weights_are_read(target, capsys, monkeypatch) -> None:
+    lengths = []
+
+    def load(**options):
+        lengths.append(options["max_model_len"])
+        raise ParameterError("so far")
+
+    limit = dj.load(target, max_batch=1).target.max_position
+    monkeypatch.setattr("dflash_jax.bench.command.load", load)
+    monkeypatch.setattr("dflash_jax.planning.DEFAULT_MODEL_LEN", limit // 2)
+    few, many = ["--output-length", "3"], ["--input-length", str(limit - 3)]
+    for options in ([*few, "--input-length", "5"], [*few, *many], [*few, *many, "--max-model-len", str(limit)]):
+        assert main(["bench", "--model", str(target), *options]) == 4
+    assert lengths == [limit // 2, limit, limit]
+    capsys.readouterr()
+    for options, said in (([], f"the model takes {limit}"), (["--max-model-len", "9"], "--max-model-len is 9")):
+        assert main(["bench", "--model", str(target), *many, "--output-length", "4", *options]) == 4
+        assert (
+            f"--input-length {limit - 3} and --output-length 4 are {limit + 1} tokens together, {said}"
+            in capsys.readouterr().err
+        )
+    assert len(lengths) == 3
 
 
 def test_command_without_drafting(target, capsys) -> None:
