@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import tqdm
 from jax.typing import DTypeLike
@@ -245,10 +245,10 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:
         if tokenizer is None:
             raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
         return tokenizer.encode(text)
-    tokens: Any = None if isinstance(text, bytes) else text  # bytes would pass for token ids
-    try:
-        return [operator.index(token) for token in tokens]
-    except TypeError:
+    listed = isinstance(text, Iterable) and not isinstance(text, bytes)  # which would pass for token ids
+    tokens = [as_integer(token) for token in text] if listed else [None]
+    if None in tokens:
         raise ParameterError(
             f"calibration must be a list of texts or of token ids, got one with {type(text).__name__} {text!r:.40} in it"
-        ) from None
+        )
+    return cast(list[int], tokens)

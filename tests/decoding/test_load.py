@@ -155,7 +155,8 @@ def test_wrong_roles_and_options(tmp_path, target):
     [
         (None, "got NoneType; leave it out for none"), (5, "got int"), (b"ab", "got bytes"), (iter(["ab"]), "got list_iterator"),
         ([5], "got one with int 5 in it"), ([[5], None], "got one with NoneType None in it"),
-        ([[5.0]], r"got one with list \[5.0\] in it"), ([b"ab"], "got one with bytes b'ab' in it"),
+        ([[5.0]], r"got one with list \[5.0\] in it"), ([[4, True]], r"got one with list \[4, True\] in it"),
+        ([b"ab"], "got one with bytes b'ab' in it"),
     ],
 )  # fmt: skip
 def test_what_is_no_calibration_says_so(target, texts, said):
