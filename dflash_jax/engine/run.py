@@ -10,6 +10,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
+from dflash_jax import leaving
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
@@ -52,6 +53,7 @@ class Run:
             self._queue(request)
         self.prompts, self.fitting, self.ahead = Prompts(self), Fitting(self), Ahead(self)
         self._updates = self._serve()
+        leaving.watch(self._updates)
 
     def __iter__(self) -> Iterator[Update]:
         return self._updates
@@ -133,6 +135,7 @@ class Run:
         core = self.core
         self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
         while self.waiting or self.slots.taken:
+            leaving.check()
             # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's came
             # 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and 64 tokens
             # took 1 ms longer, 2 to 3 %.

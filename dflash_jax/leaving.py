@@ -1,0 +1,56 @@
+"""Python ends while a daemon thread still serves requests: the thread is ended first, between two calls of the device.
+
+A thread that comes back from JAX once Python is being taken apart ends the whole process with an abort.
+"""
+
+import atexit
+import inspect
+import threading
+import time
+from collections.abc import Generator
+from weakref import WeakSet
+
+MOST_S = 10.0  # that Python waits for threads inside of a run: calls of the device take far less
+BETWEEN_S = 0.25  # and for those that served and may be about to again
+TICK_S = 0.01
+
+_runs: WeakSet[Generator] = WeakSet()
+_threads: WeakSet[threading.Thread] = WeakSet()
+_listing = threading.Lock()
+_ending = threading.Event()
+
+
+def watch(run: Generator) -> None:
+    """Has Python wait for this generator where a thread is inside of it as Python ends."""
+    with _listing:
+        _runs.add(run)
+
+
+def check() -> None:
+    """Ends the thread that calls it, without a word, once Python ends; but for the main thread, whose last functions may serve."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return
+    if _ending.is_set():
+        raise SystemExit
+    with _listing:
+        _threads.add(thread)
+
+
+# Before JAX takes itself apart: what is registered last runs first.
+@atexit.register
+def _end() -> None:
+    _ending.set()
+    began = time.monotonic()
+    while (waited := time.monotonic() - began) < MOST_S and (_inside() or (waited < BETWEEN_S and _left())):
+        time.sleep(TICK_S)
+
+
+def _inside() -> bool:
+    with _listing:
+        return any(inspect.getgeneratorstate(run) == inspect.GEN_RUNNING for run in _runs)
+
+
+def _left() -> bool:
+    with _listing:
+        return any(thread.is_alive() for thread in _threads)

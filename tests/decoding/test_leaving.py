@@ -1,0 +1,57 @@
+"""A process that ends while a daemon thread generates."""
+
+import subprocess
+import sys
+import threading
+
+import dflash_jax as dj
+from dflash_jax import leaving
+
+SCRIPT = """
+import sys, threading, time
+import dflash_jax as dj
+
+model = dj.load(dtype="float32", max_batch=1, max_model_len=512)
+begun = threading.Event()
+
+def serve():
+    params = dj.SamplingParams(max_tokens=400, ignore_eos=True)
+    while True:
+        for piece in dj.stream(model, "def f(", params):
+            begun.set()
+        dj.generate(model, "def f(", params)
+
+threading.Thread(target=serve, daemon=True).start()
+begun.wait()
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_a_daemon_thread_that_generates_does_not_abort_the_process():
+    """Without the wait it ends with SIGABRT, most times."""
+    for seconds in ("0", "0.4"):
+        ended = subprocess.run(
+            [sys.executable, "-c", SCRIPT, seconds], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_who_is_told_to_end(monkeypatch):
+    """Other threads, at once and without a word; the main thread's last functions may generate still."""
+    model = dj.load(dtype="float32", max_batch=1, max_model_len=64)
+    monkeypatch.setattr(leaving, "_ending", threading.Event())
+    leaving._ending.set()
+    texts, params = [], dj.SamplingParams(max_tokens=4, ignore_eos=True)
+
+    def serve() -> None:
+        try:
+            texts.append(dj.generate(model, [1, 2, 3], params).token_ids)
+        except SystemExit:  # of which threads say nothing
+            texts.append("ended")
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert texts == ["ended"]
+    serve()
+    assert len(texts[1]) == 4
