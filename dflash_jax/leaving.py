@@ -8,7 +8,7 @@ import inspect
 import threading
 import time
 from collections.abc import Generator
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 MOST_S = 10.0  # that Python waits for threads inside of a run: calls of the device take far less
 BETWEEN_S = 0.25  # and for those that served and may be about to again
@@ -35,6 +35,10 @@ def check() -> None:
         raise SystemExit
     with _listing:
         _threads.add(thread)
+
+
+# The first of a process registers what ends all of them, traces of JAX's that are under way among them.
+finalize(_ending, int).atexit = False
 
 
 # Before JAX takes itself apart: what is registered last runs first.
