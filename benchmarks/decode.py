@@ -32,7 +32,7 @@ from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
-from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, rounds
 from dflash_jax.requests import Request
@@ -109,7 +109,7 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float 
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
         read = [w for name, w in engine.weights["draft"].items() if name != "context_kv_proj.weight"]
-        read += [] if SHARED_HEAD in engine.weights["draft"] else [head]
+        read += [] if {SHARED_HEAD, HEAD_INDEX} & engine.weights["draft"].keys() else [head]
         pages = page_bytes(drafter, 1, engine.dtype)
         took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, context, batch)
     return round(took * 1e3, 3)

@@ -14,7 +14,7 @@ from dflash_jax.checkpoint import Checkpoint, Converted, open_converted
 from dflash_jax.checkpoint_pair import drafter_notice, open_pair
 from dflash_jax.memory import size
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
-from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.tokenizer import tokenizer_notices
@@ -80,7 +80,10 @@ def collect(
             "free_bytes": memory.free,
             "weight_dtype": weight_dtype,
             "draft_weight_dtype": draft_weight_dtype or weight_dtype if drafter is not None else None,
-            "shared_head_bytes": weight_bytes({"": {SHARED_HEAD: engine.weights.get("draft", {}).get(SHARED_HEAD)}}),
+            **{
+                key: weight_bytes({"": {name: engine.weights.get("draft", {}).get(name)}})
+                for key, name in (("shared_head_bytes", SHARED_HEAD), ("head_index_bytes", HEAD_INDEX))
+            },
             "weight_bytes": memory.weights,
             "reading_bytes": memory.reading,
             "workspace_bytes": memory.workspace,
@@ -184,7 +187,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
 def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
     ours, theirs, head = memory["weight_dtype"], memory["draft_weight_dtype"], memory["shared_head_bytes"]
     if ours is None and theirs is None:
-        return []
+        index = memory["head_index_bytes"]
+        return (
+            [("", f"{size(index)} of the weights are the target's head in float8, to find proposals")] if index else []
+        )
     which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
     if ours is not None and theirs not in (ours, None):
         which += f", the target's in {ours}"

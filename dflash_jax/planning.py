@@ -18,7 +18,7 @@ from dflash_jax.memory import MemoryPlan, free_memory, plan_memory, workspace_by
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
 from dflash_jax.scalars import as_integer
-from dflash_jax.weights import reading_bytes, weight_bytes, weight_shapes
+from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
 
 DEFAULT_MODEL_LEN = 4096
 
@@ -55,7 +55,7 @@ def plan_engine(
         raise ParameterError(f"draft_weight_dtype must be left out without a drafter, got {draft_weight_dtype!r}")
     kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    weights, stored = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype), weight_shapes(pair, kind)
+    weights, stored = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype), stored_shapes(pair, kind)
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
         max_model_len=choose_model_len(target.config, max_model_len),

@@ -13,10 +13,23 @@ from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
-from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.head_index import head_index, index_pays
 from dflash_jax.models.quantised import Quantised, Weight, WeightDtype, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
+
+
+def stored_shapes(models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype) -> Shapes:
+    """The weights of a target and perhaps its drafter in shapes, before any is rounded or copied."""
+    shapes: Shapes = {}
+    for config, family in models:
+        declared = family.parameters(config)
+        table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
+        if isinstance(config, DFlashConfig):
+            table = jax.eval_shape(partial(fuse_context_projection, config), table)
+        shapes[family.role] = table
+    return shapes
 
 
 def weight_shapes(
@@ -25,23 +38,14 @@ def weight_shapes(
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
 ) -> Shapes:
-    """The weights of a target and perhaps its drafter as `read_weights` gives them, in shapes.
-
-    Args:
-      weight_dtype, draft_weight_dtype: after `quantise_weights`, see `read_weights`.
-    """
-    shapes: Shapes = {}
+    """The same as `read_weights` gives them."""
+    shapes = stored_shapes(models, dtype)
     for config, family in models:
-        declared = family.parameters(config)
-        table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
-        if isinstance(config, DFlashConfig):
-            table = jax.eval_shape(partial(fuse_context_projection, config), table)
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         if kind is not None:
-            table = jax.eval_shape(partial(quantise_weights, kind=kind), table)
+            shapes[family.role] = jax.eval_shape(partial(quantise_weights, kind=kind), shapes[family.role])
         if isinstance(config, DFlashConfig):
-            table |= jax.eval_shape(partial(_shared_head, config, kind=kind), shapes.get("target", {}))
-        shapes[family.role] = table
+            shapes[family.role] |= jax.eval_shape(partial(_copied_head, config, kind=kind), shapes.get("target", {}))
     return shapes
 
 
@@ -56,7 +60,7 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     A model is there whole before its matrices are rounded, a drafter beside the rounded target, and one array is made at a time.
 
     Args:
-      stored: shapes before `quantise_weights`; `kept` as they stay. The same where nothing is quantised.
+      stored: of `stored_shapes`; `kept` of `weight_shapes`.
     """
     held, most = 0, 0
     for role, table in stored.items():
@@ -80,7 +84,7 @@ def read_weights(
       dtype: of all weights, but those of which a family fixes it.
       weight_dtype: of large matrices, see `quantise_weights`.
       draft_weight_dtype: of the drafter's, where they are others. One without a head of its own is given a copy of the target's in
-        it, unless that is in eight bits itself.
+        it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
     """
     params = target.load(dtype.name)
@@ -92,7 +96,7 @@ def read_weights(
         check_draft_vocabulary(drafter.config, params)
         params = fuse_context_projection(drafter.config, params)
         kind = draft_weight_dtype or weight_dtype
-        weights["draft"] = _kept(params, kind) | _shared_head(drafter.config, weights["target"], kind)
+        weights["draft"] = _kept(params, kind) | _copied_head(drafter.config, weights["target"], kind)
     return weights
 
 
@@ -105,18 +109,20 @@ def round_weights(
     """A pair's weights as `read_weights` keeps them, taken out of `weights`."""
     target = _kept(weights.pop("target"), weight_dtype)
     kind = draft_weight_dtype or weight_dtype
-    return {"target": target, "draft": _kept(weights.pop("draft"), kind) | _shared_head(draft, target, kind)}
+    return {"target": target, "draft": _kept(weights.pop("draft"), kind) | _copied_head(draft, target, kind)}
 
 
 def _kept(params: dict[str, Array], weight_dtype: WeightDtype | None) -> dict[str, Weight]:
     return {**params} if weight_dtype is None else quantise_weights(params, weight_dtype)
 
 
-def _shared_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
-    """The target's head in eight bits for a drafter that proposes with it; nothing where it reads another one."""
+def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
+    """The target's head in eight bits for a drafter that proposes with it, or its index; nothing where it reads another one."""
     head = target.get("lm_head.weight", target.get("embed.weight"))
-    if kind is None or head is None or config.own_head or isinstance(head, Quantised):
+    if head is None or config.own_head or isinstance(head, Quantised):
         return {}
+    if kind is None:
+        return {HEAD_INDEX: jax.jit(head_index)(head)} if index_pays(head) else {}
     return quantise_weights({SHARED_HEAD: head}, kind)
 
 

@@ -18,7 +18,7 @@ from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_pr
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import choose_verify_length, plan_for
-from dflash_jax.weights import round_weights, weight_bytes, weight_shapes
+from dflash_jax.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -132,7 +132,7 @@ def random_pair(
     local_device()
     families = family_named(family), family_named("dflash")
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
-    stored, kept = weight_shapes(pair, kind), weight_shapes(pair, kind, weight_dtype, draft_weight_dtype)
+    stored, kept = stored_shapes(pair, kind), weight_shapes(pair, kind, weight_dtype, draft_weight_dtype)
     engine = Engine(
         target=target, draft=draft, weights=kept, dtype=kind,
         max_model_len=max_model_len, max_batch=max_batch,

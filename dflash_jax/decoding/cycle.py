@@ -16,7 +16,7 @@ from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
 from dflash_jax.models.chain import layers_exchange
-from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.quantised import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -63,12 +63,12 @@ def cycle(
             block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, exchanges.draft)
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
-                head = weights["draft"].get(SHARED_HEAD, target.head_weight)
+                head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
                 if setup.mode == "greedy" and setup.width == setup.offered:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
-                    proposals = drafter.proposing(drafter.best(block, head))
+                    proposals = drafter.proposing(drafter.best(block, head, index))
                 elif setup.mode == "greedy":
-                    proposals = drafter.best(proposing, head)
+                    proposals = drafter.best(proposing, head, index)
                 else:
                     draft_logits = drafter.logits(proposing, head)
                     draft_noise = None if noise is None else noise[:, :-1]

@@ -18,7 +18,7 @@ import jax
 
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
-from dflash_jax.models.dflash import SHARED_HEAD
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.dflash_config import DFlashConfig
 
 TABLE = "cycle_costs.json"
@@ -137,7 +137,8 @@ def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, 
     }
     tied = getattr(target, "tie_embeddings", False)
     head = weights["target"]["embed.weight" if tied else "lm_head.weight"]
-    heads = head, weights["draft"].get(SHARED_HEAD, head)
+    drafter = weights["draft"]
+    heads = head, drafter.get(SHARED_HEAD, drafter.get(HEAD_INDEX, head))
     ours, theirs = (Stack(0, _bytes(one), 0.0, 0.0, _products(one), 0.0) for one in heads)
     return CycleCost(stacks["target"], stacks["draft"], ours, theirs, draft.block_size, {})
 
@@ -155,7 +156,7 @@ def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, item
     """What the layers of a model read: every matrix but the embedding and the head."""
     dense = experts = products = 0.0
     for name, weight in weights.items():
-        if name.startswith(("embed.", "lm_head.")) or name == SHARED_HEAD:
+        if name.startswith(("embed.", "lm_head.")) or name in (SHARED_HEAD, HEAD_INDEX):
             continue
         size, each = _bytes(weight), _products(weight)
         if ".experts." in name:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_jax.models.chain import embedded, run_layers
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.head_index import best_by_index
 from dflash_jax.models.layers import (
     Attend,
     DecoderLayer,
@@ -33,7 +34,9 @@ from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.quantised import Quantised
 from dflash_jax.models.rows import leaves_out, multiplied
 
-SHARED_HEAD = "shared.lm_head.weight"  # among a drafter's weights: its own copy of the target's head, in eight bits
+# Among a drafter's weights: its own copy of the target's head in eight bits, which stands for the head; and one that only says
+# among which rows of the head the best is (`models.head_index`).
+SHARED_HEAD, HEAD_INDEX = "shared.lm_head.weight", "index.lm_head.weight"
 
 
 class DFlash(nnx.Module):
@@ -171,8 +174,18 @@ class DFlash(nnx.Module):
         targets = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
         return jnp.full((*out.shape[:-1], c.vocab_size), -jnp.inf).at[..., targets].set(out)
 
-    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
-        """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
+    def best(
+        self,
+        hidden: Float[Array, "... D"],
+        head_weight: Float[Array, "V Dt"] | Quantised,
+        index: Quantised | None = None,
+    ) -> Int[Array, "..."]:
+        """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are.
+
+        `index`: of `head_weight`, where there is one (`models.head_index`).
+        """
+        if index is not None and not isinstance(head_weight, Quantised):
+            return best_by_index(hidden, head_weight, index)
         rows = best_rows(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...])
         return rows if self.d2t is None else rows + self.d2t[...][rows]
 

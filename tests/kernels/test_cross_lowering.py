@@ -92,6 +92,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "float8_gated": ((EIGHT, *float8(2 * 9728, 2560)), {}),
     "float8_onto": ((EIGHT, *float8(2560, 2560), array(128, 2560), array(2560)), {"eps": 1e-6, "paired": True}),
     "float8_best": ((EIGHT, *float8(151_936, 2560)), {}),
+    "float8_candidates": ((EIGHT, *float8(151_936, 2560)), {"count": 16}),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantised_linear": (
@@ -193,6 +194,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
         "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
+        "float8_candidates",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

@@ -81,11 +81,11 @@ def best(
 def first_of_best(found: tuple[Array, ...], rows: int) -> Int[Array, "M"]:
     """Of the candidates of some features each `[C, M]`, largest products and their places, the first of the largest."""
     best = tuple(part[:, :rows] for part in found)
-    return jax.lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(0)), _better, (0,))[1]
+    return jax.lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(0)), better_of, (0,))[1]
 
 
-def _better(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of two values and their places."""
+def better_of(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Of two values and their places the larger, of equal ones the one whose place is first."""
     first = (ours[0] > theirs[0]) | ((ours[0] == theirs[0]) & (ours[1] < theirs[1]))
     return jnp.where(first, ours[0], theirs[0]), jnp.where(first, ours[1], theirs[1])
 

@@ -19,6 +19,10 @@ IMPLEMENTATIONS = {
     "float8_gated": {"mosaic_gpu": mosaic_gpu.float8_gated_mosaic_gpu, "xla": reference.float8_gated_reference},
     "float8_onto": {"mosaic_gpu": mosaic_gpu.float8_onto_mosaic_gpu, "xla": reference.float8_onto_reference},
     "float8_best": {"mosaic_gpu": mosaic_gpu.float8_best_mosaic_gpu, "xla": reference.float8_best_reference},
+    "float8_candidates": {
+        "mosaic_gpu": mosaic_gpu.float8_candidates_mosaic_gpu,
+        "xla": reference.float8_candidates_reference,
+    },
 }
 
 type Implementation = str | Sequence[str] | None
@@ -118,6 +122,28 @@ def float8_best(
 ) -> Int[Array, "M"]:
     """The row of the weight with the largest product in `dtype`, the first of equal ones. Errors: see `float8_dense`."""
     return _call("float8_best", implementation, x, weight, scales, jnp.dtype(dtype))
+
+
+def float8_candidates(
+    x: Float8Rows,
+    weight: Float[Array, "F D"],
+    scales: Float[Array, "F"],
+    count: int,
+    *,
+    implementation: Implementation = None,
+) -> Int[Array, "M C"]:
+    """Rows of the weight among which the one with the largest product is: the best of `count` groups that all rows are dealt into.
+
+    Which rows a group has is the implementation's. Products are compared in float32. Where there are fewer groups than `count`,
+    row 0 stands for those that are missing.
+
+    Raises:
+      ValueError: `count` is less than 1; and see `float8_dense`.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    return _call("float8_candidates", implementation, x, weight, scales, count)
 
 
 def float8_refusal(rows: int, dtype: Any, depth: int) -> str | None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.dense.mosaic_gpu import first_of_best
+from dflash_kernels.dense.mosaic_gpu import FEWEST, better_of, first_of_best
 from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.float8_dense.reference import Float8Rows
@@ -52,6 +52,12 @@ def float8_best_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, dtype: j
     return best(x, weight, scales, dtype, multiprocessors=target().multiprocessors)
 
 
+def float8_candidates_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, count: int) -> Array:
+    """See `float8_candidates`."""
+    refuse_other_than_hopper()
+    return candidates(x, weight, scales, count, multiprocessors=target().multiprocessors)
+
+
 def float8_onto_mosaic_gpu(
     x: Float8Rows, weight: Array, scales: Array, stream: Array, norm: Array, *, eps: float, paired: bool
 ) -> tuple[Array, Float8Rows]:
@@ -74,19 +80,22 @@ def refuse(rows: int, dtype: Any, depth: int) -> None:
 
 def launch(
     form: Form, x: Float8Rows, weight: Array, scales: Array, dtype: Any, *, multiprocessors: int,
-    live: Array | None = None, interpret: Any = None,
+    live: Array | None = None, rounded: Any = jnp.bfloat16, interpret: Any = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The kernel without the device check: for tests on the CPU (`interpret`)."""
+    """The kernel without the device check: for tests on the CPU (`interpret`). `rounded`: dtype that "best" compares in."""
     rows, features = x.values.shape[0], weight.shape[0] // (2 if form == "gated" else 1)
-    refuse(rows, dtype, weight.shape[1])
+    # The best of some rows leave those of a tile out that are not there.
+    some_rows = form == "best" and rows < ROWS
+    refuse(ROWS if some_rows else rows, dtype, weight.shape[1])
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
-    whole = rows + -rows % ROWS
+    whole = rows + -rows % (FEWEST if some_rows else ROWS)
     some = live is not None and rows > SOME_ROWS and rows % SOME_ROWS == 0
     schedule = best_plan(
-        whole, features, weight.shape[1], form, multiprocessors=multiprocessors, some=some, itemsize=1
+        whole, features, weight.shape[1], form, multiprocessors=multiprocessors, some=some, itemsize=1,
+        rounded=jnp.dtype(rounded),
     )  # fmt: skip
-    x = Float8Rows(jnp.pad(x.values, ((0, whole - rows), (0, 0))), jnp.pad(x.scales, (0, whole - rows)))
+    x = Float8Rows(jnp.pad(x.values, ((0, whole - rows), (0, 0))), jnp.pad(x.scales, (0, max(whole, ROWS) - rows)))
     found = _run(schedule, *x, weight, scales, live.reshape(1) if live is not None and some else None, interpret)
     return tuple(part[:, :rows] if form == "best" else part[..., :rows, :] for part in found)
 
@@ -108,6 +117,21 @@ def best(
     """`float8_best` without the device check."""
     found = launch("best", x, weight, scales, dtype, multiprocessors=multiprocessors, interpret=interpret)
     return first_of_best(found, x.values.shape[0])
+
+
+def candidates(
+    x: Float8Rows, weight: Array, scales: Array, count: int, *, multiprocessors: int, interpret: Any = None
+) -> Array:
+    """`float8_candidates` without the device check: bests of CTAs, whose tiles take turns, in `count` groups."""
+    how: Any = {"multiprocessors": multiprocessors, "interpret": interpret}
+    found = launch("best", x, weight, scales, jnp.bfloat16, rounded=jnp.float32, **how)
+    more = ((0, -found[0].shape[0] % count), (0, 0))
+    nothing = jnp.float32(-jnp.inf), jnp.int32(0)
+    grouped = [
+        jnp.pad(part[:, : x.values.shape[0]], more, constant_values=of_none).reshape(count, -1, x.values.shape[0])
+        for part, of_none in zip(found, nothing, strict=True)
+    ]
+    return jax.lax.reduce(tuple(grouped), nothing, better_of, (1,))[1].T
 
 
 def onto(

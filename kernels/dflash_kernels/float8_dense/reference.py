@@ -64,3 +64,14 @@ def float8_best_reference(
 ) -> Int[Array, "M"]:
     """See `float8_best`."""
     return jnp.argmax(float8_dense_reference(x, weight, scales, dtype), axis=-1).astype(jnp.int32)
+
+
+def float8_candidates_reference(
+    x: Float8Rows, weight: Float[Array, "F D"], scales: Float[Array, "F"], count: int
+) -> Int[Array, "M C"]:
+    """See `float8_candidates`. A group has every `count`-th row."""
+    products = float8_dense_reference(x, weight, scales, jnp.dtype(jnp.float32))
+    groups = -(-weight.shape[0] // count)
+    products = jnp.pad(products, ((0, 0), (0, groups * count - weight.shape[0])), constant_values=-jnp.inf)
+    best = jnp.argmax(products.reshape(-1, groups, count), axis=1) * count + jnp.arange(count)
+    return jnp.where(best < weight.shape[0], best, 0).astype(jnp.int32)

@@ -1,0 +1,165 @@
+"""Proposals through a copy of the head in float8: they are the head's own, and no text depends on them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax import weights
+from dflash_jax.bench.workload import SHAPES
+from dflash_jax.engine.costs import bare_cost
+from dflash_jax.info import collect
+from dflash_jax.models import family_named, head_index
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.head_index import best_by_index, index_pays
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.quantised import quantise
+from dflash_jax.weights import stored_shapes, weight_bytes, weight_shapes
+
+from ..devices import on
+
+PAIR = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
+
+
+def head_and_rows(rows: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    keys = jax.random.split(jax.random.key(rows), 2)
+    return jax.random.normal(keys[0], (3000, 512)).astype(dtype), jax.random.normal(keys[1], (rows, 512)).astype(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (5, 16)])
+def test_the_best_rows_are_the_heads(shape: tuple[int, ...]) -> None:
+    """Of random rows, many of which are nearly as good, one in a hundred may share its group with one that the copy prefers."""
+    head, rows = head_and_rows(int(np.prod(shape)))
+    products = np.asarray(rows, np.float64) @ np.asarray(head, np.float64).T
+    best = best_by_index(rows.reshape(*shape, -1), head, jax.jit(head_index.head_index)(head))
+    assert best.shape == shape
+    places, largest = np.asarray(best).ravel(), products.max(axis=1)
+    assert (places == products.argmax(axis=1)).mean() >= 0.98
+    assert (products[np.arange(len(products)), places] > 0.95 * largest).all()
+
+
+def test_the_head_decides() -> None:
+    """Two rows that are one in the copy: the head's own numbers tell which is larger, and of equal ones it is the first."""
+    head, rows = head_and_rows(1, jnp.float32)
+    best = head[int(jnp.argmax(rows @ head.T))] * 1.5
+    for more, expected in ((0.0, 7), (1e-4, 1000)):
+        alike = head.at[7].set(best).at[1000].set(best + more * jnp.sign(rows[0]) * (jnp.abs(best) < 1))
+        index = quantise(alike, "fp8_dynamic")
+        values = np.asarray(index.values, np.float32)
+        assert (values[7] == values[1000]).mean() > 0.99
+        assert int(best_by_index(rows, alike, index)[0]) == expected
+
+
+def test_rows_that_are_no_numbers() -> None:
+    """A token of the vocabulary, and the other rows' own."""
+    head, rows = head_and_rows(4)
+    index = head_index.head_index(head)
+    best = np.asarray(best_by_index(rows.at[2].set(jnp.nan), head, index))
+    assert 0 <= best[2] < 3000
+    kept = [0, 1, 3]
+    np.testing.assert_array_equal(best[kept], np.asarray(best_by_index(rows, head, index))[kept])
+
+
+def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, rows = head_and_rows(9)
+    index = head_index.head_index(head)
+    expected = np.asarray(best_by_index(rows, head, index))
+    monkeypatch.setattr(head_index, "MOST_ROWS", 8)
+    monkeypatch.setattr(head_index, "float8_candidates", None)
+    np.testing.assert_array_equal(np.asarray(best_by_index(rows, head, index)), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "pays"),
+    [
+        ("NVIDIA H200", (151_936, 2560), "bfloat16", True), ("NVIDIA A100-SXM4-80GB", (151_936, 2560), "bfloat16", False),
+        ("NVIDIA H200", (151_936, 2560), "float32", False), ("NVIDIA H200", (4096, 2560), "bfloat16", False),
+        ("NVIDIA H200", (151_936, 2688), "bfloat16", False), ("NVIDIA H200", (151_930, 2560), "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_where_an_index_pays(kind: str, shape: tuple[int, int], dtype: str, pays: bool) -> None:
+    with on(kind):
+        assert index_pays(jax.ShapeDtypeStruct(shape, dtype)) == pays
+        assert not index_pays(jax.eval_shape(lambda head: quantise(head, "fp8"), jax.ShapeDtypeStruct(shape, dtype)))
+
+
+def test_which_pairs_have_one() -> None:
+    """Those whose drafter is not rounded and has no head of its own. It is no weight of a checkpoint."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    with on("NVIDIA H200"):
+        tables = [
+            weight_shapes(PAIR, dtype, ours, theirs) for ours, theirs in ((None, None), (None, "fp8"), ("int8", None))
+        ]
+        assert HEAD_INDEX not in stored_shapes(PAIR, dtype)["draft"]
+    assert [(HEAD_INDEX in table["draft"], SHARED_HEAD in table["draft"]) for table in tables] == [
+        (True, False), (False, True), (False, False),
+    ]  # fmt: skip
+    index = tables[0]["draft"][HEAD_INDEX]
+    assert (index.values.shape, index.values.dtype) == ((151_936, 2560), jnp.float8_e4m3fn)
+    assert HEAD_INDEX not in weight_shapes(PAIR, dtype)["draft"]  # on a CPU
+
+
+def test_costs_count_its_bytes_alone() -> None:
+    with on("NVIDIA H200"):
+        table = weight_shapes(PAIR, jnp.dtype(jnp.bfloat16))
+    bare = {**table, "draft": {name: one for name, one in table["draft"].items() if name != HEAD_INDEX}}
+    ours, theirs = (bare_cost(PAIR[0][0], PAIR[1][0], one) for one in (table, bare))  # type: ignore[arg-type]
+    assert ours.draft == theirs.draft
+    assert ours.head == theirs.head
+    assert (
+        ours.proposing.dense
+        == weight_bytes({"": {HEAD_INDEX: table["draft"][HEAD_INDEX]}})
+        < 0.51 * theirs.proposing.dense
+    )
+
+
+def test_no_text_depends_on_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped pair: the same texts and, as the head decides, the same acceptance; `info` says what the copy takes."""
+    prompts, params = (
+        ["def test_", "class Matrix:", "The quick brown fox"],
+        dj.SamplingParams(max_tokens=60, ignore_eos=True),
+    )
+    sampled = dj.SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
+    exact = dj.load(max_batch=3, max_model_len=128)
+    assert HEAD_INDEX not in exact.engine.weights["draft"]
+    monkeypatch.setattr(weights, "index_pays", lambda head: True)
+    model, facts = dj.load(max_batch=3, max_model_len=128), collect(max_model_len=128)
+    index = model.engine.weights["draft"][HEAD_INDEX]
+    assert facts["memory"]["head_index_bytes"] == index.values.nbytes + index.scales.nbytes
+    assert model.memory.weights - exact.memory.weights == facts["memory"]["head_index_bytes"]
+    assert facts["memory"]["weight_bytes"] == model.memory.weights
+    for each in (params, sampled):
+        before, ours = (dj.generate(one, prompts, each) for one in (exact, model))
+        assert [one.token_ids for one in ours] == [one.token_ids for one in before]
+        lengths = [[one.acceptance_lengths for one in completions] for completions in (before, ours)]
+        if each is sampled:  # proposals are drawn from the head's own logits
+            assert lengths[0] == lengths[1]
+        else:
+            means = [np.mean([n for one in of for n in one]) for of in lengths]
+            assert means[1] == pytest.approx(means[0], rel=0.03)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 120, 512, 2048])
+def test_full_size_proposals_are_the_heads(rows: int) -> None:
+    """Random rows lie nearer to each other than a text's: of those, too, the index leaves out next to none."""
+    keys = jax.random.split(jax.random.key(rows), 2)
+    head = jax.random.normal(keys[0], (151_936, 2560), jnp.bfloat16)
+    assert index_pays(head)
+    index, x = jax.jit(head_index.head_index)(head), jax.random.normal(keys[1], (rows, 2560), jnp.bfloat16)
+    best = np.asarray(jax.jit(best_by_index)(x, head, index))
+    products = np.asarray(jnp.matmul(x, head.T, preferred_element_type=jnp.float32))
+    chosen, largest = products[np.arange(rows), best], products.max(axis=1)
+    assert (chosen >= largest * (1 - 1e-5)).mean() > 0.98
+    assert (chosen >= 0.93 * largest).all()
+
+
+def test_published_pairs_that_are_measured_have_one() -> None:
+    with on("NVIDIA H200"):
+        for family, target, drafter in SHAPES.values():
+            tables = [(TARGETS.get(target), family_named(family)), (DRAFTERS[drafter], family_named("dflash"))]
+            if tables[0][0] is not None:
+                assert HEAD_INDEX in weight_shapes(tables, jnp.dtype(jnp.bfloat16))["draft"]  # type: ignore[arg-type]
