@@ -3,6 +3,7 @@
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
     python benchmarks/decode.py --models qwen3-4b --context 8192 --batch 8 --cache-dtype none int8
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
+    python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
 Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance. Rows
@@ -30,6 +31,7 @@ from dflash_jax.bench.workload import SHAPES
 from dflash_jax.cache import CacheScales, page_bytes
 from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
 from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
@@ -40,6 +42,9 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.weights import round_weights
 
 THREADS = 12  # that compile
+LAWS: dict[Mode, dict[str, float]] = {
+    "greedy": {}, "sampled": {"temperature": 0.7}, "full": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+}  # fmt: skip
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on this kind of GPU
 # From this context on one width of the page table: programs for the beginnings of prompts take longer to compile than to run.
 LONG = 8192
@@ -129,19 +134,23 @@ def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, c
     return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
 
 
-def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> Run:
+def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int, sampling: Mode = "greedy") -> Run:
     """A run of random prompts that gives `calls` device calls of `MAX_CYCLES` cycles, after two calls of warm-up."""
     rng = np.random.default_rng(0)
     # Prompts that wait are prefilled between shorter calls, during which the first requests decode already.
     admitting = batch * CYCLES_PER_CHUNK * -(-context // engine.buckets.chunk)
-    params = SamplingParams(max_tokens=min(600, (calls + 2) * MAX_CYCLES + admitting), ignore_eos=True)
+    most = min(600, (calls + 2) * MAX_CYCLES + admitting)
+    params = SamplingParams(max_tokens=most, ignore_eos=True, seed=0, **LAWS[sampling])
     requests = [Request(i, tuple(rng.integers(0, 1000, context).tolist()), params, ()) for i in range(batch)]
     return engine.run(requests, draft=draft)
 
 
-def measure(engine: Engine, *, draft: bool, context: int, batch: int, calls: int) -> list[float]:
+def measure(
+    engine: Engine, *, draft: bool, context: int, batch: int, calls: int, sampling: Mode = "greedy"
+) -> list[float]:
     """Milliseconds of one cycle in each of `calls` device calls of `MAX_CYCLES` cycles."""
-    run, times = start(engine, draft=draft, context=context, batch=batch, calls=calls), list[float]()
+    size = {"context": context, "batch": batch, "calls": calls}
+    run, times = start(engine, draft=draft, **size, sampling=sampling), list[float]()
     for update in run:
         if not update.first and update.index == 0 and len(update.counts) == MAX_CYCLES:
             times.append(update.seconds / MAX_CYCLES * 1e3)
@@ -190,6 +199,10 @@ def main() -> None:
         help="the target's keys and values in eight bits, one after the other",
     )
     parser.add_argument(
+        "--sampling", default="greedy", choices=list(LAWS),
+        help="how tokens are chosen: at temperature 0.7, and with the top_p and top_k that Qwen3's cards recommend",
+    )  # fmt: skip
+    parser.add_argument(
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
     )
     options = parser.parse_args()
@@ -197,6 +210,7 @@ def main() -> None:
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
+    suffix += "" if options.sampling == "greedy" else f" {options.sampling}"
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), chain.CHAIN_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
@@ -234,7 +248,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
     kinds = [(kind, kind == "cycle", name if kind == "step" else f"{name}-b16") for kind in options.kinds]
     started = time.perf_counter()
     runs = [
-        start(engine, draft=draft, calls=options.calls, context=context, batch=batch)
+        start(engine, draft=draft, calls=options.calls, context=context, batch=batch, sampling=options.sampling)
         for batch in options.batch
         for _, draft, _ in kinds
     ]
@@ -246,8 +260,8 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
         size = {"context": context, "batch": batch}
         for kind, draft, model in kinds:
             started = time.perf_counter()
-            times = measure(engine, draft=draft, calls=options.calls, **size)
-            peers = PEER.get((name, kind), {}) if context == 1024 else {}
+            times = measure(engine, draft=draft, calls=options.calls, **size, sampling=options.sampling)
+            peers = PEER.get((name, kind), {}) if context == 1024 and options.sampling == "greedy" else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
                 round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size),

@@ -27,24 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
     )
-    sampling.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    sampling.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="among the likeliest tokens that make up P (default: 1, all)",
-    )
-    sampling.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="among the K likeliest tokens (default: 0, all)"
-    )
-    sampling.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="among tokens at least P times as likely as the likeliest (default: 0, all)",
-    )
+    _add_law(sampling)
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
 
@@ -80,7 +63,7 @@ def add_bench(commands: Any) -> None:
     bench.add_argument(
         "--concurrency", type=int, nargs="+", default=[1], metavar="N", help="users at once (default: 1)"
     )
-    bench.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    _add_law(bench.add_argument_group("sampling"))
     _add_chat(bench)
     bench.add_argument(
         "--imposed-acceptance",
@@ -89,6 +72,17 @@ def add_bench(commands: Any) -> None:
         help="with --shapes: each cycle gains M tokens; no model's text",
     )
     bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+
+
+def _add_law(group: Any) -> None:
+    """What a token is drawn from."""
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    for name, kind, default, value, about in (
+        ("--top-p", float, 1.0, "P", "among the likeliest tokens that make up P (default: 1, all)"),
+        ("--top-k", int, 0, "K", "among the K likeliest tokens (default: 0, all)"),
+        ("--min-p", float, 0.0, "P", "among tokens at least P times as likely as the likeliest (default: 0, all)"),
+    ):
+        group.add_argument(name, type=kind, default=default, metavar=value, help=about)
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:

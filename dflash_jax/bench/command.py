@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from dflash_jax.bench.measure import Figures, check_imposed, measure
-from dflash_jax.bench.workload import Workload, published_shape, random_pair, read_prompts, synthetic
+from dflash_jax.bench.workload import LAW, Workload, published_shape, random_pair, read_prompts, synthetic
 from dflash_jax.checkpoint_pair import open_pair
 from dflash_jax.config import DecoderConfig
 from dflash_jax.device import local_device
@@ -42,7 +42,9 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
     for notice in model.notices:
         note(notice)
     workload = _workload(args, model, texts)
-    print(f"{model.name} on {jax.local_devices()[0].device_kind} in {model.engine.dtype}: {workload.name}", file=out)
+    device, law = jax.local_devices()[0].device_kind, SamplingParams()
+    drawn = [f", {name} {value:g}" for name, value in workload.law.items() if value != getattr(law, name)]
+    print(f"{model.name} on {device} in {model.engine.dtype}: {workload.name}{''.join(drawn)}", file=out)
     if args.imposed_acceptance is not None:
         print(f"acceptance is imposed: {args.imposed_acceptance} tokens a cycle, no model's text", file=out)
     print(line([name for name, _ in COLUMNS]), file=out, flush=True)
@@ -66,7 +68,7 @@ def check(args: argparse.Namespace) -> None:
     for name, value in [*counts.items(), *(("--concurrency", users) for users in args.concurrency)]:
         if value is not None and value < 1:
             raise ParameterError(f"{name} must be at least 1, got {value}")
-    SamplingParams(max_tokens=args.output_length, temperature=args.temperature)
+    SamplingParams(max_tokens=args.output_length, **_law(args))
     if args.requests is not None and args.requests < max(args.concurrency):
         raise ParameterError(
             f"--requests {args.requests} is fewer than --concurrency {max(args.concurrency)}: one for each user"
@@ -125,14 +127,16 @@ def model_len(args: argparse.Namespace, target: DecoderConfig) -> int | None:
     return max(needed, choose_model_len(target, None)) if asked is None else asked
 
 
+def _law(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in LAW}
+
+
 def _workload(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> Workload:
     if args.prompts is None:
-        return synthetic(
-            model.target.vocab_size, args.input_length, max(8, *args.concurrency), args.output_length,
-            temperature=args.temperature,
-        )  # fmt: skip
+        count = max(8, *args.concurrency)
+        return synthetic(model.target.vocab_size, args.input_length, count, args.output_length, **_law(args))
     ids = tuple(prompt_ids(model, text, chat=args.chat, options=dict(args.chat_option)) for text in texts)
-    return Workload(f"{len(texts)} prompts of {args.prompts}", ids, args.output_length, args.temperature)
+    return Workload(f"{len(texts)} prompts of {args.prompts}", ids, args.output_length, **_law(args))
 
 
 def line(texts: Sequence[str]) -> str:

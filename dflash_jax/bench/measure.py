@@ -35,7 +35,8 @@ class Figures:
     """One row of a benchmark.
 
     Attributes:
-      workload, requests, concurrency, prompt_tokens, max_tokens, temperature: what ran; prompt tokens are a mean.
+      workload, requests, concurrency, prompt_tokens, max_tokens: what ran; prompt tokens are a mean.
+      temperature, top_p, top_k, min_p: what tokens were drawn from.
       draft: whether a drafter drafted.
       imposed_acceptance: tokens a cycle was told to gain, where that was imposed: such tokens are no model's text.
       tokens_per_s: all produced tokens over the whole time, prompts included.
@@ -55,6 +56,9 @@ class Figures:
     prompt_tokens: float
     max_tokens: int
     temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
     draft: bool
     imposed_acceptance: float | None
     tokens_per_s: float
@@ -133,7 +137,7 @@ def measure(
         concurrency=concurrency,
         prompt_tokens=round(float(np.mean([len(prompt) for prompt in workload.prompts])), 1),
         max_tokens=workload.max_tokens,
-        temperature=workload.temperature,
+        **workload.law,
         draft=draft,
         imposed_acceptance=imposed_acceptance,
         tokens_per_s=round(sum(size for trace in traces for _, size in trace.arrivals) / seconds, 1),
@@ -229,9 +233,7 @@ def _serve(model: Model, workload: Workload, concurrency: int, requests: int, dr
 
 def _requests(workload: Workload, count: int) -> Iterator[Request]:
     for index in range(count):
-        params = SamplingParams(
-            max_tokens=workload.max_tokens, temperature=workload.temperature, seed=index, ignore_eos=True
-        )
+        params = SamplingParams(max_tokens=workload.max_tokens, **workload.law, seed=index, ignore_eos=True)
         yield Request(index, workload.prompts[index % len(workload.prompts)], params)
 
 

@@ -29,6 +29,7 @@ SHAPES: Mapping[str, tuple[str, str, str]] = {
 # Keys under which prompt files hold a prompt, in the order they are looked for.
 TEXT_KEYS = ("prompt", "text", "question", "problem", "turns")
 JSON_NAMES = (".json", ".jsonl")
+LAW = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True)
@@ -39,19 +40,27 @@ class Workload:
       name: for reports.
       prompts: token ids; taken in turn where more requests are made than there are prompts.
       max_tokens: tokens of each request; end tokens are ignored, so that every run does the same work.
-      temperature: 0 is greedy.
+      temperature, top_p, top_k, min_p: as of `SamplingParams`.
     """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+    @property
+    def law(self) -> dict[str, Any]:
+        """What tokens are drawn from, as `SamplingParams` takes it."""
+        return {name: getattr(self, name) for name in LAW}
 
 
-def synthetic(vocab_size: int, length: int, count: int, max_tokens: int, *, temperature: float = 0.0) -> Workload:
-    """`count` different prompts of `length` random tokens."""
+def synthetic(vocab_size: int, length: int, count: int, max_tokens: int, **law: Any) -> Workload:
+    """`count` different prompts of `length` random tokens; `law`: further fields of the workload."""
     rows = np.random.default_rng(0).integers(0, vocab_size, (count, length))
-    return Workload(f"{length} random tokens", tuple(map(tuple, rows.tolist())), max_tokens, temperature)
+    return Workload(f"{length} random tokens", tuple(map(tuple, rows.tolist())), max_tokens, **law)
 
 
 def read_prompts(path: str | Path) -> list[str]:

@@ -89,7 +89,9 @@ def cycle(
             chosen = target.best(hidden)
         else:
             logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
-            logits = logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode)
+            logits = (
+                logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode, hidden.dtype)
+            )
             chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
         if draft_logits is not None and logits is not None and setup.proposals == "rejection":

@@ -61,7 +61,8 @@ def admit(
     """
     request = rows.request
     filtered = without_stops(logits, request, rows.produced) if setup.mode == "full" else logits
-    filtered = filtered if setup.mode == "greedy" else filtered_logits(filtered, request, setup.mode)
+    if setup.mode != "greedy":
+        filtered = filtered_logits(filtered, request, setup.mode, state.features.dtype)
     token = choose(filtered, rows.seq_lens[:, None], request, setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)

@@ -8,11 +8,13 @@ sample, so drafting cannot change the law of the text.
 
 import functools
 from dataclasses import dataclass
-from typing import Literal, no_type_check
+from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from dflash_jax.decoding.filters import kept
 
 Mode = Literal["greedy", "sampled", "full"]
 
@@ -49,31 +51,27 @@ def noise_at(
     return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
 
 
-def filtered_logits(logits: Float[Array, "B T V"], request: RequestArrays, mode: Mode) -> Float[Array, "B T V"]:
+def filtered_logits(
+    logits: Float[Array, "B T V"], request: RequestArrays, mode: Mode, rounded: Any = jnp.float32
+) -> Float[Array, "B T V"]:
     """Logits after temperature (less their maximum), and in mode full after min_p, top_k and top_p in that order; refused: -inf.
 
     Rows of temperature 0 are returned unscaled: their argmax is the greedy choice.
+
+    Args:
+      rounded: dtype that the product before was rounded to, in which filters compare: one of 16 bits takes half as long.
     """
+    if mode == "full" and rounded != jnp.float32:
+        # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
+        logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
     temperature = request.temperature[:, None, None]
     # Shifted before it is divided: at a very small temperature every logit would become infinite, and none the greatest.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    logits = jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)
+    scaled = jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)
     if mode != "full":
-        return logits
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    floor = top + jnp.log(request.min_p)[:, None, None]
-    logits = jnp.where(logits < floor, -jnp.inf, logits)
-    ordered = jnp.sort(logits, axis=-1, descending=True)
-    vocab = logits.shape[-1]
-    rank = jnp.where(request.top_k > 0, jnp.minimum(request.top_k, vocab), vocab)[:, None, None] - 1
-    kth = jnp.take_along_axis(ordered, jnp.broadcast_to(rank, (*logits.shape[:-1], 1)), axis=-1)
-    ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
-    share = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(share, axis=-1) - share
-    # Rounded sums may reach 1 early, and a top_p below float32's smallest number is 0: neither may refuse what must stay.
-    reach = jnp.where(request.top_p >= 1, jnp.inf, jnp.maximum(request.top_p, jnp.finfo(jnp.float32).tiny))
-    smallest = jnp.where(before < reach[:, None, None], ordered, jnp.inf)
-    return jnp.where(logits < jnp.maximum(kth, jnp.min(smallest, axis=-1, keepdims=True)), -jnp.inf, logits)
+        return scaled
+    limits = {name: getattr(request, name)[:, None, None] for name in ("min_p", "top_k", "top_p")}
+    return jnp.where(kept(logits, scaled, **limits, rounded=jnp.dtype(rounded)), scaled, -jnp.inf)
 
 
 def without_stops(

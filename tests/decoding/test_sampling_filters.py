@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.decoding.filters import largest_reached, ordered
 from dflash_jax.decoding.sampling import (
     RequestArrays,
     choose,
@@ -88,6 +89,81 @@ def test_filters_keep_what_their_definitions_keep(ties: bool) -> None:
             rtol=1e-5,
             atol=1e-6,
         )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_of_sixteen_bits(dtype: str) -> None:
+    """A vocabulary of 5,000 with many ties; that logits are given in float32, not rounded yet, changes nothing."""
+    rng = np.random.default_rng(8)
+    exact = jnp.asarray(rng.normal(size=(8, 1, 5000)) * 3, jnp.float32)
+    logits = np.asarray(exact.astype(dtype).astype(jnp.float32))
+    rows = [(0.7, 20, 1.0, 0.0), (1.3, 0, 1.0, 0.02), (1.0, 333, 1.0, 0.0), (0.6, 4999, 1.0, 1e-5)] * 2
+    tops = [None if row < 4 else row for row in range(8)]
+    drawn = []
+    for row, (temperature, top_k, _, min_p) in enumerate(rows):
+        inside = kept(logits[row, 0], temperature=temperature, top_k=top_k, top_p=1.0, min_p=min_p)
+        law = np.where(inside, np.exp(logits[row, 0].astype(np.float64) / temperature), 0)
+        steps = np.cumsum(np.sort(np.unique(law, return_counts=True)[0])[::-1])
+        at = rng.integers(min(len(steps), 40))
+        mass = [law[law >= value].sum() / law.sum() for value in np.unique(law)[::-1][at : at + 2]]
+        drawn.append(1.0 if tops[row] is None else float(np.mean(mass)))
+    law = {
+        "temperature": [row[0] for row in rows],
+        "top_k": [row[1] for row in rows],
+        "min_p": [row[3] for row in rows],
+    }
+    request = requests(8, **law, top_p=drawn)
+    results = [
+        np.asarray(filtered_logits(jnp.asarray(given), request, "full", jnp.dtype(dtype))) for given in (exact, logits)
+    ]
+    np.testing.assert_array_equal(*results)
+    for row, (temperature, top_k, _, min_p) in enumerate(rows):
+        expected = kept(logits[row, 0], temperature=temperature, top_k=top_k, top_p=drawn[row], min_p=min_p)
+        np.testing.assert_array_equal(np.isfinite(results[0][row, 0]), expected, err_msg=f"row {row}")
+    wide = np.asarray(filtered_logits(jnp.asarray(logits), request, "full"))
+    np.testing.assert_array_equal(results[0], wide)
+
+
+def test_whole_numbers_keep_the_order_of_logits() -> None:
+    numbers = jnp.array([-jnp.inf, -3e38, -2.5, -2.0, -1e-37, -0.0, 0.0, 1e-37, 1.0, 1.5, 3e38, jnp.inf])
+    for bits in (16, 20, 32):
+        keys = np.asarray(ordered(numbers, bits)).astype(np.int64)
+        assert (np.diff(keys) >= 0).all()
+        assert keys[5] == keys[6]
+        assert len(np.unique(keys)) >= (11 if bits == 32 else 9)
+        assert 0 < keys[0] < keys[-1] < 2**bits
+
+
+def test_the_largest_number_that_enough_reach() -> None:
+    keys = jnp.array([[3, 9, 9, 200, 65_535, 0]], jnp.uint16)
+    for enough, expected in ((1, 65_535), (2, 200), (3, 9), (4, 9), (5, 3), (6, 0), (7, 0)):
+        found = largest_reached(keys, jnp.ones(keys.shape, jnp.int32), jnp.array([[enough]]), 16)
+        assert found.tolist() == [[expected]]
+    weights = jnp.array([[0.0, 0.5, 0.5, 1.0, 0.0, 4.0]])
+    for share, expected in ((0.25, 200), (1.0, 200), (1.25, 9), (2.0, 9), (2.1, 0), (9.0, 0)):
+        assert largest_reached(keys, weights, jnp.array([[share]]), 16).tolist() == [[expected]]
+
+
+def test_what_stays_does_not_depend_on_the_batch() -> None:
+    """Alone, among others, with other tokens of its sequence: the same tokens, also where a share of probability ends at one."""
+    rng = np.random.default_rng(9)
+    logits = jnp.asarray(rng.normal(size=(7, 16, 4097)), jnp.float32)
+    request = requests(7, top_p=0.5 + 0.07 * np.arange(7), top_k=np.array([0, 0, 0, 0, 500, 3000, 4000]))
+    call = jax.jit(filtered_logits, static_argnums=2)
+    whole = np.asarray(call(logits, request, "full"))
+    for row in range(7):
+        one = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request)
+        np.testing.assert_array_equal(np.asarray(call(logits[row : row + 1], one, "full")), whole[row : row + 1])
+        np.testing.assert_array_equal(np.asarray(call(logits[row : row + 1, 5:6], one, "full"))[0, 0], whole[row, 5])
+
+
+def test_refused_logits_stay_refused() -> None:
+    """Rows of which most are -inf already, as stop ids are before `min_tokens`; nothing else is known of such a row."""
+    logits = jnp.full((2, 1, 40), -jnp.inf).at[:, 0, 7].set(1.0).at[:, 0, 9].set(0.0)
+    for fields in ({"top_k": 5}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 1}):
+        result = np.asarray(filtered_logits(logits, requests(2, **fields), "full"))
+        finite = np.flatnonzero(np.isfinite(result[0, 0])).tolist()
+        assert finite == ([7] if fields == {"top_k": 1} else [7, 9])
 
 
 def test_filters_apply_in_their_order() -> None:
