@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
+from dflash_jax.decoding.largest import largest
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
@@ -219,6 +220,8 @@ def log_probabilities(
         empty = jnp.zeros((*tokens.shape, 0), jnp.float32)
         # Nobody reads them. Ones, which no log-probability is, and no NaN: `jax_debug_nans` looks at all that programs give back.
         return jnp.ones(tokens.shape, jnp.float32), empty.astype(jnp.int32), empty
-    table = jax.nn.log_softmax(raw, axis=-1)
-    top, ids = jax.lax.top_k(table, min(MAX_LOGPROBS, raw.shape[-1]))
-    return jnp.take_along_axis(table, tokens[:, :, None], axis=-1)[..., 0], ids, top
+    top, ids = largest(raw, min(MAX_LOGPROBS, raw.shape[-1]))
+    most, chosen = top[..., :1], jnp.take_along_axis(raw, tokens[:, :, None], axis=-1)
+    total = jnp.log(jnp.sum(jnp.exp(raw - most), axis=-1, keepdims=True))
+    # In the order of `log_softmax`, whose table nobody needs.
+    return (chosen - most - total)[..., 0], ids, top - most - total
