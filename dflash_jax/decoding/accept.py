@@ -27,8 +27,11 @@ def accept_matching(
 
 def first_true(marks: Bool[Array, "B n"]) -> Int[Array, "B"]:
     """The place of the first mark in each row, n where there is none."""
-    n = marks.shape[1]
-    return jnp.min(jnp.where(marks, jnp.arange(n, dtype=jnp.int32), n), axis=1, initial=n)
+    first = jnp.full(marks.shape[:1], marks.shape[1], jnp.int32)
+    # One place after the other: a reduction would be a launch of its own.
+    for place in reversed(range(marks.shape[1])):
+        first = jnp.where(marks[:, place], place, first)
+    return first
 
 
 def accept_rejection(

@@ -36,19 +36,22 @@ def loop(
     done_before = jnp.sum(state.done)
     exchanges = cycle_exchanges(setup, weights, page_table, state)
 
+    def finished(state):
+        done = jnp.sum(state.done)
+        return (done == slots) | (until_any & (done > done_before))
+
     def more(carry):
-        index, numbers, _, _ = carry
-        done = jnp.sum(numbers[:, -1])
-        finished = (done == slots) | (until_any & (done > done_before))
-        return (index < jnp.minimum(cycles, max_cycles)) & ~finished
+        return (carry[0] < jnp.minimum(cycles, max_cycles)) & ~carry[1]
 
     def body(carry):
-        index, numbers, rest, rows = carry
+        index, _, numbers, rest, rows = carry
         state, emitted = cycle(setup, weights, page_table, together(numbers, rest), exchanges)
         set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-        return index + 1, *apart(state), jax.tree.map(set_row, rows, _packed(emitted))
+        # Counted beside what a cycle writes last: in the condition it would come after that.
+        return index + 1, finished(state), *apart(state), jax.tree.map(set_row, rows, _packed(emitted))
 
-    _, numbers, rest, rows = jax.lax.while_loop(more, body, (jnp.int32(0), numbers, rest, empty))
+    first = jnp.int32(0), finished(state), numbers, rest, empty
+    *_, numbers, rest, rows = jax.lax.while_loop(more, body, first)
     state, more_rows = together(numbers, rest), ((0, 0), (0, setup.offered - width), (0, 0))
     return replace(state, features=jnp.pad(state.features, more_rows)), _unpacked(
         rows, no_rows(setup, max_cycles, slots)

@@ -44,12 +44,13 @@ def best_by_index(x: Float[Array, "... D"], head: Float[Array, "V D"], index: Qu
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) > MOST_ROWS:
         return best_rows(x, head)
-    found = float8_candidates(rounded(rows, index), index.values, index.scales, CANDIDATES)
+    found = float8_candidates(rounded(rows, index), index.values, index.scales, CANDIDATES).T
     # XLA multiplies and adds up the rows that it gathers as they come, in one launch.
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)
-    products = jnp.sum(wide * rows[:, None].astype(jnp.float32), axis=-1)
-    largest, last = (
-        jnp.max(products, axis=-1, keepdims=True),
-        head.shape[0] - 1,
-    )  # the last of NaN, which equals nothing
-    return jnp.min(jnp.where(products == largest, found, last), axis=-1).reshape(x.shape[:-1])
+    products = jnp.sum(wide * rows.astype(jnp.float32), axis=-1)
+    # One after the other, which goes into the launch that needs them: a reduction would be one of its own.
+    best, place = products[0], found[0]
+    for other, its in zip(products[1:], found[1:], strict=True):
+        better = (other > best) | ((other == best) & (its < place))
+        best, place = jnp.where(better, other, best), jnp.where(better, its, place)
+    return place.reshape(x.shape[:-1])

@@ -124,6 +124,7 @@ def candidates(
 ) -> Array:
     """`float8_candidates` without the device check: bests of CTAs, whose tiles take turns, in `count` groups."""
     how: Any = {"multiprocessors": multiprocessors, "interpret": interpret}
+    x = Float8Rows(x.values, jnp.ones_like(x.scales))  # whatever a row is scaled by, its best stays its best
     found = launch("best", x, weight, scales, jnp.bfloat16, rounded=jnp.float32, **how)
     more = ((0, -found[0].shape[0] % count), (0, 0))
     nothing = jnp.float32(-jnp.inf), jnp.int32(0)
