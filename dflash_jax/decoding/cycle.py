@@ -74,7 +74,8 @@ def cycle(
                     draft_logits = drafter.logits(proposing, head)
                     draft_noise = None if noise is None else noise[:, :-1]
                     proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
-            ids = jnp.concatenate([ids, proposals], axis=1)
+            # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
+            ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
