@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels.target import Target
 
 from dflash_jax.decoding.filters import largest_reached, ordered
 from dflash_jax.decoding.sampling import (
@@ -18,6 +19,7 @@ from dflash_jax.decoding.sampling import (
     without_stops,
 )
 
+from ..devices import on
 from .chi_square import p_value
 
 
@@ -142,6 +144,24 @@ def test_the_largest_number_that_enough_reach() -> None:
     weights = jnp.array([[0.0, 0.5, 0.5, 1.0, 0.0, 4.0]])
     for share, expected in ((0.25, 200), (1.0, 200), (1.25, 9), (2.0, 9), (2.1, 0), (9.0, 0)):
         assert largest_reached(keys, weights, jnp.array([[share]]), 16).tolist() == [[expected]]
+
+
+def test_gpus_find_more_bits_with_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(6, 2, 700)) * 4, jnp.float32).astype(jnp.bfloat16)
+    request = requests(
+        6, temperature=0.8, top_k=np.array([0, 1, 20, 20, 700, 0]), top_p=np.array([0.9, 1, 0.8, 1, 0.5, 1e-9])
+    )
+    found, bits = [], []
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+        here = filtered_logits(logits.astype(jnp.float32), request, "full", dtype)
+        with on("NVIDIA H200"):
+            program = jax.jit(lambda: filtered_logits(logits.astype(jnp.float32), request, "full", dtype))  # noqa: B023
+            bits.append(str(program.trace().jaxpr).count(" = reduce["))
+        with monkeypatch.context() as patch:
+            patch.setattr("dflash_jax.decoding.filters.target", lambda: Target("H200", "gpu", 90, 132))
+            found.append(np.asarray(filtered_logits(logits.astype(jnp.float32), request, "full", dtype)))
+        np.testing.assert_array_equal(np.asarray(here), found[-1])
+    assert bits == [2 * passes for passes in (8, 5, 4)]
 
 
 def test_what_stays_does_not_depend_on_the_batch() -> None:
