@@ -72,12 +72,14 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
             raise OutputError(
                 f"{output} takes {nbytes:,} bytes, its disk has {free:,} free; make room or name another output"
             )
-        temporary.mkdir()
+        # Asked before: an interrupt may come as soon as it is made.
+        ours = not temporary.exists()
     except OSError as error:
         raise OutputError(f"{output} cannot be written ({error}); name another output") from error
-    old = temporary.with_name(temporary.name + ".old")
-    lock = _lock(temporary)
+    old, lock = temporary.with_name(temporary.name + ".old"), None
     try:
+        _make(temporary, output)
+        lock = _lock(temporary)
         yield temporary
         _sync(temporary)
         refuse_existing(output, overwrite=overwrite)
@@ -89,7 +91,8 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     except BaseException as error:
         if old.exists() and not output.exists():
             old.rename(output)
-        _remove(temporary)
+        if ours:
+            _remove(temporary)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise OutputError(
                 f"{output} cannot be written ({error.strerror}): nothing is left of it; make room or name another output"
@@ -98,6 +101,13 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
     finally:
         if lock is not None:
             os.close(lock)
+
+
+def _make(folder: Path, output: Path) -> None:
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise OutputError(f"{output} cannot be written ({error}); name another output") from error
 
 
 def _remove(folder: Path) -> None:

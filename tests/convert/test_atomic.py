@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 from dflash_convert.hf_reader import open_checkpoint
-from dflash_convert.write import OutputExistsError, output_folder
+from dflash_convert.write import OutputError, OutputExistsError, output_folder
 
 from dflash_jax.checkpoint import open_converted
 
@@ -70,6 +70,28 @@ def test_interrupted(hf, number):
     assert process.returncode == 130, errors
     assert "interrupted" in errors
     assert not list(hf.root.glob("out*"))
+
+
+def test_an_interrupt_that_comes_with_the_folder(tmp_path, monkeypatch):
+    """The first thing after the folder is there: nothing of it is left."""
+
+    def interrupted(folder):
+        assert folder.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash_convert.write._lock", interrupted)
+    with pytest.raises(KeyboardInterrupt), output_folder(tmp_path / "out"):
+        pytest.fail("nothing is written")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_somebody_elses_stays(tmp_path, monkeypatch):
+    """Of another machine's process with this number, which writes to the same disk."""
+    theirs = tmp_path / f"out.tmp-{os.getpid()}"
+    monkeypatch.setattr("dflash_convert.write._clean", lambda output: (theirs.mkdir(), (theirs / "part").touch()))
+    with pytest.raises(OutputError, match="cannot be written"), output_folder(tmp_path / "out"):
+        pytest.fail("nothing is written")
+    assert (theirs / "part").exists()
 
 
 def test_leftovers_of_dead_processes_are_removed_and_others_are_not(hf):
