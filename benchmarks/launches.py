@@ -145,6 +145,9 @@ def main() -> None:
     parser.add_argument("--sampling", default="greedy", choices=list(LAWS))
     parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args()
+    most = published_shape(options.model)[1].num_layers
+    if options.batch < 1 or options.context < 1 or not 1 <= options.layers <= most:
+        parser.error(f"--batch and --context must be at least 1, --layers 1 to {most} for {options.model}")
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise SystemExit("JAX's compiler for NVIDIA GPUs is missing: pip install jax-cuda13-plugin jax-cuda13-pjrt")
     program = compiled_loop(

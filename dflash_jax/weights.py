@@ -38,7 +38,7 @@ def weight_shapes(
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
 ) -> Shapes:
-    """The same as `read_weights` gives them."""
+    """The weights of a target and perhaps its drafter in shapes, as `read_weights` gives them."""
     shapes = stored_shapes(models, dtype)
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype

@@ -4,8 +4,9 @@ Proposals need no logits, only the token of the largest one: the copy says which
 own are multiplied. A cycle so reads half the bytes of a head for its proposals. They are the head's own choices, but for the seldom
 one whose best row shares its group of candidates with a row that the copy takes for better. No text depends on them.
 
-Loops with and without an index that took turns on one H200, medians of a cycle at 1k of context: 4B 2.86 for 2.94 ms with one
-sequence, 4.13 for 4.23 with eight, 10.51 for 10.77 with 32; 8B 6.46 for 6.61 with eight, 16.1 for 16.5 with 32.
+Loops with and without an index that took turns on one H200, medians of a cycle at 1k of context, when the last choice still took
+two reductions more: 4B 2.86 for 2.94 ms with one sequence, 4.13 for 4.23 with eight, 10.51 for 10.77 with 32; 8B 6.46 for 6.61 with
+eight, 16.1 for 16.5 with 32.
 """
 
 from typing import Any

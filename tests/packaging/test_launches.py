@@ -55,3 +55,11 @@ def test_without_the_compiler_it_says_what_to_install(launches, monkeypatch, cap
     monkeypatch.setattr("sys.argv", ["launches.py"])
     with pytest.raises(SystemExit, match="pip install jax-cuda13-plugin"):
         launches.main()
+
+
+@pytest.mark.parametrize("words", [["--layers", "0"], ["--layers", "37"], ["--batch", "0"], ["--context", "-1"]])
+def test_sizes_that_are_none_are_refused(launches, monkeypatch, capsys, words) -> None:
+    monkeypatch.setattr("sys.argv", ["launches.py", *words])
+    with pytest.raises(SystemExit):
+        launches.main()
+    assert "must be at least 1, --layers 1 to 36 for qwen3-4b" in capsys.readouterr().err
