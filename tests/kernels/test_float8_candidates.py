@@ -1,4 +1,4 @@
-"""The rows of a float8 weight among which the best is: the definition, and the Hopper kernel interpreted and for real (`-m gpu`)."""
+"""The rows of a float8 weight among which the best is: the definition, the Hopper kernel interpreted and for real (`-m gpu`)."""
 
 import jax
 import jax.numpy as jnp
