@@ -129,10 +129,10 @@ def candidates(
     more = ((0, -found[0].shape[0] % count), (0, 0))
     nothing = jnp.float32(-jnp.inf), jnp.int32(0)
     grouped = [
-        jnp.pad(part[:, : x.values.shape[0]], more, constant_values=of_none).reshape(count, -1, x.values.shape[0])
+        jnp.pad(part[:, : x.values.shape[0]], more, constant_values=of_none).reshape(-1, count, x.values.shape[0])
         for part, of_none in zip(found, nothing, strict=True)
     ]
-    return jax.lax.reduce(tuple(grouped), nothing, better_of, (1,))[1].T
+    return jax.lax.reduce(tuple(grouped), nothing, better_of, (0,))[1].T
 
 
 def onto(
