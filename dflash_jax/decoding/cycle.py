@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
 from dflash_jax.decoding.largest import largest
-from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, without_stops
+from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
 from dflash_jax.models.chain import layers_exchange
@@ -87,18 +87,15 @@ def cycle(
 
     with jax.named_scope("accept"):
         logits = raw
-        if raw is None:
-            chosen = target.best(hidden)
-        else:
-            logits = without_stops(raw, state.request, state.produced) if setup.mode == "full" else raw
-            logits = (
-                logits if setup.mode == "greedy" else filtered_logits(logits, state.request, setup.mode, hidden.dtype)
-            )
-            chosen = choose(logits, emitted_at, state.request, setup.mode, noise)
+        if raw is not None and setup.mode == "full":
+            # In the product's dtype again, which filters compare in.
+            logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
+        chosen = target.best(hidden) if logits is None else sample(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
         if draft_logits is not None and logits is not None and setup.proposals == "rejection":
             drafted = filtered_logits(draft_logits, state.request, setup.mode)
-            sampled = accept_rejection(ids[:, 1:], drafted, logits, emitted_at, state.request)
+            law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
+            sampled = accept_rejection(ids[:, 1:], drafted, law, emitted_at, state.request)
             sampling = state.request.temperature > 0
             accepted = jnp.where(sampling, sampled[0], accepted)
             tokens = jnp.where(sampling[:, None], sampled[1], tokens)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.cycle import Weights, log_probabilities
-from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, without_stops
+from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.models.binding import bind
 
@@ -60,10 +60,10 @@ def admit(
       logits: of the last token in the pages.
     """
     request = rows.request
-    filtered = without_stops(logits, request, rows.produced) if setup.mode == "full" else logits
-    if setup.mode != "greedy":
-        filtered = filtered_logits(filtered, request, setup.mode, state.features.dtype)
-    token = choose(filtered, rows.seq_lens[:, None], request, setup.mode)
+    left = logits
+    if setup.mode == "full":  # in the dtype that the product gave, which filters compare in
+        left = without_stops(logits.astype(state.features.dtype), request, rows.produced)
+    token = sample(left, rows.seq_lens[:, None], request, setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
     ended = is_stop(token, request.stop_ids)[:, 0] | (rows.remaining <= 1)

@@ -12,9 +12,11 @@ from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import filtered_choice
+from dflash_kernels.filtered_choice.reference import scaled_logits
+from dflash_kernels.filtered_choice.search import kept
+from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
-
-from dflash_jax.decoding.filters import kept
 
 Mode = Literal["greedy", "sampled", "full"]
 
@@ -42,13 +44,23 @@ class RequestArrays:
 def noise_at(
     seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: int, stream: int = 0
 ) -> Float[Array, "B T V"]:
-    """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position."""
+    """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position.
 
-    def one(key_data: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
-        return jax.random.gumbel(jax.random.fold_in(key, stream), (vocab,), jnp.float32, mode="high")
+    One hash a token (Threefry-2x32, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), whose 64 bits are a uniform number:
+    small ones, which the largest noise is made of, have all digits that float32 has.
+    """
 
-    return jax.vmap(jax.vmap(one, (None, 0)))(seed, positions)
+    def key(key_data: Array, position: Array) -> Array:
+        found = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
+        return jax.random.key_data(jax.random.fold_in(found, stream))
+
+    keys, shape = jax.vmap(jax.vmap(key, (None, 0)))(seed, positions), (*positions.shape, vocab)
+    places = jax.lax.broadcasted_iota(jnp.uint32, shape, 2)
+    of_rows = [jax.lax.broadcast_in_dim(keys[..., word], shape, (0, 1)) for word in (0, 1)]
+    high, low = threefry2x32_p.bind(*of_rows, places, jnp.zeros_like(places))
+    uniform = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * 2.0**-32) * 2.0**-32
+    # No number is refused by its noise: it may be the only one that filters leave.
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
 def filtered_logits(
@@ -64,10 +76,7 @@ def filtered_logits(
     if mode == "full" and rounded != jnp.float32:
         # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
         logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
-    temperature = request.temperature[:, None, None]
-    # Shifted before it is divided: at a very small temperature every logit would become infinite, and none the greatest.
-    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)
+    scaled = scaled_logits(logits, request.temperature[:, None, None])
     if mode != "full":
         return scaled
     limits = {name: getattr(request, name)[:, None, None] for name in ("min_p", "top_k", "top_p")}
@@ -83,9 +92,39 @@ def without_stops(
     """
     b, t, vocab = logits.shape
     early = (produced[:, None] + jnp.arange(t)) < request.min_tokens[:, None]
-    ids = jnp.where(request.stop_ids < 0, vocab, request.stop_ids)
-    stops = jnp.zeros((b, vocab), bool).at[jnp.arange(b)[:, None], ids].set(True, mode="drop")
-    return jnp.where(early[:, :, None] & stops[:, None], -jnp.inf, logits)
+    refused = early[:, :, None] & (request.stop_ids >= 0)[:, None]
+    # Written where they are: a mask of all tokens would take a pass over the logits.
+    places = jnp.where(refused, request.stop_ids[:, None], vocab)
+    rows, columns = jnp.arange(b)[:, None, None], jnp.arange(t)[:, None]
+    return logits.at[rows, columns, places].set(-jnp.inf, mode="drop")
+
+
+def sample(
+    logits: Float[Array, "B T V"],
+    positions: Int[Array, "B T"],
+    request: RequestArrays,
+    mode: Mode,
+    noise: Float[Array, "B T V"] | None = None,
+) -> Int[Array, "B T"]:
+    """The token each row of the target's logits chooses for its position, filters and all; ties go to the lowest id.
+
+    Args:
+      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare.
+      noise: `noise_at` of these positions, where the caller has it already.
+    """
+    if mode == "greedy":
+        return choose(logits, positions, request, mode)
+    if mode == "sampled":
+        return choose(filtered_logits(logits, request, mode), positions, request, mode, noise)
+    b, t, vocab = logits.shape
+    noise = noise_at(request.seed, positions, vocab) if noise is None else noise
+    temperature, min_p, top_k, top_p = (
+        jnp.repeat(of_slots, t) for of_slots in (request.temperature, request.min_p, request.top_k, request.top_p)
+    )
+    chosen = filtered_choice(
+        logits.reshape(b * t, vocab), noise.reshape(b * t, vocab), temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p
+    )  # fmt: skip
+    return chosen.reshape(b, t)
 
 
 def choose(

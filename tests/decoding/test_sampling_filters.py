@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels.filtered_choice import search
 from dflash_kernels.target import Target
 
 from dflash_jax.decoding.sampling import (
@@ -137,7 +138,7 @@ def test_gpus_find_more_bits_with_each_pass(monkeypatch: pytest.MonkeyPatch) -> 
             program = jax.jit(lambda: filtered_logits(logits.astype(jnp.float32), request, "full", dtype))  # noqa: B023
             bits.append(str(program.trace().jaxpr).count(" = reduce["))
         with monkeypatch.context() as patch:
-            patch.setattr("dflash_jax.decoding.filters.target", lambda: Target("H200", "gpu", 90, 132))
+            patch.setattr(search, "target", lambda: Target("H200", "gpu", 90, 132))
             found.append(np.asarray(filtered_logits(logits.astype(jnp.float32), request, "full", dtype)))
         np.testing.assert_array_equal(np.asarray(here), found[-1])
     assert bits == [2 * passes for passes in (8, 5, 4)]

@@ -1,4 +1,4 @@
-"""The target that ships under drafters that know nothing: 36 held-out prompts x 128 tokens, and not a token changes."""
+"""The target that ships under drafters that know nothing: 16 held-out prompts x 128 tokens, and not a token changes."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from dflash_jax.models import family_named, fuse_context_projection, init_params
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 PARAMS = dj.SamplingParams(max_tokens=128, ignore_eos=True)
-SIZES = range(1, 9)
+SIZES = (1, 2, 5, 8)
 pytestmark = pytest.mark.usefixtures("optimised")
 
 
@@ -36,7 +36,7 @@ def plain(model, prompts) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", ["random", "always wrong"])
 def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind):
-    """In ragged batches of 1 to 8. The wrong drafter proposes only the mask id, which the target never emits."""
+    """In batches of 1 to 8. The wrong drafter proposes only the mask id, which the target never emits."""
     changes = {"num_layers": 1, "windows": (None,), "causal": (False,), "block_size": 4}
     if kind == "always wrong":
         changes |= {"own_head": True, "draft_vocab_size": 1}

@@ -2,16 +2,16 @@
 
 It is the largest number that enough tokens reach, where enough is `top_k` of them, or `top_p` of their probability. Logits are
 turned into whole numbers of the same order; a pass over a row tells how much reaches each of fifteen numbers, and so four more bits
-(radix selection, as in "Parallel Top-K Algorithms on GPU", SC 2023, section 2). 128 rows of 151,936 logits that were rounded to
-bfloat16 are read eight times so, some 0.15 ms of an H200's memory. That is arithmetic: no GPU has timed it.
+(radix selection, as in "Parallel Top-K Algorithms on GPU", SC 2023, section 2).
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels.target import target
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+
+from dflash_kernels.target import target
 
 MOST_BITS = 4  # that one pass finds
 

@@ -1,0 +1,212 @@
+"""The Hopper kernel: one CTA a row, which it reads from the L2 again for every pass over it.
+
+All filters leave what is not below some number. It is searched for among the numbers that bfloat16 has, two bits with each pass.
+The first pass keeps the largest number of each of some thousand places: what enough of these reach, enough of the row do, so that
+a search in registers leaves few bits to passes over the row.
+"""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPGROUPS = 8  # of a CTA
+VECTOR = 8  # neighbouring entries of one thread
+CHUNK = 128 * VECTOR  # of one warpgroup
+AT_ONCE = 4  # chunks asked for before the first is looked at
+MOST_SUMS = 3  # that warpgroups exchange
+LOWEST = -32_641  # minus infinity among `_whole`
+
+_STRIDED = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=VECTOR)
+
+
+def choose(
+    logits: jax.Array, noise: jax.Array, temperature: jax.Array, log_min_p: jax.Array, top_k: jax.Array, top_p: jax.Array,
+    warpgroups: int = WARPGROUPS, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
+    """`logits [R, V]` bfloat16, `noise [R, V]` float32, all others `[R]`: as `filtered_choice` has them, but for `min_p`."""
+
+    def body(*refs: Any, **buffers: Any) -> None:
+        _Row(warpgroups, *refs, **buffers).run()
+
+    body.__name__ = "filtered_choice"  # what profilers show
+    kernel = plgpu.kernel(
+        body, out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), grid=(logits.shape[0],), grid_names=("row",),
+        num_threads=warpgroups, thread_name="wg",
+        scratch_types={
+            "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
+            "places": plgpu.SMEM((warpgroups,), jnp.int32),
+            "met": plgpu.Barrier(num_arrivals=warpgroups),
+        },
+        **({} if interpret is None else {"interpret": interpret}),
+    )  # fmt: skip
+    return kernel(logits, noise, temperature, log_min_p, top_k, top_p)
+
+
+class _Row:
+    """The work on one row. Every warpgroup knows every scalar."""
+
+    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, *, sums, places, met):
+        self.warpgroups = warpgroups
+        self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
+        self.logits, self.noise, self.out = logits, noise, out
+        self.sums, self.places, self.met = sums, places, met
+        given, self.size = temperature[self.row], logits.shape[1]
+        self.samples = given > 0
+        # Of less than float32's smallest normal number only the largest logits are left either way.
+        self.temperature = jnp.where(self.samples, jnp.maximum(given, jnp.finfo(jnp.float32).tiny), jnp.float32(1))
+        self.log_min_p, self.top_k, self.top_p = log_min_p[self.row], top_k[self.row], top_p[self.row]
+
+    def run(self) -> None:
+        lanes = self._over(_full(jnp.float32(-jnp.inf)), lambda most, x, _: jnp.maximum(most, x))
+        wholes = _whole(lanes).astype(jnp.float32).max()
+        top, highest = self._met([lanes.max(), wholes], jnp.maximum)
+        self.top, highest = top, highest.astype(jnp.int32)
+
+        def of_row(weight: Callable) -> Callable:
+            def sums(least: tuple) -> list:
+                def add(totals, x, _):
+                    return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
+
+                totals = self._over((_full(jnp.float32(0)),) * len(least), add)
+                return self._met([total.sum() for total in totals], lax.add)
+
+            return sums
+
+        def of_lanes(weight: Callable) -> Callable:
+            weights = weight(lanes)
+            return lambda least: self._met([part.sum() for part in _reaching(lanes, weights, least)], lax.add)
+
+        def search(weight: Callable, low, enough, wanted):
+            """The largest number from `low` on that `enough` weight reaches."""
+            for sums in (of_lanes(weight), of_row(weight)):
+                low = _search(low, jnp.where(wanted, highest, low), enough, sums)
+            return low
+
+        some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
+        low = search(lambda x: _full(jnp.float32(1)), jnp.int32(LOWEST), self.top_k.astype(jnp.float32), some)
+        least = _number(low)
+
+        def share(x):
+            scaled = (x - top) * (1 / self.temperature)
+            return jnp.where((x >= least) & (scaled >= self.log_min_p), jnp.exp(scaled), 0.0)
+
+        some = self.samples & (self.top_p < 1)
+        once = jnp.where(some, 1, 0)
+        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
+        # A top_p below float32's smallest number is 0, which every number is reached by.
+        enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
+        least = _number(search(share, low, enough, some))
+        self._choose(least)
+
+    def _choose(self, least) -> None:
+        """The place of the largest of what is left, with noise."""
+        louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
+
+        def better(best, x, noise, start):
+            values, places = best
+            scaled = (x - self.top) / self.temperature
+            stays = (x >= least) & ((scaled >= self.log_min_p) | ~self.samples)
+            value = jnp.where(stays, scaled + noise * louder, -jnp.inf)
+            larger = value > values  # of equal ones the first: a thread's places only grow
+            return jnp.where(larger, value, values), jnp.where(larger, _places() + start, places)
+
+        values, places = self._over((_full(jnp.float32(-jnp.inf)), _full(jnp.int32(self.size))), better, noise=True)
+        largest = self._met([values.max()], jnp.maximum)[0]
+        first = jnp.where(values == largest, places, jnp.int32(self.size)).min()
+        self.places[self.wg] = first
+        self._meet()
+        for other in range(self.warpgroups):
+            first = jnp.minimum(first, self.places[other])
+
+        @pl.when(self.wg == 0)
+        def _():
+            # Of a row without a number the last place: some place there is.
+            self.out[self.row] = jnp.minimum(first, self.size - 1)
+
+    def _over(self, carry: Any, step: Callable, *, noise: bool = False) -> Any:
+        """`step(carry, x, start)` for the row's chunks of this warpgroup, or `step(carry, x, noise, start)`."""
+        at_once = 2 if noise else AT_ONCE
+        stride = self.warpgroups * at_once * CHUNK
+        whole = self.size // stride
+
+        def load(ref, start):
+            source = ref.at[self.row, pl.ds(start, CHUNK)]
+            return plgpu.load(source, layout=_STRIDED, optimized=False)
+
+        def visit(turn, carry, *, ends: bool):
+            firsts = [turn * stride + (place * self.warpgroups + self.wg) * CHUNK for place in range(at_once)]
+            # What ends beyond the row begins earlier, and leaves out what another chunk has.
+            starts = [jnp.minimum(first, self.size - CHUNK) if ends else first for first in firsts]
+            found = [[load(ref, start) for ref in (self.logits, self.noise)[: 1 + noise]] for start in starts]
+            for (x, *more), first, start in zip(found, firsts, starts, strict=True):
+                x = x.astype(jnp.float32)
+                if ends:
+                    x = jnp.where(_places() >= first - start, x, -jnp.inf)
+                carry = step(carry, x, *more, start)
+            return carry
+
+        carry = lax.fori_loop(0, whole, lambda turn, carry: visit(turn, carry, ends=False), carry)
+        return visit(jnp.int32(whole), carry, ends=True) if self.size % stride else carry
+
+    def _met(self, values: list, combine: Callable) -> list:
+        """What all warpgroups have, combined in their order."""
+        for place, value in enumerate(values):
+            self.sums[self.wg, place] = value
+        self._meet()
+        found = []
+        for place in range(len(values)):
+            one = self.sums[0, place]
+            for other in range(1, self.warpgroups):
+                one = combine(one, self.sums[other, place])
+            found.append(one)
+        self._meet()  # before anyone writes again
+        return found
+
+    def _meet(self) -> None:
+        plgpu.barrier_arrive(self.met)
+        plgpu.barrier_wait(self.met)
+
+
+def _search(low, high, enough, sums: Callable):
+    """The largest whole number from `low` to `high` whose sum is at least `enough`, `low` where there is none: it falls with the
+    numbers."""
+    span = high - low
+    digits = sum((span >= 4**place).astype(jnp.int32) for place in range(9))
+
+    def more(step, found):
+        unit = jnp.int32(1) << (2 * (digits - 1 - step))
+        reached = sums(tuple(_number(found + unit * number) for number in (1, 2, 3)))
+        return found + unit * sum((one >= enough).astype(jnp.int32) for one in reached)
+
+    return lax.fori_loop(0, digits, more, low)
+
+
+def _reaching(x, weights, least: tuple) -> list:
+    return [jnp.where(x >= one, weights, 0.0) for one in least]
+
+
+def _whole(numbers):
+    """Whole numbers in the order of bfloat16's, for a chunk of float32 that are such."""
+    raw = lax.bitcast_convert_type(numbers, jnp.int32) >> 16
+    return raw ^ ((raw >> 15) & 0x7FFF)
+
+
+def _number(whole):
+    """The float32 of one of `_whole`, as a chunk: a scalar cannot be read as another type. Nothing reaches one beyond infinity."""
+    raw = whole ^ ((whole >> 15) & 0x7FFF)
+    return lax.bitcast_convert_type(_full(raw << 16), jnp.float32)
+
+
+def _full(value):
+    return plgpu.layout_cast(jnp.full((CHUNK,), value), _STRIDED)
+
+
+def _places():
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=_STRIDED)

@@ -1,0 +1,120 @@
+"""Sampling under filters: the definition against float64, the Hopper kernel interpreted and for real (`-m gpu`)."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import NoImplementationError, filtered_choice
+from dflash_kernels.filtered_choice.mosaic_gpu import launch
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
+
+INTERPRET = plgpu.InterpretGPUParams()
+# Temperature, min_p, top_k and top_p of a row.
+LAWS = [
+    (0.7, 0.0, 20, 0.8), (0.0, 0.5, 1, 0.1), (1.0, 0.0, 0, 1.0), (1.0, 0.0, 1, 1.0), (1.3, 0.02, 0, 1.0), (0.6, 0.0, 0, 0.95),
+    (2.0, 0.001, 300, 0.9), (1e-40, 0.0, 50, 0.9), (1.0, 0.0, 10**9, 0.5), (1.0, 0.0, 0, 1e-30), (0.9, 1.0, 0, 1.0),
+]  # fmt: skip
+
+
+def call(rows: int, size: int, dtype: Any = jnp.bfloat16, *, seed: int = 0, spread: float = 3.0) -> dict[str, Any]:
+    """Rows of many ties under laws that follow one another."""
+    rng = np.random.default_rng(seed)
+    of_rows = np.array([LAWS[row % len(LAWS)] for row in range(rows)])
+    return {
+        "logits": jnp.asarray(rng.normal(size=(rows, size)) * spread + 5, dtype),
+        "noise": jnp.asarray(rng.gumbel(size=(rows, size)), jnp.float32),
+        "temperature": jnp.asarray(of_rows[:, 0], jnp.float32), "min_p": jnp.asarray(of_rows[:, 1], jnp.float32),
+        "top_k": jnp.asarray(of_rows[:, 2], jnp.int32), "top_p": jnp.asarray(of_rows[:, 3], jnp.float32),
+    }  # fmt: skip
+
+
+def exact(logits: np.ndarray, noise: np.ndarray, law: tuple[float, float, int, float]) -> tuple[int, np.ndarray]:
+    """The choice of one row, by the definitions in float64, and what each place counts for."""
+    temperature, min_p, top_k, top_p = law
+    if temperature < 1e-38:  # less is 0 in float32 where small numbers are
+        return int(logits.argmax()), logits
+    scaled = (logits - logits.max()) / temperature
+    weights = np.exp(scaled)
+    keep = weights >= min_p
+    if 0 < top_k < len(logits):
+        keep &= logits >= np.sort(logits)[-top_k]
+    weights = np.where(keep, weights, 0)
+    if top_p < 1:
+        numbers = np.unique(logits[keep])[::-1]
+        mass = np.cumsum([weights[logits == number].sum() for number in numbers])
+        keep &= logits >= numbers[np.argmax(mass >= top_p * mass[-1])]
+    noisy = np.where(keep, scaled + noise, -np.inf)
+    return int(noisy.argmax()), noisy
+
+
+def check(found: jax.Array, given: dict[str, Any]) -> None:
+    logits, noise = (np.asarray(given[name], np.float64) for name in ("logits", "noise"))
+    assert found.shape == logits.shape[:1]
+    assert found.dtype == jnp.int32
+    for row, place in enumerate(np.asarray(found)):
+        law = tuple(np.asarray(given[name])[row] for name in ("temperature", "min_p", "top_k", "top_p"))
+        best, counts = exact(logits[row], noise[row], law)  # type: ignore[arg-type]
+        # Two whose sums differ by a rounding alone may change places.
+        assert place == best or counts[place] >= counts[best] - 1e-5, f"row {row}: {law}"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_agrees_with_float64(dtype: Any) -> None:
+    given = call(44, 3016, dtype)
+    check(filtered_choice(**given), given)
+
+
+@pytest.mark.parametrize("size", [1024, 3016])
+def test_kernel_interpreted(size: int) -> None:
+    """Two warpgroups: chunks that end before a row does, and the last one that begins earlier."""
+    given = call(len(LAWS), size, seed=size)
+    check(launch(*given.values(), warpgroups=2, interpret=INTERPRET), given)
+
+
+def test_kernel_refuses_what_is_refused() -> None:
+    """Most of a row is -inf; more are asked for than there are; the first of equal sums; noise cannot bring back what is out."""
+    logits = jnp.full((4, 1032), -jnp.inf, jnp.bfloat16).at[:, jnp.array([7, 1031])].set(1).at[:, 900].set(0.5)
+    noise = jnp.zeros((4, 1032)).at[2, 900].set(3.0).at[3, 500].set(1e30)
+    ones = jnp.ones(4)
+    law = {"temperature": ones, "min_p": 0 * ones, "top_k": jnp.array([5, 2, 3, 0]), "top_p": ones.at[3].set(0.5)}
+    expected = [7, 7, 900, 7]
+    assert filtered_choice(logits, noise, **law).tolist() == expected
+    assert launch(logits, noise, *law.values(), warpgroups=2, interpret=INTERPRET).tolist() == expected
+
+
+def test_wrong_calls() -> None:
+    given = call(2, 1024)
+    for name, wrong, message in (
+        ("noise", jnp.zeros((2, 8)), "do not fit logits"), ("top_k", jnp.ones(2), "must hold integers"),
+        ("top_p", jnp.ones(3), "do not fit logits"), ("logits", jnp.zeros((2, 0)), "one entry or more"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            inspect.unwrap(filtered_choice)(**{**given, name: wrong})  # the test run checks annotations first
+    with pytest.raises(NoImplementationError, match="needs a Hopper GPU"):
+        filtered_choice(**given, implementation="mosaic_gpu")
+    for odd in (call(2, 1000), call(2, 1028), call(2, 1024, jnp.float32)):
+        with pytest.raises(NotImplementedError, match="takes bfloat16 rows of a multiple of 8, 1024 at least"):
+            launch(*odd.values(), interpret=INTERPRET)
+
+
+def test_lowers_for_a_hopper_gpu() -> None:
+    shapes = jax.eval_shape(lambda: call(128, 151_936))
+    with h200():
+        program = jax.jit(lambda given: filtered_choice(**given)).trace(shapes).lower(lowering_platforms=("cuda",))
+    assert program.as_text().count("mosaic_gpu_v2") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "size"), [(1, 151_936), (16, 151_936), (130, 151_936), (11, 1024), (22, 128_256)])
+def test_kernel(rows: int, size: int) -> None:
+    for seed, spread in ((1, 3.0), (2, 0.3)):
+        given = call(rows, size, seed=seed, spread=spread)
+        check(filtered_choice(**given, implementation="mosaic_gpu"), given)
+        alone = {name: each[-1:] for name, each in given.items()}
+        whole = filtered_choice(**given)
+        assert filtered_choice(**alone).tolist() == whole[-1:].tolist()
