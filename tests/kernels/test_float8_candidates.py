@@ -76,5 +76,7 @@ def test_full_size_candidates(rows: int) -> None:
     of_found, largest = np.take_along_axis(products, found, axis=1), products.max(axis=1)
     assert (of_found.max(axis=1) >= largest - 2**-6 * np.abs(largest)).all()
     assert (of_found.max(axis=1) == largest).mean() > 0.9
-    assert (np.sort(of_found, axis=1)[:, 0] > 0.5 * largest).all()  # bests of 9,500 rows each
-    assert all(len(np.unique(row)) >= 15 for row in found)
+    # Bests of 9,500 rows each, or of 19,000: 132 CTAs, of which each has tiles of 128 rows, make no more of so many.
+    groups = min(16, 132 // -(-rows // 128))
+    assert (np.sort(of_found, axis=1)[:, -groups] > 0.5 * largest).all()
+    assert all(len(np.unique(row)) >= groups - 1 for row in found)

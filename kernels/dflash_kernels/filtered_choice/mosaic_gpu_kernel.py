@@ -7,7 +7,7 @@ a search in registers leaves few bits to passes over the row.
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.filtered_choice.mosaic_gpu_sums import WARPS, Kind, reduce_into
 
 WARPGROUPS = 8  # of a CTA
 VECTOR = 8  # neighbouring entries of one thread
@@ -33,6 +35,8 @@ def choose(
     """`logits [R, V]` bfloat16, `noise [R, V]` float32, all others `[R]`: as `filtered_choice` has them, but for `min_p`."""
 
     def body(*refs: Any, **buffers: Any) -> None:
+        if interpret is not None:
+            buffers["scratch"] = None
         _Row(warpgroups, *refs, **buffers).run()
 
     body.__name__ = "filtered_choice"  # what profilers show
@@ -41,9 +45,10 @@ def choose(
         num_threads=warpgroups, thread_name="wg",
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
-            "places": plgpu.SMEM((warpgroups,), jnp.int32),
+            "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )  # fmt: skip
     return kernel(logits, noise, temperature, log_min_p, top_k, top_p)
@@ -52,11 +57,11 @@ def choose(
 class _Row:
     """The work on one row. Every warpgroup knows every scalar."""
 
-    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, *, sums, places, met):
+    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, *, sums, scratch, met):
         self.warpgroups = warpgroups
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.logits, self.noise, self.out = logits, noise, out
-        self.sums, self.places, self.met = sums, places, met
+        self.sums, self.scratch, self.met = sums, scratch, met
         given, self.size = temperature[self.row], logits.shape[1]
         self.samples = given > 0
         # Of less than float32's smallest normal number only the largest logits are left either way.
@@ -65,8 +70,7 @@ class _Row:
 
     def run(self) -> None:
         lanes = self._over(_full(jnp.float32(-jnp.inf)), lambda most, x, _: jnp.maximum(most, x))
-        wholes = _whole(lanes).astype(jnp.float32).max()
-        top, highest = self._met([lanes.max(), wholes], jnp.maximum)
+        top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
 
         def of_row(weight: Callable) -> Callable:
@@ -75,13 +79,13 @@ class _Row:
                     return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
 
                 totals = self._over((_full(jnp.float32(0)),) * len(least), add)
-                return self._met([total.sum() for total in totals], lax.add)
+                return self._met("add", totals)
 
             return sums
 
         def of_lanes(weight: Callable) -> Callable:
             weights = weight(lanes)
-            return lambda least: self._met([part.sum() for part in _reaching(lanes, weights, least)], lax.add)
+            return lambda least: self._met("add", _reaching(lanes, weights, least))
 
         def search(weight: Callable, low, enough, wanted):
             """The largest number from `low` on that `enough` weight reaches."""
@@ -118,17 +122,14 @@ class _Row:
             return jnp.where(larger, value, values), jnp.where(larger, _places() + start, places)
 
         values, places = self._over((_full(jnp.float32(-jnp.inf)), _full(jnp.int32(self.size))), better, noise=True)
-        largest = self._met([values.max()], jnp.maximum)[0]
-        first = jnp.where(values == largest, places, jnp.int32(self.size)).min()
-        self.places[self.wg] = first
-        self._meet()
-        for other in range(self.warpgroups):
-            first = jnp.minimum(first, self.places[other])
+        (largest,) = self._met("max", [values])
+        found = jnp.where(values == largest, places.astype(jnp.float32), jnp.float32(self.size))
+        (first,) = self._met("min", [found])
 
         @pl.when(self.wg == 0)
         def _():
             # Of a row without a number the last place: some place there is.
-            self.out[self.row] = jnp.minimum(first, self.size - 1)
+            self.out[self.row] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
 
     def _over(self, carry: Any, step: Callable, *, noise: bool = False) -> Any:
         """`step(carry, x, start)` for the row's chunks of this warpgroup, or `step(carry, x, noise, start)`."""
@@ -155,13 +156,14 @@ class _Row:
         carry = lax.fori_loop(0, whole, lambda turn, carry: visit(turn, carry, ends=False), carry)
         return visit(jnp.int32(whole), carry, ends=True) if self.size % stride else carry
 
-    def _met(self, values: list, combine: Callable) -> list:
-        """What all warpgroups have, combined in their order."""
-        for place, value in enumerate(values):
-            self.sums[self.wg, place] = value
+    def _met(self, kind: Kind, chunks: Sequence) -> list:
+        """Sums or the like of what all warpgroups have, in their order."""
+        combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
+        for place, chunk in enumerate(chunks):
+            reduce_into(kind, chunk, self.sums, self.wg, place, self.scratch, _STRIDED)
         self._meet()
         found = []
-        for place in range(len(values)):
+        for place in range(len(chunks)):
             one = self.sums[0, place]
             for other in range(1, self.warpgroups):
                 one = combine(one, self.sums[other, place])
