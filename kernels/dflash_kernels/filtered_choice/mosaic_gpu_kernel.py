@@ -1,8 +1,9 @@
-"""The Hopper kernel: one CTA a row, which it reads from the L2 again for every pass over it.
+"""The Hopper kernel: one CTA a row, which it reads from the L2 again for every pass over it, but for what a pass cannot need.
 
 All filters leave what is not below some number. It is searched for among the numbers that bfloat16 has, two bits with each pass.
 The first pass keeps the largest number of each of some thousand places: what enough of these reach, enough of the row do, so that
-a search in registers leaves few bits to passes over the row.
+a search in registers leaves few bits to passes over the row. It also keeps the largest number of every chunk: chunks without one
+that may stay are never looked at again, and most are such where a few tokens stay, which is what filters are for.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -34,6 +35,8 @@ def choose(
 ) -> jax.Array:  # fmt: skip
     """`logits [R, V]` bfloat16, `noise [R, V]` float32, all others `[R]`: as `filtered_choice` has them, but for `min_p`."""
 
+    most = -(-logits.shape[1] // (CHUNK * warpgroups * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
+
     def body(*refs: Any, **buffers: Any) -> None:
         if interpret is not None:
             buffers["scratch"] = None
@@ -46,6 +49,8 @@ def choose(
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
             "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
+            "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
+            "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -57,25 +62,29 @@ def choose(
 class _Row:
     """The work on one row. Every warpgroup knows every scalar."""
 
-    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, *, sums, scratch, met):
-        self.warpgroups = warpgroups
+    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, **buffers):
+        self.warpgroups, self.out = warpgroups, out
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
-        self.logits, self.noise, self.out = logits, noise, out
-        self.sums, self.scratch, self.met = sums, scratch, met
+        self.logits, self.noise = logits, noise
+        self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
+        # Of every chunk the largest number, as a whole one, and those that may hold what stays.
+        self.largest, self.alive = buffers["largest"], buffers["alive"]
         given, self.size = temperature[self.row], logits.shape[1]
+        self.chunks = lax.div(-(-self.size // CHUNK) - self.wg + (warpgroups - 1), jnp.int32(warpgroups))
+        self.count = self.chunks
         self.samples = given > 0
         # Of less than float32's smallest normal number only the largest logits are left either way.
         self.temperature = jnp.where(self.samples, jnp.maximum(given, jnp.finfo(jnp.float32).tiny), jnp.float32(1))
         self.log_min_p, self.top_k, self.top_p = log_min_p[self.row], top_k[self.row], top_p[self.row]
 
     def run(self) -> None:
-        lanes = self._over(_full(jnp.float32(-jnp.inf)), lambda most, x, _: jnp.maximum(most, x))
+        lanes = self._look()
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
 
         def of_row(weight: Callable) -> Callable:
             def sums(least: tuple) -> list:
-                def add(totals, x, _):
+                def add(totals, x, *_):
                     return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
 
                 totals = self._over((_full(jnp.float32(0)),) * len(least), add)
@@ -91,10 +100,12 @@ class _Row:
             """The largest number from `low` on that `enough` weight reaches."""
             for sums in (of_lanes(weight), of_row(weight)):
                 low = _search(low, jnp.where(wanted, highest, low), enough, sums)
+                self._leave_out(low)
             return low
 
         some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
-        low = search(lambda x: _full(jnp.float32(1)), jnp.int32(LOWEST), self.top_k.astype(jnp.float32), some)
+        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
+        low = search(lambda x: _full(jnp.float32(1)), low, self.top_k.astype(jnp.float32), some)
         least = _number(low)
 
         def share(x):
@@ -109,12 +120,38 @@ class _Row:
         least = _number(search(share, low, enough, some))
         self._choose(least)
 
+    def _look(self):
+        """The first pass: the largest number of each place of the warpgroup's chunks; those of chunks go to shared memory."""
+
+        def place(chunk, _):
+            self.alive[self.wg, chunk] = chunk
+
+        lax.fori_loop(0, self.chunks, place, None)
+
+        def keep(most, x, number, _):
+            reduce_into("max", _whole(x).astype(jnp.float32), self.largest, self.wg, number, self.scratch, _STRIDED)
+            return jnp.maximum(most, x)
+
+        return self._over(_full(jnp.float32(-jnp.inf)), keep)
+
+    def _leave_out(self, low) -> None:
+        """Passes from here on are over chunks with a number from `low` on."""
+
+        def add(chunk, count):
+            stays = self.largest[self.wg, chunk] >= low.astype(jnp.float32)
+            # Threads that are ahead read the list already: what is left out goes behind it, not where another's place will be.
+            self.alive[self.wg, jnp.where(stays, count, self.alive.shape[1] - 1)] = chunk
+            return count + stays.astype(jnp.int32)
+
+        self.count = lax.fori_loop(0, self.chunks, add, jnp.int32(0))
+
     def _choose(self, least) -> None:
         """The place of the largest of what is left, with noise."""
         louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
 
-        def better(best, x, noise, start):
+        def better(best, x, _, chunk, noise):
             values, places = best
+            _, start = self._begins(chunk)
             scaled = (x - self.top) / self.temperature
             stays = (x >= least) & ((scaled >= self.log_min_p) | ~self.samples)
             value = jnp.where(stays, scaled + noise * louder, -jnp.inf)
@@ -132,29 +169,34 @@ class _Row:
             self.out[self.row] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
 
     def _over(self, carry: Any, step: Callable, *, noise: bool = False) -> Any:
-        """`step(carry, x, start)` for the row's chunks of this warpgroup, or `step(carry, x, noise, start)`."""
+        """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks, or `step(carry, x, number, chunk, noise)`.
+
+        Numbers count from 0 to a multiple of `AT_ONCE`; x is -inf for those that there are no chunks for.
+        """
         at_once = 2 if noise else AT_ONCE
-        stride = self.warpgroups * at_once * CHUNK
-        whole = self.size // stride
 
         def load(ref, start):
             source = ref.at[self.row, pl.ds(start, CHUNK)]
             return plgpu.load(source, layout=_STRIDED, optimized=False)
 
-        def visit(turn, carry, *, ends: bool):
-            firsts = [turn * stride + (place * self.warpgroups + self.wg) * CHUNK for place in range(at_once)]
-            # What ends beyond the row begins earlier, and leaves out what another chunk has.
-            starts = [jnp.minimum(first, self.size - CHUNK) if ends else first for first in firsts]
-            found = [[load(ref, start) for ref in (self.logits, self.noise)[: 1 + noise]] for start in starts]
-            for (x, *more), first, start in zip(found, firsts, starts, strict=True):
-                x = x.astype(jnp.float32)
-                if ends:
-                    x = jnp.where(_places() >= first - start, x, -jnp.inf)
-                carry = step(carry, x, *more, start)
+        def visit(turn, carry):
+            numbers = [turn * at_once + place for place in range(at_once)]
+            # Past the last one it is looked at again, and all of it left out.
+            chunks = [self.alive[self.wg, jnp.minimum(number, self.count - 1)] for number in numbers]
+            begin = [self._begins(chunk) for chunk in chunks]
+            found = [[load(ref, start) for ref in (self.logits, self.noise)[: 1 + noise]] for _, start in begin]
+            for (x, *more), number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
+                own = jnp.where(number < self.count, first - start, CHUNK)
+                x = jnp.where(_places() >= own, x.astype(jnp.float32), -jnp.inf)
+                carry = step(carry, x, number, chunk, *more)
             return carry
 
-        carry = lax.fori_loop(0, whole, lambda turn, carry: visit(turn, carry, ends=False), carry)
-        return visit(jnp.int32(whole), carry, ends=True) if self.size % stride else carry
+        return lax.fori_loop(0, lax.div(self.count + (at_once - 1), jnp.int32(at_once)), visit, carry)
+
+    def _begins(self, chunk) -> tuple:
+        """Where a chunk begins, and where it is read: what would end beyond the row begins earlier, in another's numbers."""
+        first = (chunk * self.warpgroups + self.wg) * CHUNK
+        return first, jnp.minimum(first, self.size - CHUNK)
 
     def _met(self, kind: Kind, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""

@@ -5,6 +5,7 @@
 
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
@@ -12,29 +13,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 type Kind = Literal["add", "max", "min"]
 WARPS = 4  # of a warpgroup
+_SCALAR = plgpu.Layout.WG_SPLAT
 
 
-def reduce_into(kind: Kind, chunk: Any, target: Any, row: Any, place: int, scratch: Any, layout: Any) -> None:
+def reduce_into(kind: Kind, chunk: Any, target: Any, row: Any, place: Any, scratch: Any, layout: Any) -> None:
     """Writes the sum or the like of a chunk of float32 to `target[row, place]`.
 
     Args:
       chunk: in `layout`, of one warpgroup.
       target: `[rows, places]` float32 in shared memory.
-      row: int32 scalar.
+      row, place: int32 scalars.
       scratch: `[rows, WARPS]` float32 in shared memory, a row for each warpgroup; None under Pallas's interpreter.
     """
     if scratch is None:
         target[row, place] = {"add": chunk.sum, "max": chunk.max, "min": chunk.min}[kind]()
         return
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def inlined(_, chunk, target, scratch, row):
-        index = ir.IndexType.get()
-        found = chunk.reduce(kind, 0, mgpu.utils.memref_slice(scratch, arith.index_cast(index, row.registers.item())))
-        places = [arith.index_cast(index, row.registers.item()), arith.constant(index, place)]
-        memref.store(_scalar(found), target, places)
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR))
+    def inlined(_, chunk, target, scratch, row, place):
+        row, place = (arith.index_cast(ir.IndexType.get(), value.registers.item()) for value in (row, place))
+        memref.store(_scalar(chunk.reduce(kind, 0, mgpu.utils.memref_slice(scratch, row))), target, [row, place])
 
-    inlined(chunk, target, scratch, row)
+    inlined(chunk, target, scratch, row, jnp.asarray(place, jnp.int32))
 
 
 def _scalar(found: Any) -> Any:
