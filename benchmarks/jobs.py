@@ -22,6 +22,8 @@ BENCHMARKS = {
     "decode_8k": ("decode.py --models qwen3-4b --context 8192 --batch 8 --calls 3 --cache-dtype none fp8 int8", 90),
     "decode_fp8": ("decode.py --batch 1 --calls 4 --weight-dtype fp8", 60),
     "decode_int8": ("decode.py --batch 1 --calls 4 --weight-dtype int8", 60),
+    "decode_sampled": ("decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --sampling sampled --calls 5", 70),
+    "decode_full": ("decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --sampling full --calls 5", 80),
     "decode_fp8_dynamic": (
         "decode.py --models qwen3-4b qwen3-8b --batch 1 8 32 --calls 5 --weight-dtype fp8_dynamic",
         240,

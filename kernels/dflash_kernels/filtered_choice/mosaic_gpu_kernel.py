@@ -4,6 +4,9 @@ All filters leave what is not below some number. It is searched for among the nu
 The first pass keeps the largest number of each of some thousand places: what enough of these reach, enough of the row do, so that
 a search in registers leaves few bits to passes over the row. It also keeps the largest number of every chunk: chunks without one
 that may stay are never looked at again, and most are such where a few tokens stay, which is what filters are for.
+
+Cycles of one, eight and 32 sequences of Qwen3-4B on H200s, at temperature 0.7 with top_p 0.8 and top_k 20: 3.02, 4.26 and 11.0 ms;
+3.07, 4.40 and 11.4 where every pass is over the whole row, 3.13, 4.99 and 13.6 with XLA's operations (`search`).
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
