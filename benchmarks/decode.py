@@ -98,11 +98,11 @@ def stored(weights: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
 
 
-def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float | None:
+def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    Bytes are weights, keys and values, and the head again for a draft. None with experts: how many of them tokens of random weights
-    take is not known.
+    Bytes are weights, keys and values, and for a draft the head again, or the copy of it that greedy proposals read. None with
+    experts: how many of them tokens of random weights take is not known.
     """
     target, drafter = engine.target, engine.draft
     if hasattr(target, "num_experts"):
@@ -113,8 +113,9 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float 
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        read = [w for name, w in engine.weights["draft"].items() if name != "context_kv_proj.weight"]
-        read += [] if {SHARED_HEAD, HEAD_INDEX} & engine.weights["draft"].keys() else [head]
+        left_out = {"context_kv_proj.weight"} | ({HEAD_INDEX} if sampling != "greedy" else set())
+        own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
+        read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
         pages = page_bytes(drafter, 1, engine.dtype)
         took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, context, batch)
     return round(took * 1e3, 3)
@@ -264,7 +265,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
             peers = PEER.get((name, kind), {}) if context == 1024 and options.sampling == "greedy" else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
-                round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size),
+                round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size, sampling=options.sampling),
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
