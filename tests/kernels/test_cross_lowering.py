@@ -41,6 +41,7 @@ HEADS = (
 )  # fmt: skip
 NORMS = (array(128), array(128))
 EXPERTS = (array(128, 2 * 768, 2048), array(128, 2048, 768))  # of a layer of Qwen3-30B-A3B
+LAW = (array(128, dtype=jnp.float32),) * 3  # temperature, min_p, top_p
 STREAM_AND_LAYER = (
     array(2560, 16, dtype=jnp.float32), array(2560, 4096), array(2560), array(2 * 9728, 2560), array(2560, 9728), array(2560),
     array(6144, 2560),
@@ -93,6 +94,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "float8_onto": ((EIGHT, *float8(2560, 2560), array(128, 2560), array(2560)), {"eps": 1e-6, "paired": True}),
     "float8_best": ((EIGHT, *float8(151_936, 2560)), {}),
     "float8_candidates": ((EIGHT, *float8(151_936, 2560)), {"count": 16}),
+    "filtered_choice": (
+        (*[array(128, 151_936, dtype=kind) for kind in (jnp.bfloat16, jnp.float32)], *LAW, integers(128)), {},
+    ),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantised_linear": (
@@ -142,11 +146,17 @@ def linear_chain(*arrays: Any) -> Any:
     return dflash_kernels.linear_chain(*arrays, exchange=jax.new_ref(exchange), eps=1e-6)
 
 
+def filtered_choice(logits: Any, noise: Any, temperature: Any, min_p: Any, top_p: Any, top_k: Any) -> Any:
+    law = {"temperature": temperature, "min_p": min_p, "top_p": top_p, "top_k": top_k}
+    return dflash_kernels.filtered_choice(logits, noise, **law)
+
+
 # Of calls that need more than arrays in order.
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "layer_chain": layer_chain,
     "attention_chain": attention_chain,
     "linear_chain": linear_chain,
+    "filtered_choice": filtered_choice,
     "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
 }
@@ -194,7 +204,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
         "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
-        "float8_candidates",
+        "float8_candidates", "filtered_choice",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
