@@ -23,7 +23,7 @@ demo: $(VENV)/installed-demo
 	$(BIN)/dflash-jax demo
 
 test: $(VENV)/installed-test
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -18,6 +18,11 @@ import pytest
 from jaxtyping import install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
+# Files of few tests that take a minute or more: begun last, they would keep one process busy while the others have nothing left.
+LONG = (
+    "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
+    "test_pipeline.py", "test_kimi_shape.py", "test_memory.py",
+)  # fmt: skip
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -39,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves a part of the tests that markers have left; the parts of all I from 1 to N are all of them."""
+    """The long files first; leaves a part of the tests that markers have left: the parts of all I from 1 to N are all of them."""
+    items.sort(key=lambda item: item.path.name not in LONG)
     part = config.getoption("part")
     first, _, parts = (int(word) if word.isdecimal() else 0 for word in part.partition("/"))
     if not 1 <= first <= parts:
