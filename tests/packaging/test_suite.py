@@ -86,17 +86,19 @@ def test_tests_share_the_memory_of_their_gpu(jobs, monkeypatch):
 
 
 def test_parts_of_the_tests_are_all_of_them(request):
-    """`--part`, an option of this very run."""
+    """`--part`, an option of this very run; tests of long files come first, the others in their order."""
     assert "/" in request.config.getoption("part")
-    hook = request.config.pluginmanager.getplugin(str(ROOT / "tests" / "conftest.py")).pytest_collection_modifyitems
+    conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests" / "conftest.py"))
 
-    def split(part):
-        items, left_out = list(range(10)), []
+    def split(part, long=()):
+        items = [SimpleNamespace(number=i, path=Path(conftest.LONG[0] if i in long else "test_it.py")) for i in range(10)]
+        left_out = []
         hooks = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-        hook(SimpleNamespace(getoption={"part": part}.get, hook=hooks), items)
-        return items, left_out
+        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"part": part}.get, hook=hooks), items)
+        return tuple([item.number for item in some] for some in (items, left_out))
 
     assert split("1/1") == (list(range(10)), [])
+    assert split("1/1", long=(3, 8)) == ([3, 8, 0, 1, 2, 4, 5, 6, 7, 9], [])
     assert split("2/3") == ([1, 4, 7], [0, 2, 3, 5, 6, 8, 9])
     assert sorted(split("1/3")[0] + split("2/3")[0] + split("3/3")[0]) == list(range(10))
     for wrong in ("0/3", "4/3", "1", "a/b", "-1/3"):
