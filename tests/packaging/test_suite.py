@@ -91,7 +91,9 @@ def test_parts_of_the_tests_are_all_of_them(request):
     conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests" / "conftest.py"))
 
     def split(part, long=()):
-        items = [SimpleNamespace(number=i, path=Path(conftest.LONG[0] if i in long else "test_it.py")) for i in range(10)]
+        items = [
+            SimpleNamespace(number=i, path=Path(conftest.LONG[0] if i in long else "test_it.py")) for i in range(10)
+        ]
         left_out = []
         hooks = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
         conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"part": part}.get, hook=hooks), items)
