@@ -13,8 +13,7 @@ from typing import Any, Literal, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import filtered_choice
-from dflash_kernels.filtered_choice.reference import scaled_logits
-from dflash_kernels.filtered_choice.search import kept
+from dflash_kernels.filtered_choice.reference import filtered, scaled_logits
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -73,14 +72,11 @@ def filtered_logits(
     Args:
       rounded: dtype that the product before was rounded to, in which filters compare: one of 16 bits takes half as long.
     """
-    if mode == "full" and rounded != jnp.float32:
-        # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
-        logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
-    scaled = scaled_logits(logits, request.temperature[:, None, None])
+    temperature = request.temperature[:, None, None]
     if mode != "full":
-        return scaled
+        return scaled_logits(logits, temperature)
     limits = {name: getattr(request, name)[:, None, None] for name in ("min_p", "top_k", "top_p")}
-    return jnp.where(kept(logits, scaled, **limits, rounded=jnp.dtype(rounded)), scaled, -jnp.inf)
+    return filtered(logits, temperature, **limits, rounded=rounded)
 
 
 def without_stops(

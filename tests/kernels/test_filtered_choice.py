@@ -100,6 +100,11 @@ def test_wrong_calls() -> None:
     for odd in (call(2, 1000), call(2, 1028), call(2, 1024, jnp.float32)):
         with pytest.raises(NotImplementedError, match="takes bfloat16 rows of a multiple of 8, 1024 at least"):
             launch(*odd.values(), interpret=INTERPRET)
+    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in call(2, 1024).items()}
+    for name in ("logits", "noise"):
+        shapes[name] = jax.ShapeDtypeStruct((2, 2**24 + 8), shapes[name].dtype)
+    with pytest.raises(NotImplementedError, match="takes rows of at most 16777216"):
+        jax.eval_shape(launch, *shapes.values())
 
 
 def test_lowers_for_a_hopper_gpu() -> None:

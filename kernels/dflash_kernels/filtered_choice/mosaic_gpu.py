@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.device import refuse_other_than_hopper
 
+MOST = 2**24
+
 
 def filtered_choice_mosaic_gpu(
     logits: Float[Array, "R V"],
@@ -38,6 +40,8 @@ def launch(
         raise NotImplementedError(
             f"takes bfloat16 rows of a multiple of {kernel.VECTOR}, {kernel.CHUNK} at least, not {logits.dtype} of {size}"
         )
+    if size > MOST:
+        raise NotImplementedError(f"takes rows of at most {MOST}, whose places float32 holds, not {size}")
     wide = [given.astype(jnp.float32) for given in (noise, temperature, jnp.log(min_p), top_p)]
     noise, temperature, log_min_p, top_p = wide
     options: Any = {"interpret": interpret, **({} if warpgroups is None else {"warpgroups": warpgroups})}

@@ -1,5 +1,7 @@
 """The definition in jnp."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,15 +19,27 @@ def filtered_choice_reference(
     top_p: Float[Array, "R"],
 ) -> Int[Array, "R"]:
     """See `filtered_choice`."""
-    rounded, samples = logits.dtype, (temperature > 0)[:, None]
-    wide = logits.astype(jnp.float32)
+    limits = {"min_p": min_p[:, None], "top_k": top_k[:, None], "top_p": top_p[:, None]}
+    left = filtered(logits.astype(jnp.float32), temperature[:, None], **limits, rounded=logits.dtype)
+    return jnp.argmax(left + jnp.where(temperature[:, None] > 0, noise, 0.0), axis=-1).astype(jnp.int32)
+
+
+def filtered(
+    logits: Float[Array, "*R V"],
+    temperature: Float[Array, "*#R 1"],
+    *,
+    min_p: Float[Array, "*#R 1"],
+    top_k: Int[Array, "*#R 1"],
+    top_p: Float[Array, "*#R 1"],
+    rounded: Any,
+) -> Float[Array, "*R V"]:
+    """`scaled_logits` that min_p, then top_k, then top_p leave; -inf elsewhere. `rounded`: dtype that holds every logit."""
     if rounded != jnp.float32:
         # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
-        wide = jax.lax.reduce_precision(wide, 8, jnp.finfo(rounded).nmant)
-    scaled = scaled_logits(wide, temperature[:, None])
-    limits = {"min_p": min_p[:, None], "top_k": top_k[:, None], "top_p": top_p[:, None]}
-    left = jnp.where(kept(wide, scaled, **limits, rounded=jnp.dtype(rounded)), scaled + noise, -jnp.inf)
-    return jnp.argmax(jnp.where(samples, left, wide), axis=-1).astype(jnp.int32)
+        logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
+    scaled = scaled_logits(logits, temperature)
+    stays = kept(logits, scaled, min_p=min_p, top_k=top_k, top_p=top_p, rounded=jnp.dtype(rounded))
+    return jnp.where(stays, scaled, -jnp.inf)
 
 
 def scaled_logits(logits: Float[Array, "*R V"], temperature: Float[Array, "*#R 1"]) -> Float[Array, "*R V"]:
