@@ -102,6 +102,26 @@ def test_bfloat16_drafting_follows_plain_decoding():
         assert drafted.token_ids[:8] == plain.token_ids[:8]
 
 
+def test_texts_drawn_with_filters_are_those_of_float32():
+    """The kernel of filters draws what their definition draws in float32, without drafting, but for near-ties."""
+    prompts = ["def quicksort(", "import os\n\n\ndef ", "class Stack:\n    def __init__(self", "for i in range("]
+    law: Any = {"temperature": 0.8, "min_p": 0.02, "top_k": 20, "top_p": 0.9}
+
+    def texts(dtype: str, draft: bool) -> list[list[list[int]]]:
+        model = dj.load(dtype=dtype, max_batch=4, max_model_len=128)
+        every = [dj.SamplingParams(max_tokens=32, ignore_eos=True, seed=seed, **law) for seed in range(4)]
+        return [[one.token_ids for one in dj.generate(model, prompts, params, draft=draft)] for params in every]
+
+    def together(ours: list[list[list[int]]], theirs: list[list[list[int]]]) -> float:
+        """Mean length of what two lists of texts have in common at their beginnings."""
+        pairs = [pair for each in zip(ours, theirs, strict=True) for pair in zip(*each, strict=True)]
+        return float(np.mean([np.argmin([*map(int.__eq__, *pair), False]) for pair in pairs]))
+
+    found, expected = texts("bfloat16", True), texts("float32", False)
+    assert together(found, expected) > 14  # 23 on a CPU
+    assert together(found, [*expected[1:], expected[0]]) < 5, "other seeds should draw other texts"
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_a_drafter_in_float8_leaves_texts_alone(slots):
     """Few rows and many go through different kernels of the drafter's; the target's own are the same."""

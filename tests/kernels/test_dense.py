@@ -77,6 +77,9 @@ def test_the_definitions(form: str, dtype: Any) -> None:
         ("gated", 128, 88, 640, {"tile_rows": 128, "step": 24}),  # two blocks at a time, more than find room
         ("parts", 256, 96, 256, {"tile_rows": 256, "step": 48, "splits": 2}),
         ("gated", 64, 88, 128, {"tile_rows": 64, "step": 32}), ("plain", 192, 72, 128, {"tile_rows": 64, "step": 48}),
+        # Results through shared memory in tiles of 64 and of 16 columns, several turns of a CTA.
+        ("parts", 256, 192, 128, {"tile_rows": 128, "step": 64, "splits": 2}),
+        ("parts", 128, 176, 256, {"tile_rows": 64, "step": 32, "splits": 4}),
     ],
 )  # fmt: skip
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, Any]) -> None:

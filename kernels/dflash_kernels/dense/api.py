@@ -66,7 +66,7 @@ def dense_parts(
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "S M F"]:
-    """Parts whose sum is `x @ weight.T`, for `add_norm`: in float32, or one in x's dtype. Arguments and errors: see `dense`."""
+    """Parts whose sum is `x @ weight.T`, for `add_norm`, each rounded to x's dtype. Arguments and errors: see `dense`."""
     return _call("dense_parts", implementation, x, weight, live=live)
 
 
@@ -74,7 +74,10 @@ def dense_onto(
     x: Float[Array, "M F"], weight: Float[Array, "D F"], stream: Float[Array, "M D"], norm: Float[Array, "D"], *, eps: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
-    """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`. Arguments and errors: see `dense`."""
+    """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`.
+
+    On Hopper up to four parts of the product are rounded to x's dtype before they are added. Arguments and errors: see `dense`.
+    """
     check_axes(x=(x, "M F"), weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
     check_floats(stream=stream, norm=norm)
     if stream.shape != (x.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:

@@ -13,7 +13,10 @@ SOME_ROWS = 128  # of a tile where a product is of some of its rows
 MULTIPLIERS = 2  # warpgroups that multiply
 WHOLE = 64  # columns that fill a swizzle
 SHARED = 224 * 1024
-MANY_ROWS = 512  # of which tall tiles and results through shared memory have been measured to pay
+MANY_ROWS = 512  # of which tall tiles and few instructions have been measured to pay
+# Heads of few rows wait for memory: narrow tiles leave room for seven blocks on their way, wide ones for four. Of 128 rows and 4B's
+# head that is 187 us in place of 192 on an H200, in float8 101 in place of 106.
+FEW_BEST, FEW_BEST_ROWS = 128, 128
 
 type Form = Literal["plain", "parts", "gated", "best"]
 
@@ -30,8 +33,7 @@ class Plan:
       splits: parts of the depth.
       ctas: at most one for each multiprocessor.
       slots: of the ring.
-      rounded: dtype that "best" compares in.
-      staged: results leave through shared memory.
+      rounded: dtype of results, and that "best" compares in.
       lean: few instructions: one warp alone starts copies.
       itemsize: bytes of a number of both operands; those of one byte have scales of their rows.
     """
@@ -46,7 +48,6 @@ class Plan:
     ctas: int
     slots: int
     rounded: Any
-    staged: bool = False
     lean: bool = False
     itemsize: int = 2
 
@@ -112,6 +113,11 @@ class Plan:
         return self.own_step * self.parts
 
     @property
+    def staged(self) -> int:
+        """Columns of the tiles in which results leave through shared memory; 0 where they leave from registers."""
+        return 0 if self.form == "best" else next((wide for wide in (64, 32, 16) if self.own_step % wide == 0), 0)
+
+    @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
         """Copies of a block of weights: row in the weights before the tile's first feature is added, row in the block, rows.
 
@@ -130,28 +136,27 @@ class Plan:
             for part in range(self.parts)
         )
 
-    def results(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """plain: the product; parts: float32 parts of it, one after the other; gated: silu(gate) * up; best: the largest
-        product of every warpgroup's features and row, and its feature.
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """plain: the product; parts: parts of it, one after the other; gated: silu(gate) * up; best: the largest product of every
+        warpgroup's features and row, and its feature.
         """
         if self.form == "best":
             candidates = self.ctas // self.row_tiles * (1 if self.by_rows else MULTIPLIERS)
             shape = candidates, self.row_tiles * self.tile_rows
             return jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
-        if self.form == "parts":
-            return (jax.ShapeDtypeStruct((self.splits, self.rows, self.features), jnp.float32),)
-        return (jax.ShapeDtypeStruct((self.rows, self.features), dtype),)
+        shape = self.rows, self.features
+        return (jax.ShapeDtypeStruct((self.splits, *shape) if self.form == "parts" else shape, self.rounded),)
 
 
 def plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, tile_rows: int, step: int, splits: int = 1,
-    rounded: Any = jnp.bfloat16, staged: bool = False, lean: bool = False, itemsize: int = 2,
+    rounded: Any = jnp.bfloat16, lean: bool = False, itemsize: int = 2,
 ) -> Plan:  # fmt: skip
     """A plan of the given tiles."""
-    parts = 2 if form == "gated" else 1
-    slots = min(8, (SHARED - 2 * tile_rows * step * staged) // (2 * BLOCK * (tile_rows + parts * step)))
-    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, slots, rounded, staged, lean, itemsize)
-    ctas = min(made.tiles, multiprocessors)
+    made = Plan(rows, features, depth, form, tile_rows, step, splits, 1, 1, rounded, lean, itemsize)
+    results = tile_rows * step * jnp.dtype(rounded).itemsize if made.staged else 0
+    slots = min(8, (SHARED - results) // (2 * BLOCK * (tile_rows + made.tile_features)))
+    made, ctas = dataclasses.replace(made, slots=slots), min(made.tiles, multiprocessors)
     if form == "best":  # the same number for all rows: a CTA stays with its rows
         ctas = max(ctas // made.row_tiles, 1) * made.row_tiles
     return dataclasses.replace(made, ctas=ctas)
@@ -187,13 +192,15 @@ def _plans(
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             tall = 192 if rows >= MANY_ROWS else 160
-            widest, unit = (tall if tile_rows == 256 else 256) // parts, 8 if tile_rows > ROWS else 8 * MULTIPLIERS
+            widest = tall if tile_rows == 256 else FEW_BEST if form == "best" and rows <= FEW_BEST_ROWS else 256
+            unit = 8 if tile_rows > ROWS else 8 * MULTIPLIERS
             made += [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
-                    splits=splits, rounded=rounded, itemsize=itemsize, **_of_many(rows, step, form),
+                    splits=splits, rounded=rounded, itemsize=itemsize,
+                    lean=form == "gated" and rows >= MANY_ROWS and step % (WHOLE // 2) == 0,
                 )
-                for step in range(unit, min(widest, features) + 1, unit)
+                for step in range(unit, min(widest // parts, features) + 1, unit)
             ]  # fmt: skip
     return made
 
@@ -204,12 +211,6 @@ def pays_onto(rows: int, features: int, depth: int, *, multiprocessors: int) -> 
         return False
     parts = best_plan(rows, features, depth, "parts", multiprocessors=multiprocessors)
     return parts.splits == 1 and parts.step % WHOLE == 0
-
-
-def _of_many(rows: int, step: int, form: Form) -> dict[str, Any]:
-    """What was measured to pay for many rows: results of gate and up through shared memory where they fill swizzles."""
-    staged = form == "gated" and step % (WHOLE // 2) == 0
-    return {"staged": staged, "lean": staged} if rows >= MANY_ROWS else {}
 
 
 def _estimate(plan: Plan) -> float:
