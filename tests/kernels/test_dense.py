@@ -197,9 +197,20 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
         assert made.step * made.feature_tiles >= features
         assert made.splits * made.steps * 64 == depth
         assert made.row_tiles * made.tile_rows == rows
-        assert 128 * made.slots * (made.tile_rows + made.tile_features) <= SHARED
+        results = 2 * made.tile_rows * made.step * (made.staged > 0)
+        assert 128 * made.slots * (made.tile_rows + made.tile_features) + results <= SHARED
         turns = -(-made.tiles // made.ctas)
         assert made.tiles / (turns * 132) > 0.8
+
+
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+def test_results_leave_through_shared_memory(sizes: dict[str, tuple[int, int]]) -> None:
+    """Those of 128 rows; not where too few blocks would be on their way, and none of what is compared in registers."""
+    for form, size in sizes.items():
+        made = best_plan(128, *size, form, multiprocessors=132)
+        assert (made.staged > 0) == (form != "best")
+        assert made.own_step % (made.staged or 1) == 0
+    assert best_plan(256, *QWEN3_4B["gated"], "gated", multiprocessors=132).staged == 0
 
 
 def test_refusals_name_their_reason() -> None:
