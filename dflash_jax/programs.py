@@ -132,20 +132,42 @@ Status = Literal["compiled", "pending", "missing"]
 def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
     """Runs jobs that compile in the background, some side by side. A call that needs their programs waits.
 
-    They are traced in their order, whichever thread comes first.
+    They are traced in their order, whichever thread comes first. Once Python ends, none begins: the rest end with SystemExit.
     """
     jobs = list(jobs)
-    arrived = [Event() for _ in jobs]
+    arrived, futures = [Event() for _ in jobs], [Future() for _ in jobs]
+    left, turn = iter(range(len(jobs))), Lock()
     # Threads do not inherit this setting where it was made for a block.
     precision = jax.config.jax_default_matmul_precision
-
-    def run(number: int, job: Callable[[], Any]) -> None:
-        with jax.default_matmul_precision(precision), short_turns(), place(number, arrived):
-            job()
-
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
-    futures = [pool.submit(run, number, job) for number, job in enumerate(jobs)]
-    pool.shutdown(wait=False)
+
+    def run(number: int) -> None:
+        if futures[number].set_running_or_notify_cancel():
+            try:
+                with jax.default_matmul_precision(precision), short_turns(), place(number, arrived):
+                    jobs[number]()
+            except BaseException as error:
+                futures[number].set_exception(error)
+            else:
+                futures[number].set_result(None)
+        follow()
+
+    def follow() -> None:
+        """The pool is given one job after the other: Python waits for all that it has before it ends."""
+        with turn:
+            number = next(left, None)
+            if number is None:
+                pool.shutdown(wait=False)
+                return
+            try:
+                pool.submit(run, number)
+            except RuntimeError:  # Python ends
+                for late in (number, *left):
+                    if futures[late].set_running_or_notify_cancel():
+                        futures[late].set_exception(SystemExit())
+
+    for _ in jobs[:THREADS]:
+        follow()
     return futures
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -35,7 +35,8 @@ def kernels_side_by_side() -> Iterator[None]:
     yield
     for digest, code in tuple(mosaic.KNOWN_KERNELS.items()):
         if digest not in before:
-            _POOL.submit(compile_kernel, digest, code)
+            with suppress(RuntimeError):  # Python ends
+                _POOL.submit(compile_kernel, digest, code)
 
 
 def compile_kernel(digest: bytes, code: bytes) -> None:
