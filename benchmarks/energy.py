@@ -4,9 +4,10 @@
 
 A GPU that multiplies without a pause runs at its power limit: a cycle of many sequences then takes what its energy divided by that
 limit allows, whatever waits are taken out of it. Cycles run through the engine a user runs, as those of `decode.py`, for seconds
-rather than a few calls. `products` are those of all layers of target and drafter and of the target's head, one after the other and
-nothing else, by XLA (cuBLAS) and by this project's kernel: less than a cycle multiplies, as the drafter's context and proposals are
-left out. Energy is the counter of the driver (NVML, `pip install nvidia-ml-py`), of the whole board.
+rather than a few calls. `products` are what the layers of target and drafter and the target's head multiply in such a cycle, with
+their norms and nothing else, by this project's kernels and by XLA (cuBLAS): less than a cycle multiplies, as the drafter's context
+and proposals are left out. They have no rows for few sequences, whose products are parts of longer launches. Energy is
+the driver's counter of the whole board (NVML, `pip install nvidia-ml-py`).
 """
 
 import os
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Self
+from typing import Any, Self, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,10 +25,15 @@ import jax
 import jax.numpy as jnp
 import pynvml
 from decode import PRODUCTS, SHAPES, build, start
-from dflash_kernels import dense
+from dflash_kernels import dense_best, dense_refusal
 from record import Record, arguments
 
 from dflash_jax.engine import MAX_CYCLES, Engine
+from dflash_jax.models import bind
+from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.layers import Rotary
+from dflash_jax.models.rows import run_rows
+from dflash_jax.programs import ONE_GRAPH
 
 SECONDS = 2.5  # of products, and about of cycles: the counter moves every tenth of a second or so
 WARM_S = 1.0  # of products before that, for clocks to settle
@@ -63,7 +69,7 @@ class Meter:
         self._looker.join()
 
     def _look(self) -> None:
-        """Between the counter's first move and its last: it stands still for longer than a call takes."""
+        """Counts between the counter's first move and its last one, which come a tenth of a second apart."""
         before, moves = None, list[tuple[float, float]]()
         while not self._end.wait(LOOK_S):
             joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(self.gpu) / 1e3
@@ -115,26 +121,41 @@ def cycles(engine: Engine, meter: Meter, *, draft: bool, context: int, batch: in
     return meter.seconds / count
 
 
-def matrices(engine: Engine) -> list[jax.Array]:
-    """All that layers of target and drafter multiply with, and the head."""
+def multiplied(target: Any, draft: Any, x: jax.Array, implementation: str | None) -> Any:
+    """A cycle without attention, the drafter's context and proposals: layers that take queries for what attention gives."""
+    kept = []
+    for model in (target, draft):
+        queries = model.config.num_heads * model.config.head_dim
+        first, layers = model.layers[0], list(model.layers)
+        attend = lambda attn, qkv, rotary, queries=queries: qkv[..., :queries]  # noqa: E731
+        kept.append(run_rows(layers, model.norm, x, first.input_norm(x), Rotary(x, x), attend, implementation)[1])
+    best = dense_best(kept[0].reshape(-1, x.shape[-1]), target.head_weight, implementation=implementation)
+    return best, kept[1][0, 0]
+
+
+def products(engine: Engine, batch: int, implementation: str | None, meter: Meter) -> float:
+    """Runs `multiplied` under the meter, again and again; seconds of one time."""
+    target, draft = engine.target, cast(DFlashConfig, engine.draft)
+    x = jax.random.normal(jax.random.key(7), (batch, draft.block_size, target.hidden_size), jnp.bfloat16)
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        return multiplied(bind(target, weights["target"]), bind(draft, weights["draft"]), x, implementation)
+
+    compiled = jax.jit(step).lower(engine.weights, x).compile(ONE_GRAPH)
+    meter.clear()
+    _repeat(lambda: compiled(engine.weights, x), WARM_S)
+    with meter:
+        count = _repeat(lambda: compiled(engine.weights, x), SECONDS)
+    return meter.seconds / count
+
+
+def operations(engine: Engine, rows: int) -> int:
+    """Floating-point operations of `multiplied`."""
     target, draft = engine.weights["target"], engine.weights["draft"]
     layers = [weight for table in (target, draft) for name, weight in table.items() if name.startswith("layers.")]
     head = target.get("lm_head.weight", target["embed.weight"])
-    return [weight for weight in jax.tree.leaves((layers, head)) if weight.ndim == 2]
-
-
-def products(weights: list[jax.Array], rows: int, implementation: str, meter: Meter) -> float:
-    """Multiplies rows with all weights under the meter, again and again; seconds of one time."""
-    depths = sorted({weight.shape[1] for weight in weights})
-    keys = jax.random.split(jax.random.key(7), len(depths))
-    x = {depth: jax.random.normal(key, (rows, depth), jnp.bfloat16) for depth, key in zip(depths, keys, strict=True)}
-    # All results are kept to the end of a call, so that none is left out.
-    step = jax.jit(lambda x, weights: [dense(x[w.shape[1]], w, implementation=implementation) for w in weights])
-    meter.clear()
-    _repeat(lambda: step(x, weights), WARM_S)
-    with meter:
-        count = _repeat(lambda: step(x, weights), SECONDS)
-    return meter.seconds / count
+    sizes = sum(weight.size for weight in jax.tree.leaves((layers, head)) if weight.ndim == 2)
+    return 2 * rows * sizes
 
 
 def _repeat(call: Callable[[], Any], seconds: float) -> int:
@@ -159,15 +180,14 @@ def add(record: Record, meter: Meter, engine: Engine, name: str, batch: int, opt
             case, "energy per " + kind, round(meter.watts * seconds, 3), "J", ms=round(seconds * 1e3, 3), **meter.said()
         )
         record.add(case, "power", round(meter.watts), "W")
-    if engine.draft is None or "cycle" not in options.kinds:
+    rows, width = batch * cast(DFlashConfig, engine.draft).block_size, engine.target.hidden_size
+    if "cycle" not in options.kinds or dense_refusal(rows, jnp.bfloat16, width):
         return
-    rows, weights = batch * engine.draft.block_size, matrices(engine)
-    floor = 2 * rows * sum(weight.size for weight in weights) / PRODUCTS
-    for implementation in ("xla", "mosaic_gpu"):
-        seconds = products(weights, rows, implementation, meter)
-        case, of = f"products of cycle {name}-b16 B{batch}", f", implementation {implementation}"
-        record.add(case, "time" + of, round(seconds * 1e3, 3), "ms", floor=round(floor * 1e3, 3))
-        record.add(case, "energy" + of, round(meter.watts * seconds, 3), "J", **meter.said())
+    for name_of, implementation in (("", None), (", implementation xla", "xla")):
+        seconds, floor = products(engine, batch, implementation, meter), operations(engine, rows) / PRODUCTS
+        case = f"products {name}-b16 B{batch}"
+        record.add(case, "time" + name_of, round(seconds * 1e3, 3), "ms", floor=round(floor * 1e3, 3))
+        record.add(case, "energy" + name_of, round(meter.watts * seconds, 3), "J", **meter.said())
 
 
 def main() -> None:
