@@ -1,6 +1,7 @@
 """Energy of decode steps and cycles in the exact shapes of Qwen3 models, and of the products of a cycle's layers alone.
 
     python benchmarks/energy.py --models qwen3-4b qwen3-8b --batch 1 8 32
+    python benchmarks/energy.py --models qwen3-4b qwen3-8b --batch 32 --context 512 --kinds cycle --no-products
 
 A GPU that multiplies without a pause runs at its power limit: a cycle of many sequences then takes what its energy divided by that
 limit allows, whatever waits are taken out of it. Cycles run through the engine a user runs, as those of `decode.py`, for seconds
@@ -10,6 +11,7 @@ and proposals are left out. They have no rows for few sequences, whose products 
 the driver's counter of the whole board (NVML, `pip install nvidia-ml-py`).
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -175,13 +177,14 @@ def add(record: Record, meter: Meter, engine: Engine, name: str, batch: int, opt
     for kind in options.kinds:
         draft = kind == "cycle"
         seconds = cycles(engine, meter, draft=draft, context=options.context, batch=batch)
-        case = f"{kind} {name}{'-b16' if draft else ''} ctx{options.context // 1024}k B{batch}"
+        context = f"{options.context // 1024}k" if options.context % 1024 == 0 else str(options.context)
+        case = f"{kind} {name}{'-b16' if draft else ''} ctx{context} B{batch}"
         record.add(
             case, "energy per " + kind, round(meter.watts * seconds, 3), "J", ms=round(seconds * 1e3, 3), **meter.said()
         )
         record.add(case, "power", round(meter.watts), "W")
     rows, width = batch * cast(DFlashConfig, engine.draft).block_size, engine.target.hidden_size
-    if "cycle" not in options.kinds or dense_refusal(rows, jnp.bfloat16, width):
+    if not options.products or dense_refusal(rows, jnp.bfloat16, width):
         return
     for name_of, implementation in (("", None), (", implementation xla", "xla")):
         seconds, floor = products(engine, batch, implementation, meter), operations(engine, rows) / PRODUCTS
@@ -195,7 +198,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(SHAPES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--kinds", nargs="*", default=["step", "cycle"], choices=["step", "cycle"])
+    parser.add_argument("--kinds", nargs="+", default=["step", "cycle"], choices=["step", "cycle"])
+    parser.add_argument(
+        "--products", action=argparse.BooleanOptionalAction, default=True, help="a cycle's products alone as well"
+    )
     options = parser.parse_args()
     record, meter = Record("energy", options), Meter()
     for name in options.models:

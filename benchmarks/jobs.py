@@ -45,7 +45,11 @@ BENCHMARKS = {
     "attention": ("attention.py --without-xla", 140),
     "prefill": ("prefill.py", 80),
     "chunks": ("chunks.py", 90),
-    "energy": ("energy.py --models qwen3-4b qwen3-8b --batch 1 8 32", 180),
+    "energy": ("energy.py --models qwen3-4b qwen3-8b --batch 1 8 32", 270),
+    "energy_512": (
+        "energy.py --models qwen3-4b qwen3-8b --batch 32 --context 512 --kinds cycle --no-products",
+        100,
+    ),
     "mla": ("mla.py --without-xla", 180),
     "mla_prefill": ("mla_prefill.py", 200),
     "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
