@@ -64,7 +64,7 @@ def test_the_gpu_is_the_first_visible_one(energy, monkeypatch, visible, gpu):
 
 
 def test_products_are_those_of_layers_and_head(energy):
-    """Two operations for every row and number of the layers' matrices and the head's; the tokens that the layers give when called."""
+    """Two operations for every row and number of the layers' matrices and the head's; tokens as the layers give them."""
     small = {
         "vocab_size": 96,
         "hidden_size": 64,

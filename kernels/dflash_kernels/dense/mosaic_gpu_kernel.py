@@ -26,8 +26,8 @@ memory has in 11.7 us, a CTA brings 1.09 MB with its x, in 11.5. So 12 MB of gat
 CTAs with other features that share x gain nothing: of gate_up's 29 us from start to start 27 are left without products and with
 hardly any of x.
 
-Products of 128 rows run at the power limit too, at 1.4 to 1.75 GHz. Tiles that bring fewer bytes to the multiprocessors save nothing
-of it that shows: a cycle of eight sequences of 8B took 6.35 ms as it is, 6.39 with down in tiles of 128 x 128 and four parts (a
+Products of 128 rows run at the power limit too, at 1.4 to 1.75 GHz. Tiles that bring fewer bytes to multiprocessors save nothing of
+it that shows: a cycle of eight sequences of 8B took 6.35 ms as it is, 6.39 with down in tiles of 128 x 128 and four parts (a
 third less), 6.41 with o so as well, 6.42 with gate and up of 112 features; of 4B 4.01 ms, 4.02 with o and down in tiles of 128 x
 80, 4.01 with gate and up of 96. One H200, in turns.
 
