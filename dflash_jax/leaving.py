@@ -11,7 +11,7 @@ from collections.abc import Generator
 from weakref import WeakSet, finalize
 
 MOST_S = 10.0  # that Python waits for threads inside of a run: calls of the device take far less
-BETWEEN_S = 0.25  # and for those that served and may be about to again
+BETWEEN_S = 0.25  # and after that for those that served, to come to their end or to what ends them
 TICK_S = 0.01
 
 _runs: WeakSet[Generator] = WeakSet()
@@ -45,8 +45,12 @@ finalize(_ending, int).atexit = False
 @atexit.register
 def _end() -> None:
     _ending.set()
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < MOST_S and (_inside() or (waited < BETWEEN_S and _left())):
+    began = outside = time.monotonic()
+    while (now := time.monotonic()) - began < MOST_S:
+        if _inside():
+            outside = now
+        elif now - outside > BETWEEN_S or not _left():
+            break
         time.sleep(TICK_S)
 
 

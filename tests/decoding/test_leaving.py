@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import dflash_jax as dj
 from dflash_jax import leaving
@@ -55,6 +56,31 @@ def test_who_is_told_to_end(monkeypatch):
     assert texts == ["ended"]
     serve()
     assert len(texts[1]) == 4
+
+
+def test_a_thread_has_time_to_end_after_a_long_call(monkeypatch):
+    """It is on its way through whoever called for it, once what the device did for it has ended."""
+    monkeypatch.setattr(leaving, "_ending", threading.Event())
+    begun = threading.Event()
+
+    def call():
+        begun.set()
+        time.sleep(2 * leaving.BETWEEN_S)
+        yield
+
+    run = call()
+    leaving.watch(run)
+
+    def serve() -> None:
+        leaving.check()
+        next(run)
+        time.sleep(leaving.BETWEEN_S / 3)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    begun.wait()
+    leaving._end()
+    assert not thread.is_alive()
 
 
 WARMING = """
