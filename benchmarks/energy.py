@@ -6,12 +6,13 @@
 A GPU that multiplies without a pause runs at its power limit: a cycle of many sequences then takes what its energy divided by that
 limit allows, whatever waits are taken out of it. Cycles run through the engine a user runs, as those of `decode.py`, for seconds
 rather than a few calls. `products` are what the layers of target and drafter and the target's head multiply in such a cycle, with
-their norms and nothing else, by this project's kernels and by XLA (cuBLAS): less than a cycle multiplies, as the drafter's context
-and proposals are left out. They have no rows for few sequences, whose products are parts of longer launches. Energy is
-the driver's counter of the whole board (NVML, `pip install nvidia-ml-py`).
+their norms and nothing else, as the engine has them multiplied, and all of them by XLA (cuBLAS's or Triton's, as it finds them
+faster): less than a cycle multiplies, as the drafter's context and proposals are left out. They have no rows for few sequences,
+whose products are parts of longer launches. Energy is the driver's counter of the whole board (NVML, `pip install nvidia-ml-py`).
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import sys
@@ -25,7 +26,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
-import pynvml
 from decode import PRODUCTS, SHAPES, build, start
 from dflash_kernels import dense_best, dense_refusal
 from record import Record, arguments
@@ -34,8 +34,14 @@ from dflash_jax.engine import MAX_CYCLES, Engine
 from dflash_jax.models import bind
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import Rotary
+from dflash_jax.models.presets import TARGETS
 from dflash_jax.models.rows import run_rows
 from dflash_jax.programs import ONE_GRAPH
+
+try:
+    import pynvml
+except ModuleNotFoundError:
+    raise SystemExit("NVIDIA's counters are read with nvidia-ml-py: pip install -e '.[energy]'") from None
 
 SECONDS = 2.5  # of products, and about of cycles: the counter moves every tenth of a second or so
 WARM_S = 1.0  # of products before that, for clocks to settle
@@ -47,7 +53,12 @@ class Meter:
     """The first visible GPU's counters while something runs: `with meter: ...`, as often as one likes, then `watts`."""
 
     def __init__(self) -> None:
-        pynvml.nvmlInit()
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise SystemExit(
+                f"the counters of an NVIDIA GPU were expected, its driver's library says: {error}"
+            ) from None
         name = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
         by = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
         self.gpu = by(int(name) if name.isdigit() else name)
@@ -113,12 +124,15 @@ def cycles(engine: Engine, meter: Meter, *, draft: bool, context: int, batch: in
     while meter.seconds < SECONDS:
         run = start(engine, draft=draft, context=context, batch=batch, calls=CALLS)
         whole = (one for one in run if not one.first and one.index == 0 and len(one.counts) == MAX_CYCLES)
-        for _ in range(WARM_CALLS):
-            next(whole)
+        for _ in itertools.islice(whole, WARM_CALLS):
+            pass
         with meter:
-            for _ in range(CALLS):
-                next(whole)
+            calls = sum(1 for _ in itertools.islice(whole, CALLS))
         run.close()
+        if calls < CALLS:
+            raise SystemExit(
+                f"prompts of {context} tokens leave too few cycles of all {batch} sequences: take shorter ones"
+            )
         count += CALLS * MAX_CYCLES
     return meter.seconds / count
 
@@ -195,7 +209,8 @@ def add(record: Record, meter: Meter, engine: Engine, name: str, batch: int, opt
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=sorted(SHAPES))
+    dense = sorted(name for name, (_, target, _) in SHAPES.items() if target in TARGETS)
+    parser.add_argument("--models", nargs="+", default=["qwen3-4b"], choices=dense)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--kinds", nargs="+", default=["step", "cycle"], choices=["step", "cycle"])
@@ -203,6 +218,8 @@ def main() -> None:
         "--products", action=argparse.BooleanOptionalAction, default=True, help="a cycle's products alone as well"
     )
     options = parser.parse_args()
+    if min(*options.batch, options.context) < 1:
+        parser.error("--batch and --context must be at least 1")
     record, meter = Record("energy", options), Meter()
     for name in options.models:
         engine = build(name, options.context, max(options.batch))

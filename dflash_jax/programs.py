@@ -161,10 +161,11 @@ def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
                 return
             try:
                 pool.submit(run, number)
-            except RuntimeError:  # Python ends
+            except RuntimeError as error:  # Python ends, or the system has no thread left
+                reason = SystemExit() if "interpreter shutdown" in str(error) else error
                 for late in (number, *left):
                     if futures[late].set_running_or_notify_cancel():
-                        futures[late].set_exception(SystemExit())
+                        futures[late].set_exception(reason)
 
     for _ in jobs[:THREADS]:
         follow()

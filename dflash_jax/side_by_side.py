@@ -35,7 +35,7 @@ def kernels_side_by_side() -> Iterator[None]:
     yield
     for digest, code in tuple(mosaic.KNOWN_KERNELS.items()):
         if digest not in before:
-            with suppress(RuntimeError):  # Python ends
+            with suppress(RuntimeError):  # Python ends; nobody waits for the kernel here
                 _POOL.submit(compile_kernel, digest, code)
 
 

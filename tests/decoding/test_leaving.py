@@ -4,9 +4,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 import dflash_jax as dj
 from dflash_jax import leaving
+from dflash_jax.programs import start_compiling
 
 SCRIPT = """
 import sys, threading, time
@@ -56,6 +60,32 @@ def test_who_is_told_to_end(monkeypatch):
     assert texts == ["ended"]
     serve()
     assert len(texts[1]) == 4
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("cannot schedule new futures after interpreter shutdown", SystemExit),
+        ("can't create new thread at interpreter shutdown", SystemExit),
+        ("can't start new thread", RuntimeError),
+    ],
+)
+def test_programs_that_no_thread_takes(monkeypatch, message, error):
+    """Only Python's end goes by without a word: whoever asks for a program of the others is told."""
+    given, submit = [], ThreadPoolExecutor.submit
+
+    def full(pool, *args):
+        given.append(args)
+        if len(given) > 2:
+            raise RuntimeError(message)
+        return submit(pool, *args)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", full)
+    *done, refused, last = start_compiling([lambda: None] * 4)
+    assert [one.result(timeout=30) for one in done] == [None, None]
+    for one in (refused, last):
+        with pytest.raises(error):
+            one.result(timeout=30)
 
 
 def test_a_thread_has_time_to_end_after_a_long_call(monkeypatch):
