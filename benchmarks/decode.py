@@ -71,7 +71,7 @@ def build(
         table = family_named(family).parameters(config)
         weights[role] = init_params(table, jax.random.key(len(role)), "bfloat16")
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, draft, weight_dtype, draft_weight_dtype)
+    weights = round_weights(weights, target, draft, jax.numpy.dtype("bfloat16"), weight_dtype, draft_weight_dtype)
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
         max_batch=batch,

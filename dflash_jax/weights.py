@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from dflash_kernels import ColumnBlocks
 from jaxtyping import Array
 
 from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
+from dflash_jax.models.blocked_weights import block_columns, blocks_pay
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.head_index import head_index, index_pays
 from dflash_jax.models.quantised import Quantised, Weight, WeightDtype, quantise_weights
@@ -42,8 +44,7 @@ def weight_shapes(
     shapes = stored_shapes(models, dtype)
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
-        if kind is not None:
-            shapes[family.role] = jax.eval_shape(partial(quantise_weights, kind=kind), shapes[family.role])
+        shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, kind=kind), shapes[family.role])
         if isinstance(config, DFlashConfig):
             shapes[family.role] |= jax.eval_shape(partial(_copied_head, config, kind=kind), shapes.get("target", {}))
     return shapes
@@ -90,36 +91,46 @@ def read_weights(
     params = target.load(dtype.name)
     if observe is not None:
         observe(params)
-    weights = {"target": _kept(params, weight_dtype)}
+    weights = {"target": _kept(target.config, dtype, params, weight_dtype)}
     if drafter is not None:
         params = drafter.load(dtype.name)
         check_draft_vocabulary(drafter.config, params)
         params = fuse_context_projection(drafter.config, params)
         kind = draft_weight_dtype or weight_dtype
-        weights["draft"] = _kept(params, kind) | _copied_head(drafter.config, weights["target"], kind)
+        kept = _kept(drafter.config, dtype, params, kind)
+        weights["draft"] = kept | _copied_head(drafter.config, weights["target"], kind)
     return weights
 
 
 def round_weights(
     weights: dict[str, dict[str, Array]],
+    target: DecoderConfig,
     draft: DFlashConfig,
+    dtype: jnp.dtype,
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
 ) -> dict[str, dict[str, Weight]]:
     """A pair's weights as `read_weights` keeps them, taken out of `weights`."""
-    target = _kept(weights.pop("target"), weight_dtype)
+    kept = _kept(target, dtype, weights.pop("target"), weight_dtype)
     kind = draft_weight_dtype or weight_dtype
-    return {"target": target, "draft": _kept(weights.pop("draft"), kind) | _copied_head(draft, target, kind)}
+    return {
+        "target": kept,
+        "draft": _kept(draft, dtype, weights.pop("draft"), kind) | _copied_head(draft, kept, kind),
+    }
 
 
-def _kept(params: dict[str, Array], weight_dtype: WeightDtype | None) -> dict[str, Weight]:
-    return {**params} if weight_dtype is None else quantise_weights(params, weight_dtype)
+def _kept(
+    config: DecoderConfig, dtype: jnp.dtype, params: dict[str, Array], kind: WeightDtype | None
+) -> dict[str, Weight]:
+    if kind is not None:
+        return quantise_weights(params, kind)
+    return {**(block_columns(params) if blocks_pay(config, dtype) else params)}
 
 
 def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
     """The target's head in eight bits for a drafter that proposes with it, or its index; nothing where it reads another one."""
     head = target.get("lm_head.weight", target.get("embed.weight"))
-    if head is None or config.own_head or isinstance(head, Quantised):
+    if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if kind is None:
         return {HEAD_INDEX: jax.jit(head_index)(head)} if index_pays(head) else {}

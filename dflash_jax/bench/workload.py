@@ -154,7 +154,7 @@ def random_pair(
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, draft, weight_dtype, draft_weight_dtype)
+    weights = round_weights(weights, target, draft, kind, weight_dtype, draft_weight_dtype)
     engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

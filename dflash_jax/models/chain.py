@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
-from dflash_jax.models.quantised import Quantised
+from dflash_jax.models.quantised import Quantised, Weight
 from dflash_jax.models.rounded_rows import fits as rounded_fits
 from dflash_jax.models.rounded_rows import run_rounded
 from dflash_jax.models.routed import fits as routed_fits
@@ -188,18 +188,18 @@ def _attends(layers: Sequence[Any], x: Any, rotary: Rotary, attend: Any) -> bool
     return reason is None
 
 
-def _alike(*weights: Array | Quantised) -> bool:
+def _alike(*weights: Weight) -> bool:
     """Whether all are two bytes, or all eight bits in columns that the kernels read."""
     kinds = {weight.values.dtype if isinstance(weight, Quantised) else None for weight in weights}
     return len(kinds) == 1 and all(weight.paired for weight in weights if isinstance(weight, Quantised))
 
 
-def _itemsize(weight: Array | Quantised) -> int:
+def _itemsize(weight: Weight) -> int:
     return (weight.values if isinstance(weight, Quantised) else weight).dtype.itemsize
 
 
-def _stored(weight: Array | Quantised | None) -> tuple[Any, Array | None]:
-    """A matrix as it lies in memory, and the scales of its rows where it has such."""
+def _stored(weight: Weight | None) -> tuple[Any, Array | None]:
+    """A matrix as operations take it, and the scales of its rows where it has such."""
     return (weight.values, weight.scales) if isinstance(weight, Quantised) else (weight, None)
 
 

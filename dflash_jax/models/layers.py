@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import dense_best
+from dflash_kernels import ColumnBlocks, dense, dense_best
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -57,10 +57,12 @@ class WritesLatentRows(Protocol):
         ...
 
 
-def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Float[Array, "... F"]:
+def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised | ColumnBlocks) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
     if isinstance(weight, Quantised):
         return product(x, weight)
+    if isinstance(weight, ColumnBlocks):
+        return dense(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("...d,fd->...f", x, weight, precision=precision)
 

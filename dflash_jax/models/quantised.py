@@ -14,7 +14,7 @@ from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import Float8Rows, float8_best, float8_dense, float8_rows, quantised_linear
+from dflash_kernels import ColumnBlocks, Float8Rows, float8_best, float8_dense, float8_rows, quantised_linear
 from dflash_kernels.quantised_linear.columns import BLOCK, in_pairs, out_of_pairs
 from jaxtyping import Array, Float, Int
 
@@ -66,7 +66,7 @@ class Quantised:
         return wide.astype(self.dtype)
 
 
-type Weight = Array | Quantised
+type Weight = Array | Quantised | ColumnBlocks
 
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:

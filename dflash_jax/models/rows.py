@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from dflash_kernels import dense, dense_gated, dense_onto, dense_parts, dense_refusal, float8_refusal
+from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_parts, dense_refusal, float8_refusal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -47,7 +47,7 @@ def leaves_out(layer: Linear, rows: int, dtype: Any) -> bool:
 def _takes(layer: Linear, rows: int, dtype: Any) -> bool:
     """Whether there is a kernel."""
     weight = layer.weight[...]
-    if isinstance(weight, Quantised) or layer.bias is not None:
+    if isinstance(weight, Quantised | ColumnBlocks) or layer.bias is not None:
         return False
     return dense_refusal(rows, dtype, weight.shape[1]) is None
 
@@ -69,7 +69,7 @@ def fits(layers: Sequence[nnx.Module], x: Any, implementation: str | None = None
     ]
     if first.attn.config.attention_bias or any(isinstance(weight, Quantised) for weight in weights):
         return False
-    if implementation is not None:
+    if implementation is not None or isinstance(weights[-1], ColumnBlocks):
         return True
     rows = x.shape[0] * x.shape[1]
     return all(dense_refusal(rows, x.dtype, weight.shape[1]) is None for weight in weights)

@@ -13,6 +13,7 @@ from dflash_kernels.attention_chain.api import (
 from dflash_kernels.cache_write.api import cache_write, latent_write
 from dflash_kernels.cache_write.mla import MlaWritten, mla_write
 from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
+from dflash_kernels.column_blocks import ColumnBlocks, in_column_blocks, row_by_row
 from dflash_kernels.dense.api import (
     add_norm,
     add_norm_scores,
@@ -59,16 +60,16 @@ from dflash_kernels.routed_experts.api import (
 from dflash_kernels.row_norm.api import embed_norm, stream_norm
 
 __all__ = [
-    "Chained", "Float8Rows", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule", "QkvAttended",
-    "QkvWritten", "add_norm", "add_norm_scores", "attention_chain", "attention_chain_exchange",
+    "Chained", "ColumnBlocks", "Float8Rows", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule",
+    "QkvAttended", "QkvWritten", "add_norm", "add_norm_scores", "attention_chain", "attention_chain_exchange",
     "attention_chain_refusal", "cache_write", "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated",
     "dense_onto", "dense_parts", "dense_refusal", "dense_scores", "embed_norm", "filtered_choice", "float8_best",
     "float8_candidates", "float8_dense", "float8_gated", "float8_onto", "float8_refusal", "float8_rows",
-    "grouped_linear", "grouped_linear_refusal", "kv_write", "latent_decode", "latent_encode", "latent_expand",
-    "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
+    "grouped_linear", "grouped_linear_refusal", "in_column_blocks", "kv_write", "latent_decode", "latent_encode",
+    "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
     "layer_chain_refusal", "linear_chain", "linear_chain_exchange", "linear_chain_refusal", "merge_states", "mixture",
     "mla_attention", "mla_write", "paged_attention", "paged_schedule", "qkv_attention", "qkv_attention_refusal",
     "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention",
-    "ragged_paged_attention", "routed_experts", "routed_experts_exchange", "routed_experts_refusal", "schedule_helps",
-    "stream_norm", "swizzle_scales",
+    "ragged_paged_attention", "routed_experts", "routed_experts_exchange", "routed_experts_refusal", "row_by_row",
+    "schedule_helps", "stream_norm", "swizzle_scales",
 ]  # fmt: skip

@@ -63,8 +63,8 @@ def check_rows(**of_each: Any) -> None:
     check_floats(**of_each)
 
 
-def check_floats(**of_each: Array) -> None:
-    """Arrays by name that are measured, not counted."""
+def check_floats(**of_each: Any) -> None:
+    """Arrays or `ColumnBlocks` by name that are measured, not counted."""
     for name, array in of_each.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise ValueError(f"{name} must hold floating-point numbers, not {array.dtype}")

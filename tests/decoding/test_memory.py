@@ -113,12 +113,14 @@ def test_weights_are_counted_as_they_are_loaded(kind, draft_kind, dtype):
 @pytest.mark.parametrize("tied", [True, False])
 def test_whose_head_a_drafter_in_eight_bits_copies(make_config, tied):
     """The target's, which may be its embedding; none where the drafter brings its own."""
-    _, draft = make_config
+    target, draft = make_config
     largest = {"embed.weight": 1.0} | ({} if tied else {"lm_head.weight": 2.0})
     copies = [
         round_weights(
             {"target": {name: jnp.full((8, 16), top) for name, top in largest.items()}, "draft": {}},
+            target(),
             draft(own_head=own),
+            jnp.dtype("float32"),
             draft_weight_dtype="int8",
         )["draft"]
         for own in (False, True)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.attention_chain.mosaic_gpu import attention_chain_mosaic_gpu, refuse
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS
 from dflash_kernels.attention_chain.reference import attention_chain_reference
+from dflash_kernels.column_blocks import ColumnBlocks
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.api import chain_exchange
 from dflash_kernels.layer_chain.layer import Layer
@@ -53,8 +54,9 @@ def attention_chain_refusal(
 
 
 def attention_chain_exchange(
-    stream: Float[Array, "D n"], down: Shaped[Array, "D F"], sequences: int, tokens: int, *, heads: int, kv_heads: int
-) -> tuple[Int[Array, "..."], ...]:
+    stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | ColumnBlocks, sequences: int, tokens: int, *, heads: int,
+    kv_heads: int,
+) -> tuple[Int[Array, "..."], ...]:  # fmt: skip
     """What the Refs start with through which multiprocessors hand results to one another: four, for all layers of a step."""
     ctas, rows = max(target().multiprocessors, 1), tokens * heads // kv_heads
     shapes = ((ctas, rows, HEAD_DIM), (ctas, KEYS), (sequences * tokens, heads * HEAD_DIM // 2))
@@ -71,12 +73,12 @@ def attention_chain(
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
     stream: Float[Array, "D n"],
-    o: Shaped[Array, "D A"],
+    o: Shaped[Array, "D A"] | ColumnBlocks,
     post_norm: Float[Array, "D"],
-    gate_up: Shaped[Array, "twoF D"],
-    down: Shaped[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"] | ColumnBlocks,
+    down: Shaped[Array, "D F"] | ColumnBlocks,
     next_norm: Float[Array, "D"] | None = None,
-    following: Shaped[Array, "G D"] | None = None,
+    following: Shaped[Array, "G D"] | ColumnBlocks | None = None,
     *,
     q_norm: Float[Array, "H"],
     k_norm: Float[Array, "H"],

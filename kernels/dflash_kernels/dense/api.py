@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.checks import check_axes, check_floats
+from dflash_kernels.column_blocks import ColumnBlocks
 from dflash_kernels.dense import mosaic_gpu, reference
 from dflash_kernels.dispatch import first_fitting
 
@@ -28,7 +29,7 @@ type Implementation = str | Sequence[str] | None
 
 def dense(
     x: Float[Array, "M D"],
-    weight: Float[Array, "F D"],
+    weight: Float[Array, "F D"] | ColumnBlocks,
     *,
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
@@ -36,6 +37,7 @@ def dense(
     """`x @ weight.T`, summed in float32.
 
     Args:
+      weight: an array, or `ColumnBlocks`, which `dense_gated`, `dense_parts` and `dense_onto` take as well.
       live: so many rows from the first on are asked for: the others may be anything. None for all.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -48,7 +50,7 @@ def dense(
 
 def dense_gated(
     x: Float[Array, "M D"],
-    weight: Float[Array, "twoF D"],
+    weight: Float[Array, "twoF D"] | ColumnBlocks,
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
@@ -61,7 +63,7 @@ def dense_gated(
 
 def dense_parts(
     x: Float[Array, "M D"],
-    weight: Float[Array, "F D"],
+    weight: Float[Array, "F D"] | ColumnBlocks,
     *,
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
@@ -71,8 +73,8 @@ def dense_parts(
 
 
 def dense_onto(
-    x: Float[Array, "M F"], weight: Float[Array, "D F"], stream: Float[Array, "M D"], norm: Float[Array, "D"], *, eps: float,
-    implementation: Implementation = None,
+    x: Float[Array, "M F"], weight: Float[Array, "D F"] | ColumnBlocks, stream: Float[Array, "M D"], norm: Float[Array, "D"], *,
+    eps: float, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.column_blocks import ColumnBlocks, as_stored
 from dflash_kernels.dense.mosaic_gpu_plan import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan, pays_onto
 from dflash_kernels.dense.reference import dense_reference, dense_scores
 from dflash_kernels.device import refuse_other_than_hopper
@@ -18,29 +19,33 @@ SCORED_ROWS = 16
 FEWEST = 8  # rows that one copy may bring
 
 
-def dense_mosaic_gpu(x: Array, weight: Array, *, live: Array | None = None) -> Array:
+type Weight = Array | ColumnBlocks
+
+
+def dense_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = None) -> Array:
     """See `dense`."""
     refuse_other_than_hopper()
-    if x.shape[0] > PLAIN_ROWS and (live is None or x.shape[0] % SOME_ROWS):
+    blocked = isinstance(weight, ColumnBlocks)  # which nothing else multiplies without a copy
+    if x.shape[0] > PLAIN_ROWS and not blocked and (live is None or x.shape[0] % SOME_ROWS):
         raise NotImplementedError(
             f"products of more than {PLAIN_ROWS} rows with nothing after them are faster elsewhere"
         )
     return launch("plain", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
-def dense_gated_mosaic_gpu(x: Array, weight: Array) -> Array:
+def dense_gated_mosaic_gpu(x: Array, weight: Weight) -> Array:
     """See `dense_gated`."""
     refuse_other_than_hopper()
     return launch("gated", x, weight, multiprocessors=target().multiprocessors)[0]
 
 
-def dense_parts_mosaic_gpu(x: Array, weight: Array, *, live: Array | None = None) -> Array:
+def dense_parts_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = None) -> Array:
     """See `dense_parts`."""
     refuse_other_than_hopper()
     return launch("parts", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
-def dense_onto_mosaic_gpu(x: Array, weight: Array, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
+def dense_onto_mosaic_gpu(x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
     """See `dense_onto`."""
     refuse_other_than_hopper()
     return onto(x, weight, stream, norm, eps=eps, multiprocessors=target().multiprocessors)
@@ -53,12 +58,13 @@ def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
 
 
 def onto(
-    x: Array, weight: Array, stream: Array, norm: Array, *, eps: float, multiprocessors: int, interpret: Any = None
+    x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float, multiprocessors: int, interpret: Any = None
 ) -> tuple[Array, Array]:
     """`dense_onto` without the device check: XLA's product with the stream added where that pays, parts elsewhere."""
-    refuse(x.shape[0], x.dtype, weight.shape[1])
+    blocked = isinstance(weight, ColumnBlocks)
+    refuse(x.shape[0], x.dtype, weight.shape[1], blocked=blocked)
     alike = x.dtype == weight.dtype == stream.dtype
-    if alike and pays_onto(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
+    if alike and not blocked and pays_onto(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
         # One call of cuBLAS, where XLA has no products of its own to choose from (`dflash_jax.programs`).
         stream = stream + dense_reference(x, weight)
         return stream, norm_rows_launch(stream, norm, eps=eps, interpret=interpret)
@@ -90,31 +96,40 @@ def better_of(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[A
     return jnp.where(first, ours[0], theirs[0]), jnp.where(first, ours[1], theirs[1])
 
 
-def refuse(rows: int, dtype: Any, depth: int) -> None:
-    """Raises NotImplementedError, with the reason, where the kernels do not take a product of these sizes."""
+def refuse(rows: int, dtype: Any, depth: int, *, blocked: bool = False) -> None:
+    """Raises NotImplementedError, with the reason, where the kernels do not take a product of these sizes, or XLA is faster, which
+    does not take weights in blocks of columns.
+    """
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16, not {dtype}")
     # Of 1,024 rows, eight layers of Qwen3-4B take 3.9 +- 0.7 % less with these kernels, and cuBLAS for o and down, than by XLA
     # alone; by the same products 36 layers would take 5 % less than twice 512. Nobody calls with so many.
-    if rows % ROWS or rows > 8 * ROWS:
+    if not blocked and (rows % ROWS or rows > 8 * ROWS):
         raise NotImplementedError(f"takes {ROWS} to {8 * ROWS} rows in steps of {ROWS}, not {rows}")
     if depth % BLOCK:
         raise NotImplementedError(f"takes a depth of whole blocks of {BLOCK}, not {depth}")
 
 
 def launch(
-    form: Form, x: Array, weight: Array, *, live: Array | None = None, multiprocessors: int, interpret: Any = None
+    form: Form, x: Array, weight: Weight, *, live: Array | None = None, multiprocessors: int, interpret: Any = None
 ) -> tuple[Array, ...]:
     """The kernel without the device check: for tests on the CPU (`interpret`)."""
-    if not isinstance(weight, jax.Array) or weight.dtype != x.dtype:
+    if not isinstance(weight, jax.Array | ColumnBlocks) or weight.dtype != x.dtype:
         raise NotImplementedError(f"takes weights in x's dtype, not {weight.dtype}")
+    blocked = isinstance(weight, ColumnBlocks)
     # The best of some rows leave those of a tile out that are not there.
-    refuse(max(x.shape[0], ROWS) if form == "best" else x.shape[0], x.dtype, weight.shape[1])
+    refuse(max(x.shape[0], ROWS) if form == "best" else x.shape[0], x.dtype, weight.shape[1], blocked=blocked)
     features = weight.shape[0] // (2 if form == "gated" else 1)
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
+    sizes: Any = (features, weight.shape[1], form)
+    if blocked:
+        rows, whole = x.shape[0], x.shape[0] + -x.shape[0] % FEWEST
+        schedule = best_plan(whole, *sizes, multiprocessors=multiprocessors, blocked=True)
+        found = _run(schedule, jnp.pad(x, ((0, whole - rows), (0, 0))), as_stored(weight), None, interpret)
+        return found if form == "best" else tuple(part[..., :rows, :] for part in found)
     some = live is not None and x.shape[0] > SOME_ROWS and x.shape[0] % SOME_ROWS == 0
-    schedule = best_plan(x.shape[0], features, weight.shape[1], form, multiprocessors=multiprocessors, some=some)
+    schedule = best_plan(x.shape[0], *sizes, multiprocessors=multiprocessors, some=some)
     return _run(schedule, x, weight, live.reshape(1) if live is not None and some else None, interpret)
 
 

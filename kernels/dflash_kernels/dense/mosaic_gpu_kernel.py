@@ -81,6 +81,7 @@ def dense(
     """Runs the kernel; what it gives is said at `Plan.results`.
 
     Args:
+      w: `[F, D]`; where the plan is `blocked`, its blocks below one another, `[D / 64 F, 64]`.
       live: `[1]`, so many rows from the first on, no tiles of others.
       scales: of x's rows and of w's, float32, where a number has one byte.
     """
@@ -140,7 +141,8 @@ class _Cta:
 
     def _row(self, index):
         """First row of a tile."""
-        return lax.rem(index, self.row_tiles) * self.plan.tile_rows
+        row = lax.rem(index, self.row_tiles) * self.plan.tile_rows
+        return jnp.minimum(row, self.plan.last_row) if self.plan.rows % self.plan.tile_rows else row
 
     def _tiles(self, tile, carry=None) -> Any:
         """`tile(turn, first row, first feature, part of the depth, carry)` for all tiles in turn; the last carry, and turns."""
@@ -191,13 +193,15 @@ class _Cta:
                 columns = pl.ds((column * plan.steps + step) * plan.block, plan.block)
                 present = x_sm.at[slot, pl.ds(0, plan.present)]
                 plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.present), columns], present, filled.at[slot])
+                base, of_block = jnp.int32(0), columns
+                if plan.blocked:
+                    base, of_block = (column * plan.steps + step) * (plan.features * plan.parts), pl.ds(0, plan.block)
                 for first, offset, size in plan.pieces:
-                    target = w_sm.at[slot, pl.ds(offset, size)]
+                    target, rows = w_sm.at[slot, pl.ds(offset, size)], pl.ds(base + first + feature, size)
                     if once is None:
-                        plgpu.copy_gmem_to_smem(w.at[pl.ds(first + feature, size), columns], target, filled.at[slot])
+                        plgpu.copy_gmem_to_smem(w.at[rows, of_block], target, filled.at[slot])
                     else:
-                        rows = pl.ds(first + feature, size)
-                        copy_once(w, rows, columns, target, once, slot, one_warp=plan.lean)
+                        copy_once(w, rows, of_block, target, once, slot, one_warp=plan.lean)
 
             self._blocks(turn, block)
             return carry
@@ -227,7 +231,7 @@ class _Cta:
             parts = parts_of(plan, product) if scales is None else scales.scaled(product, factors, columns.start)
             if plan.form == "best":
                 return self._better(best, parts[0], columns.start)
-            self._finish(parts, rows, columns, column)
+            self._finish(parts, pl.ds(row + first_row, min(plan.own_rows, plan.present)), columns, column)
             return best
 
         if plan.form != "best":
@@ -288,4 +292,5 @@ class _Cta:
         place = self.buffers["out_sm"].at[self.wg]
         place[...] = product.astype(out.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(place, target)
+        there = place if rows.size == plan.own_rows else place.at[pl.ds(0, rows.size)]
+        plgpu.copy_smem_to_gmem(there, target)

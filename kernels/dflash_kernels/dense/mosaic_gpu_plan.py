@@ -10,6 +10,7 @@ import jax.numpy as jnp
 BLOCK = 64  # columns of one copy where numbers have two bytes: 128 bytes
 ROWS = 64  # of a tile at least
 SOME_ROWS = 128  # of a tile where a product is of some of its rows
+HEIGHTS = 64, 128, 256  # of tiles
 MULTIPLIERS = 2  # warpgroups that multiply
 WHOLE = 64  # columns that fill a swizzle
 SHARED = 224 * 1024
@@ -40,6 +41,7 @@ class Plan:
       staged: columns of the tiles in which results leave through shared memory; 0 where they leave from registers.
       lean: few instructions: one warp alone starts copies.
       itemsize: bytes of a number of both operands; those of one byte have scales of their rows.
+      blocked: weights lie in blocks of columns (`dflash_kernels.column_blocks`).
     """
 
     rows: int
@@ -55,6 +57,7 @@ class Plan:
     staged: int = 0
     lean: bool = False
     itemsize: int = 2
+    blocked: bool = False
 
     @property
     def block(self) -> int:
@@ -75,8 +78,13 @@ class Plan:
 
     @property
     def present(self) -> int:
-        """Rows of a tile that there are: "best" may have fewer than a tile, and gives anything for the others."""
+        """Rows of a tile that there are: the first ones. "best" gives anything for the others, all else leaves them out."""
         return min(self.rows, self.tile_rows)
+
+    @property
+    def last_row(self) -> int:
+        """Where the last tile begins: it overlaps the one before where rows are no whole tiles, and both write the same."""
+        return max(self.rows - self.tile_rows, 0)
 
     @property
     def feature_tiles(self) -> int:
@@ -168,14 +176,24 @@ def plan(
 @functools.lru_cache(maxsize=256)
 def best_plan(
     rows: int, features: int, depth: int, form: Form, *, multiprocessors: int, rounded: Any = jnp.bfloat16,
-    some: bool = False, itemsize: int = 2,
+    some: bool = False, itemsize: int = 2, blocked: bool = False,
 ) -> Plan:  # fmt: skip
-    """The plan of the least estimated time. With `some`, those of few rows at once: they keep all multiprocessors busy."""
+    """The plan of the least estimated time. With `some`, those of few rows at once: they keep all multiprocessors busy.
+
+    `blocked`: of weights in blocks of columns, and of any multiple of 8 rows.
+    """
+    if blocked:
+        return dataclasses.replace(_least(rows, features, depth, form, multiprocessors, rounded), blocked=True)
     if some:
         few = _plans(SOME_ROWS, features, depth, form, multiprocessors, rounded, (SOME_ROWS,), itemsize)
         return min((dataclasses.replace(plan, rows=rows) for plan in few), key=_estimate)
-    heights = 64, 128, 256
-    return min(_plans(rows, features, depth, form, multiprocessors, rounded, heights, itemsize), key=_estimate)
+    return _least(rows, features, depth, form, multiprocessors, rounded, itemsize)
+
+
+def _least(
+    rows: int, features: int, depth: int, form: Form, multiprocessors: int, rounded: Any, itemsize: int = 2
+) -> Plan:
+    return min(_plans(rows, features, depth, form, multiprocessors, rounded, HEIGHTS, itemsize), key=_estimate)
 
 
 def _plans(
@@ -188,7 +206,7 @@ def _plans(
         for splits in (1, 2, 4) if form == "parts" else (1,):
             # Tall tiles leave "best" too few registers for its comparisons.
             if (
-                max(rows, ROWS) % tile_rows
+                (max(rows, ROWS) % tile_rows if rows % ROWS == 0 or rows < ROWS else tile_rows > rows)
                 or depth % (splits * (2 * BLOCK // itemsize))
                 or (form == "best" and tile_rows > 128)
             ):
@@ -197,7 +215,9 @@ def _plans(
             tall = 192 if rows >= MANY_ROWS else 160
             widest = tall if tile_rows == 256 else FEW_BEST if form == "best" and rows <= FEW_BEST_ROWS else 256
             unit = 8 if tile_rows > ROWS else 8 * MULTIPLIERS
-            made += [
+            # Of some of a tile's rows results leave through shared memory, in columns that divide by 16.
+            part_of_tile = rows < tile_rows and form != "best"
+            of_tiles = [
                 plan(
                     rows, features, depth, form, multiprocessors=multiprocessors, tile_rows=tile_rows, step=step,
                     splits=splits, rounded=rounded, itemsize=itemsize,
@@ -205,6 +225,7 @@ def _plans(
                 )
                 for step in range(unit, min(widest // parts, features) + 1, unit)
             ]  # fmt: skip
+            made += [plan for plan in of_tiles if plan.staged or not part_of_tile]
     return made
 
 

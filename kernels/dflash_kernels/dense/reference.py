@@ -4,23 +4,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.column_blocks import ColumnBlocks, row_by_row
+
 
 def dense_reference(
-    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, live: Int[Array, ""] | None = None
+    x: Float[Array, "M D"], weight: Float[Array, "F D"] | ColumnBlocks, *, live: Int[Array, ""] | None = None
 ) -> Float[Array, "M F"]:
     """See `dense`. Of all rows."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("md,fd->mf", x, weight, precision=precision)
+    return jnp.einsum("md,fd->mf", x, row_by_row(weight), precision=precision)
 
 
-def dense_gated_reference(x: Float[Array, "M D"], weight: Float[Array, "twoF D"]) -> Float[Array, "M F"]:
+def dense_gated_reference(x: Float[Array, "M D"], weight: Float[Array, "twoF D"] | ColumnBlocks) -> Float[Array, "M F"]:
     """See `dense_gated`."""
     gate, up = jnp.split(dense_reference(x, weight), 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 def dense_parts_reference(
-    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, live: Int[Array, ""] | None = None
+    x: Float[Array, "M D"], weight: Float[Array, "F D"] | ColumnBlocks, *, live: Int[Array, ""] | None = None
 ) -> Float[Array, "S M F"]:
     """See `dense_parts`."""
     return dense_reference(x, weight)[None]
@@ -28,7 +30,7 @@ def dense_parts_reference(
 
 def dense_onto_reference(
     x: Float[Array, "M F"],
-    weight: Float[Array, "D F"],
+    weight: Float[Array, "D F"] | ColumnBlocks,
     stream: Float[Array, "M D"],
     norm: Float[Array, "D"],
     *,

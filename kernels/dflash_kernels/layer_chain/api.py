@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from dflash_kernels.column_blocks import ColumnBlocks
 from dflash_kernels.dispatch import first_fitting
 from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu import layer_chain_mosaic_gpu, refuse
@@ -40,7 +41,7 @@ def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
     return jnp.pad(x.astype(jnp.float32), ((0, columns - x.shape[0]), (0, 0))).T
 
 
-def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"]) -> Int[Array, "w"]:
+def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | ColumnBlocks) -> Int[Array, "w"]:
     """What the Ref starts with through which multiprocessors hand results to one another: one for all layers of a step."""
     words = Exchange(max(target().multiprocessors, 1), stream.shape[1], *down.shape)
     # Counts of launches are 0 at first, places of results are empty.
@@ -50,14 +51,14 @@ def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"]) -> I
 def layer_chain(
     x: Float[Array, "M A"],
     stream: Float[Array, "D n"],
-    o: Shaped[Array, "D A"],
+    o: Shaped[Array, "D A"] | ColumnBlocks,
     post_norm: Float[Array, "D"],
-    gate_up: Shaped[Array, "twoF D"],
-    down: Shaped[Array, "D F"],
+    gate_up: Shaped[Array, "twoF D"] | ColumnBlocks,
+    down: Shaped[Array, "D F"] | ColumnBlocks,
     next_norm: Float[Array, "D"] | None = None,
-    following: Shaped[Array, "G D"] | None = None,
+    following: Shaped[Array, "G D"] | ColumnBlocks | None = None,
     *,
-    ahead: Shaped[Array, "D A"] | None = None,
+    ahead: Shaped[Array, "D A"] | ColumnBlocks | None = None,
     exchange: Any,
     scales: Sequence[Array | None] | None = None,
     eps: float = 1e-6,
@@ -71,7 +72,7 @@ def layer_chain(
     Args:
       x: outputs of the attention heads, bfloat16, float16 or float32.
       stream: the residual stream, from `chain_stream` or the call before.
-      o, gate_up, down, following: weights `[rows, columns]`; gate rows lie before up rows.
+      o, gate_up, down, following: weights `[rows, columns]`, each an array or `ColumnBlocks`; gate rows lie before up rows.
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
       exchange: a Ref of `chain_exchange`, passed to one call after the other.

@@ -5,17 +5,19 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Shaped
 
+from dflash_kernels.column_blocks import ColumnBlocks, as_stored
+
 
 class Layer(NamedTuple):
     """The stream that the layer adds to, and its weights; see `layer_chain`."""
 
     stream: Float[Array, "D n"]
-    o: Shaped[Array, "D A"]
+    o: Shaped[Array, "D A"] | ColumnBlocks
     post_norm: Float[Array, "D"]
-    gate_up: Shaped[Array, "twoF D"]
-    down: Shaped[Array, "D F"]
+    gate_up: Shaped[Array, "twoF D"] | ColumnBlocks
+    down: Shaped[Array, "D F"] | ColumnBlocks
     next_norm: Float[Array, "D"] | None = None
-    following: Shaped[Array, "G D"] | None = None
+    following: Shaped[Array, "G D"] | ColumnBlocks | None = None
     scales: Sequence[Array | None] | None = None
 
     def check(self, rows: int, heads: int) -> None:
@@ -34,6 +36,8 @@ class Layer(NamedTuple):
         if any(shape not in (None, (hidden,)) for shape in norms):
             raise ValueError(f"weights of norms {norms} must be one for each of {hidden} rows of the stream")
         weights = (self.o, self.gate_up, self.down, following)
+        if self.scales is not None and any(isinstance(weight, ColumnBlocks) for weight in weights):
+            raise ValueError("weights in eight bits have their columns in pairs, not in blocks")
         for weight, scale in zip(weights, self.scales or (None,) * 4, strict=True):
             if weight is not None and scale is not None and scale.shape != weight.shape[:1]:
                 raise ValueError(f"scales {scale.shape} must be one for each row of a weight {weight.shape}")
@@ -48,9 +52,10 @@ class Layer(NamedTuple):
         return widths | {"itemsize": self.o.dtype.itemsize}
 
     def inputs(self) -> dict[str, Array]:
-        """Those that are there, as kernels call them."""
+        """Those that are there, as kernels call them, and matrices as they are stored."""
         weights = {"o": self.o, "gate_up": self.gate_up, "down": self.down, "next": self.following}
-        given = {"before": self.stream, "post_norm": self.post_norm, "next_norm": self.next_norm, **weights}
+        stored = {name: as_stored(weight) for name, weight in weights.items()}
+        given = {"before": self.stream, "post_norm": self.post_norm, "next_norm": self.next_norm, **stored}
         if self.scales is not None:
             pairs = zip(weights, self.scales, strict=True)
             given |= {f"{name}_scales": scale for name, scale in pairs if weights[name] is not None}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
+from dflash_kernels.column_blocks import ColumnBlocks, as_stored
 from dflash_kernels.device import refuse_other_than_hopper
 from dflash_kernels.layer_chain.layer import Layer
 from dflash_kernels.layer_chain.mosaic_gpu_plan import Plan, plan
@@ -43,7 +44,7 @@ def refuse(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
 def launch(
     x: Float[Array, "M A"],
     layer: Layer,
-    ahead: Shaped[Array, "D A"] | None,
+    ahead: Shaped[Array, "D A"] | ColumnBlocks | None,
     exchange: Any,
     *,
     eps: float,
@@ -60,7 +61,7 @@ def launch(
         )
     inputs = {"x": x, **layer.inputs()}
     if ahead is not None and interpret is None:
-        inputs["ahead"] = ahead
+        inputs["ahead"] = as_stored(ahead)
     return _run(schedule, inputs, exchange, interpret)
 
 

@@ -69,12 +69,16 @@ class Bring:
                 yield place, stage, taken, x_taken
                 taken, x_taken = taken + self._steps(stage), x_taken + self._units(stage)
 
-    def _tiles(self, product: Product, step):
+    def _tiles(self, product: Product, step, weights):
         """Where the copies of one step come from: rows and columns of the weights, block by block; gate and up take turns."""
-        column = self._column(product, div(step, product.parts))
-        rows = pl.ds(self._first_row(product) + rem(step, product.parts) * product.features, product.rows)
+        column, whole = self._column(product, div(step, product.parts)), product.parts * product.features
+        row = self._first_row(product) + rem(step, product.parts) * product.features
         for block in range(COPIES):
-            yield rows, pl.ds(column + block * product.columns, product.columns)
+            first = column + block * product.columns
+            if weights.shape == (whole, product.depth):
+                yield pl.ds(row, product.rows), pl.ds(first, product.columns)
+            else:  # blocks of columns, one below the other
+                yield pl.ds(row + div(first, BLOCK) * whole, product.rows), pl.ds(0, BLOCK)
 
     def _bring_weights(self):
         arrived, left = self.buffers["w_in"], self.buffers["w_out"]
@@ -92,7 +96,7 @@ class Bring:
                     landed = index - FLIGHT
                     pl.when(landed >= 0)(lambda: plgpu.barrier_wait(arrived.at[rem(landed, self.plan.slots)]))
                 weights = self.refs[product.name]
-                for copy, (rows, columns) in enumerate(self._tiles(product, step)):
+                for copy, (rows, columns) in enumerate(self._tiles(product, step, weights)):
                     target = self.buffers["w_sm"].at[slot, pl.ds(copy * product.rows, product.rows)]
                     if arrivals is None:
                         plgpu.copy_gmem_to_smem(weights.at[rows, columns], target, arrived.at[slot])
@@ -107,7 +111,7 @@ class Bring:
         """Brings to the cache what the next launch reads first: memory is idle while other kernels run in between."""
 
         def bring(step, _):
-            for rows, columns in self._tiles(product, step):
+            for rows, columns in self._tiles(product, step, source):
                 plgpu.async_prefetch(source.at[rows, columns])
 
         lax.fori_loop(0, self._steps(product), bring, None)

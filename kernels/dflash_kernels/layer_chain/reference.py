@@ -30,7 +30,7 @@ def layer_chain_reference(
     return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
 
 
-def _dequantised(weight: Array, scales: Array | None, dtype: Any) -> Array:
+def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
     """Its rows in eight bits, columns in pairs, times their scales."""
     wide = out_of_pairs(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)

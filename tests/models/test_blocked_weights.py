@@ -1,0 +1,120 @@
+"""A model whose layers' matrices lie in blocks of columns: which ones, where, and that nothing else changes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import ColumnBlocks, in_column_blocks
+
+import dflash_jax as dj
+from dflash_jax import weights
+from dflash_jax.engine.costs import bare_cost
+from dflash_jax.info import collect
+from dflash_jax.models import bind, blocked_weights, family_named
+from dflash_jax.models.blocked_weights import block_columns, blocks_pay
+from dflash_jax.models.layers import linear
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+
+from ..devices import on
+from .golden_files import cases, golden
+from .test_chain import Decodes
+
+PAIR = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def test_where_it_pays() -> None:
+    target, draft = (config for config, _ in PAIR)
+    moe = next(iter(MOE_TARGETS.values()))
+    small = dj.load().target
+    assert not blocks_pay(target, BFLOAT16)  # on a CPU
+    with on("NVIDIA H200"):
+        assert blocks_pay(target, BFLOAT16)
+        assert blocks_pay(draft, BFLOAT16)
+        assert not blocks_pay(target, jnp.dtype(jnp.float32))
+        assert not blocks_pay(moe, BFLOAT16)
+        assert not blocks_pay(small, BFLOAT16)
+    with on("NVIDIA A100-SXM4-80GB"):
+        assert not blocks_pay(target, BFLOAT16)
+
+
+def test_which_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the layers but the first one's projection; as many bytes as before, in models that are not in eight bits."""
+    stored = stored_shapes(PAIR, BFLOAT16)
+    with on("NVIDIA H200"):
+        kept, in_bytes = weight_shapes(PAIR, BFLOAT16), weight_shapes(PAIR, BFLOAT16, draft_weight_dtype="fp8")
+        monkeypatch.setattr(blocked_weights, "BLOCK_COLUMNS", False)
+        assert not any(isinstance(one, ColumnBlocks) for one in weight_shapes(PAIR, BFLOAT16)["target"].values())
+    for role, layers in (("target", 36), ("draft", 5)):
+        blocked = {name for name, one in kept[role].items() if isinstance(one, ColumnBlocks)}
+        assert len(blocked) == 4 * layers - 1
+        assert {name for name, one in stored[role].items() if len(one.shape) == 2} - blocked == {
+            "layers.0.attn.qkv_proj.weight", *({"embed.weight"} if role == "target" else {"fc.weight", "context_kv_proj.weight"})
+        }  # fmt: skip
+        assert all(
+            (kept[role][name].shape, kept[role][name].dtype) == (one.shape, one.dtype)
+            for name, one in stored[role].items()
+        )
+    assert weight_bytes({"": kept["target"]}) == weight_bytes({"": stored["target"]})
+    assert reading_bytes(stored, kept) > weight_bytes(stored)
+    assert not any(isinstance(one, ColumnBlocks) for one in in_bytes["draft"].values())
+    target, draft = (config for config, _ in PAIR)
+    of_rows = {
+        **stored,
+        "draft": stored["draft"] | {k: v for k, v in kept["draft"].items() if k not in stored["draft"]},
+    }
+    assert bare_cost(target, draft, kept) == bare_cost(target, draft, of_rows)
+
+
+def test_parameters_are_taken_one_by_one() -> None:
+    config, params, *_ = golden(cases("qwen3")[0])
+    few = {name: jnp.tile(one, (1, 64)) if one.ndim == 2 else one for name, one in params.items()}
+    blocked = block_columns(dict(given := few))
+    for name, one in blocked.items():
+        array = one.matrix() if isinstance(one, ColumnBlocks) else one
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(given[name]))
+    assert sum(isinstance(one, ColumnBlocks) for one in blocked.values()) == 4 * config.num_layers - 1
+    emptied = dict(few)
+    block_columns(emptied)
+    assert emptied == {}
+
+
+def test_a_product() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, weight = jax.random.normal(keys[0], (2, 3, 128)), jax.random.normal(keys[1], (24, 128))
+    np.testing.assert_array_equal(np.asarray(linear(x, in_column_blocks(weight))), np.asarray(linear(x, weight)))
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_the_shipped_target(decodes: bool) -> None:
+    """Layers one by one and, where nobody takes gradients, products with what follows them."""
+    model: Any = dj.load(dtype="float32")
+    params = dict(model.engine.weights["target"])
+    ids = jnp.asarray([[5, 9, 300, 7, 11, 20]])
+    positions = jnp.arange(6)[None]
+    attend = Decodes() if decodes else Decodes().attend
+    theirs = bind(model.target, params)(ids, positions, attend, (0,))
+    ours = bind(model.target, block_columns(params))(ids, positions, attend, (0,))
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_texts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped pair in float32, greedy and sampled, with and without drafting; `info` and the plan count as many bytes."""
+    prompts = ["def test_", "class Matrix:", "The quick brown fox jumps over the lazy dog, and then"]
+    greedy = dj.SamplingParams(max_tokens=40, ignore_eos=True)
+    laws = greedy, dj.SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3)
+    plain = dj.load(max_batch=3, max_model_len=128)
+    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype: True)
+    blocked, facts = dj.load(max_batch=3, max_model_len=128), collect(max_model_len=128)
+    assert isinstance(blocked.engine.weights["target"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
+    assert isinstance(blocked.engine.weights["draft"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
+    assert blocked.memory.weights == plain.memory.weights == facts["memory"]["weight_bytes"]
+    for law in laws:
+        for draft in (True, False):
+            before, ours = (dj.generate(one, prompts, law, draft=draft) for one in (plain, blocked))
+            assert [one.token_ids for one in ours] == [one.token_ids for one in before]
+            assert [one.acceptance_lengths for one in ours] == [one.acceptance_lengths for one in before]
