@@ -23,6 +23,7 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.models import DFlashConfig
+from dflash_jax.models.blocked_weights import blocking_jobs
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
@@ -223,7 +224,8 @@ def load(
                 target.config, params, texts, cache_dtype="int8" if cache_dtype == "int8" else "fp8"
             )
 
-    compiled = start_compiling(() if ahead is None else ahead(model).first_jobs())
+    compiled = start_compiling(blocking_jobs(engine.weights))
+    compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
             engine.weights = read_weights(target, drafter, engine.dtype, weight_dtype, draft_weight_dtype, observe)

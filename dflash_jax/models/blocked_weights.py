@@ -7,6 +7,8 @@ Only Hopper's kernels multiply them without a copy, so the head, the first layer
 makes the drafter's context stay as they are: XLA multiplies those of some calls.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,16 +37,31 @@ def blocks_pay(config: DecoderConfig, dtype: Any) -> bool:
     return layer_chain_refusal(1, jnp.dtype(dtype), **sizes) is None
 
 
+_in_blocks = jax.jit(in_column_blocks)
+
+
+def blocking_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
+    """What compiles the programs that make weights of these shapes. Beside larger programs, which are compiled while weights are
+    read, each takes half a second, so they are worth being there before the weights are.
+    """
+    every = (one for table in weights.values() for one in table.values())
+    shapes = {(one.shape, one.dtype) for one in every if isinstance(one, ColumnBlocks)}
+    return [partial(_compile, jax.ShapeDtypeStruct(*shape)) for shape in sorted(shapes, key=str)]
+
+
+def _compile(matrix: jax.ShapeDtypeStruct) -> None:
+    _in_blocks.lower(matrix).compile()
+
+
 def block_columns(params: dict[str, Array]) -> dict[str, Array | ColumnBlocks]:
     """A model's parameters with the matrices of its layers in blocks, taken out of `params` one by one: no two copies at a time.
 
-    What stays as it is moves as well, for the same reason as in `quantise_weights`.
+    Large ones first, all of a size one after the other: each has the place of the one before, and no more memory than that of one
+    is left in pieces.
     """
-    jitted, result = jax.jit(in_column_blocks), dict[str, Array | ColumnBlocks]()
-    for name in list(params):
-        array = params.pop(name)
-        result[name] = jitted(array) if _is_blocked(name) else jnp.copy(array)
-    return result
+    names = sorted(filter(_is_blocked, params), key=lambda name: -params[name].size)
+    blocked = {name: _in_blocks(params.pop(name)) for name in names}
+    return blocked | params
 
 
 def _is_blocked(name: str) -> bool:

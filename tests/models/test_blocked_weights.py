@@ -13,7 +13,7 @@ from dflash_jax import weights
 from dflash_jax.engine.costs import bare_cost
 from dflash_jax.info import collect
 from dflash_jax.models import bind, blocked_weights, family_named
-from dflash_jax.models.blocked_weights import block_columns, blocks_pay
+from dflash_jax.models.blocked_weights import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models.layers import linear
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
@@ -77,9 +77,22 @@ def test_parameters_are_taken_one_by_one() -> None:
         array = one.matrix() if isinstance(one, ColumnBlocks) else one
         np.testing.assert_array_equal(np.asarray(array), np.asarray(given[name]))
     assert sum(isinstance(one, ColumnBlocks) for one in blocked.values()) == 4 * config.num_layers - 1
-    emptied = dict(few)
-    block_columns(emptied)
-    assert emptied == {}
+    left = dict(few)
+    block_columns(left)
+    assert left.keys() == {name for name, one in blocked.items() if not isinstance(one, ColumnBlocks)}
+
+
+def test_programs_are_there_before_the_weights(capfd: pytest.CaptureFixture[str]) -> None:
+    """One for each shape, which `block_columns` then calls without compiling."""
+    matrices = {f"layers.{i}.mlp.down_proj.weight": jnp.ones((size, 192)) for i, size in enumerate((24, 24, 40))}
+    shapes = jax.eval_shape(block_columns, dict(matrices))
+    jobs = blocking_jobs({"target": shapes, "draft": {"norm.weight": jax.ShapeDtypeStruct((8,), jnp.float32)}})
+    assert len(jobs) == 2
+    for job in jobs:
+        job()
+    with jax.log_compiles():
+        block_columns(matrices)
+    assert "in_column_blocks" not in capfd.readouterr().err
 
 
 def test_a_product() -> None:
