@@ -6,6 +6,7 @@
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
+It is one for as many sequences as the largest `--batch`: for 32 and more its weights lie otherwise than for fewer.
 Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance. Rows
 `first token` are the time from a prompt's first chunk to its first token.
 """
@@ -34,6 +35,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
+from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, rounds
@@ -71,7 +73,8 @@ def build(
         table = family_named(family).parameters(config)
         weights[role] = init_params(table, jax.random.key(len(role)), "bfloat16")
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, target, draft, jax.numpy.dtype("bfloat16"), weight_dtype, draft_weight_dtype)
+    kinds, rows = (weight_dtype, draft_weight_dtype), cycle_rows(batch, draft)
+    weights = round_weights(weights, target, draft, jax.numpy.dtype("bfloat16"), *kinds, rows=rows)
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
         max_batch=batch,

@@ -29,6 +29,7 @@ from dflash_jax.bench.workload import SHAPES, published_shape
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
+from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.programs import loop_options
 from dflash_jax.weights import weight_shapes
 
@@ -83,8 +84,8 @@ def compiled_loop(name: str, batch: int, *, layers: int, sampling: str, context:
     pair, dtype = [(target, family_named(family)), (draft, family_named("dflash"))], jax.numpy.dtype("bfloat16")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         engine = Engine(
-            target=target, draft=draft, weights=weight_shapes(pair, dtype), dtype=dtype, max_model_len=context + 640,
-            max_batch=batch,
+            target=target, draft=draft, weights=weight_shapes(pair, dtype, rows=cycle_rows(batch, draft)), dtype=dtype,
+            max_model_len=context + 640, max_batch=batch,
         )  # fmt: skip
         setup = engine.setup(mode=sampling, draft=True)  # type: ignore[arg-type]
         job = Jobs(engine, setup, STOP_WIDTH).loop(batch, engine.buckets.width[-1])

@@ -23,7 +23,7 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.models import DFlashConfig
-from dflash_jax.models.blocked_weights import blocking_jobs
+from dflash_jax.models.blocked_weights import blocking_jobs, cycle_rows
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
@@ -228,7 +228,10 @@ def load(
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):
-            engine.weights = read_weights(target, drafter, engine.dtype, weight_dtype, draft_weight_dtype, observe)
+            engine.weights = read_weights(
+                target, drafter, engine.dtype, weight_dtype, draft_weight_dtype, observe,
+                rows=cycle_rows(max_batch, engine.draft),
+            )  # fmt: skip
     except BaseException:
         drop(compiled)
         raise

@@ -16,6 +16,7 @@ from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
 from dflash_jax.models import DFlashConfig
+from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
 from dflash_jax.scalars import as_integer
 from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
@@ -32,6 +33,7 @@ def plan_engine(
     draft_weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     max_model_len: SupportsIndex | None = None,
+    max_batch: int,
     verify_length: SupportsIndex | str | None = None,
     num_pages: int | None = None,
     **options: Any,
@@ -55,10 +57,11 @@ def plan_engine(
         raise ParameterError(f"draft_weight_dtype must be left out without a drafter, got {draft_weight_dtype!r}")
     kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    weights, stored = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype), stored_shapes(pair, kind)
+    rows, stored = cycle_rows(max_batch, draft), stored_shapes(pair, kind)
+    weights = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype, rows=rows)
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
-        max_model_len=choose_model_len(target.config, max_model_len),
+        max_model_len=choose_model_len(target.config, max_model_len), max_batch=max_batch,
         verify_length=choose_verify_length(draft, verify_length), **options,
     )  # fmt: skip
     memory = plan_for(engine, reading_bytes(stored, weights), num_pages)

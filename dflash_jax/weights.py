@@ -39,12 +39,14 @@ def weight_shapes(
     dtype: jnp.dtype,
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
+    *,
+    rows: int = 1,
 ) -> Shapes:
-    """The weights of a target and perhaps its drafter in shapes, as `read_weights` gives them."""
+    """The weights of a target and perhaps its drafter in shapes, as `read_weights` gives them for the same arguments."""
     shapes = stored_shapes(models, dtype)
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
-        shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, kind=kind), shapes[family.role])
+        shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
         if isinstance(config, DFlashConfig):
             shapes[family.role] |= jax.eval_shape(partial(_copied_head, config, kind=kind), shapes.get("target", {}))
     return shapes
@@ -78,6 +80,8 @@ def read_weights(
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
     observe: Callable[[Mapping[str, Array]], None] | None = None,
+    *,
+    rows: int = 1,
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
@@ -87,17 +91,18 @@ def read_weights(
       draft_weight_dtype: of the drafter's, where they are others. One without a head of its own is given a copy of the target's in
         it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
+      rows: tokens of the largest cycle, of which it depends how matrices lie in memory (`blocked_weights`).
     """
     params = target.load(dtype.name)
     if observe is not None:
         observe(params)
-    weights = {"target": _kept(target.config, dtype, params, weight_dtype)}
+    weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype)}
     if drafter is not None:
         params = drafter.load(dtype.name)
         check_draft_vocabulary(drafter.config, params)
         params = fuse_context_projection(drafter.config, params)
         kind = draft_weight_dtype or weight_dtype
-        kept = _kept(drafter.config, dtype, params, kind)
+        kept = _kept(drafter.config, dtype, rows, params, kind)
         weights["draft"] = kept | _copied_head(drafter.config, weights["target"], kind)
     return weights
 
@@ -109,22 +114,24 @@ def round_weights(
     dtype: jnp.dtype,
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
+    *,
+    rows: int = 1,
 ) -> dict[str, dict[str, Weight]]:
     """A pair's weights as `read_weights` keeps them, taken out of `weights`."""
-    kept = _kept(target, dtype, weights.pop("target"), weight_dtype)
+    kept = _kept(target, dtype, rows, weights.pop("target"), weight_dtype)
     kind = draft_weight_dtype or weight_dtype
     return {
         "target": kept,
-        "draft": _kept(draft, dtype, weights.pop("draft"), kind) | _copied_head(draft, kept, kind),
+        "draft": _kept(draft, dtype, rows, weights.pop("draft"), kind) | _copied_head(draft, kept, kind),
     }
 
 
 def _kept(
-    config: DecoderConfig, dtype: jnp.dtype, params: dict[str, Array], kind: WeightDtype | None
+    config: DecoderConfig, dtype: jnp.dtype, rows: int, params: dict[str, Array], kind: WeightDtype | None
 ) -> dict[str, Weight]:
     if kind is not None:
         return quantise_weights(params, kind)
-    return {**(block_columns(params) if blocks_pay(config, dtype) else params)}
+    return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
 
 
 def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:

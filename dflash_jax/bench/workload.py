@@ -15,6 +15,7 @@ from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
+from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import choose_verify_length, plan_for
@@ -141,7 +142,8 @@ def random_pair(
     local_device()
     families = family_named(family), family_named("dflash")
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
-    stored, kept = stored_shapes(pair, kind), weight_shapes(pair, kind, weight_dtype, draft_weight_dtype)
+    rows, stored = cycle_rows(max_batch, draft), stored_shapes(pair, kind)
+    kept = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype, rows=rows)
     engine = Engine(
         target=target, draft=draft, weights=kept, dtype=kind,
         max_model_len=max_model_len, max_batch=max_batch,
@@ -154,7 +156,7 @@ def random_pair(
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, target, draft, kind, weight_dtype, draft_weight_dtype)
+    weights = round_weights(weights, target, draft, kind, weight_dtype, draft_weight_dtype, rows=rows)
     engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

@@ -13,7 +13,7 @@ from dflash_jax import weights
 from dflash_jax.engine.costs import bare_cost
 from dflash_jax.info import collect
 from dflash_jax.models import bind, blocked_weights, family_named
-from dflash_jax.models.blocked_weights import block_columns, blocking_jobs, blocks_pay
+from dflash_jax.models.blocked_weights import block_columns, blocking_jobs, blocks_pay, cycle_rows
 from dflash_jax.models.layers import linear
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
@@ -30,15 +30,28 @@ def test_where_it_pays() -> None:
     target, draft = (config for config, _ in PAIR)
     moe = next(iter(MOE_TARGETS.values()))
     small = dj.load().target
-    assert not blocks_pay(target, BFLOAT16)  # on a CPU
+    few, many = cycle_rows(16, draft), cycle_rows(32, draft)
+    assert (cycle_rows(32, None), few, many) == (32, 256, 512)
+    assert not blocks_pay(target, BFLOAT16, few)  # on a CPU
     with on("NVIDIA H200"):
-        assert blocks_pay(target, BFLOAT16)
-        assert blocks_pay(draft, BFLOAT16)
-        assert not blocks_pay(target, jnp.dtype(jnp.float32))
-        assert not blocks_pay(moe, BFLOAT16)
-        assert not blocks_pay(small, BFLOAT16)
+        assert blocks_pay(target, BFLOAT16, few)
+        assert blocks_pay(draft, BFLOAT16, few)
+        assert not blocks_pay(target, BFLOAT16, many)
+        assert not blocks_pay(target, jnp.dtype(jnp.float32), few)
+        assert not blocks_pay(moe, BFLOAT16, few)
+        assert not blocks_pay(small, BFLOAT16, few)
     with on("NVIDIA A100-SXM4-80GB"):
-        assert not blocks_pay(target, BFLOAT16)
+        assert not blocks_pay(target, BFLOAT16, few)
+
+
+def test_largest_cycle_decides() -> None:
+    """What is planned: blocks, or rows where the largest cycle has many tokens; without a drafter it has one of each sequence."""
+    draft = PAIR[1][0]
+    blocked = lambda table: any(isinstance(one, ColumnBlocks) for one in table["target"].values())  # noqa: E731
+    with on("NVIDIA H200"):
+        for batch, alone, expected in ((16, False, True), (32, False, False), (32, True, True), (512, True, False)):
+            rows = cycle_rows(batch, None if alone else draft)
+            assert blocked(weight_shapes(PAIR[:1] if alone else PAIR, BFLOAT16, rows=rows)) is expected
 
 
 def test_which_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +142,7 @@ def test_texts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     greedy = dj.SamplingParams(max_tokens=40, ignore_eos=True)
     laws = greedy, dj.SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3)
     plain = dj.load(max_batch=3, max_model_len=128)
-    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype: True)
+    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype, rows: rows == 3 * 16)
     blocked, facts = dj.load(max_batch=3, max_model_len=128), collect(max_model_len=128)
     assert isinstance(blocked.engine.weights["target"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
     assert isinstance(blocked.engine.weights["draft"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
