@@ -43,8 +43,8 @@ than with parts in float32, from registers, and no less with parts of bfloat16 f
 qkv, and gate and up, another 0.3 and 0.2 % less so. What four rounded parts lose is what tensor parallelism over four GPUs does.
 
 Weights in blocks of 64 columns, each block in one piece of memory (`dflash_kernels.column_blocks`), come 2 to 5 % faster: products
-of 128 rows of a layer take 64 us in place of 65 for 4B, 78 in place of 81 for gate, up and down of 8B, a head 180 for 187, a layer's
-chain for 16 rows 54.7 for 55.9. Products of 512 rows gain nothing, and those of 8B's o and down, which cuBLAS cannot multiply then,
+of 128 rows of a layer take 64 us in place of 65 for 4B, 78 in place of 81 for gate, up and down of 8B, a head 180 for 187, a
+layer's chain for 16 rows 54.7 for 55.9. Products of 512 rows gain nothing, and 8B's o and down, which cuBLAS cannot multiply then,
 lose: `dflash_jax.models.blocked_weights` says which engines keep weights so, and what their cycles gain.
 
 Sums and norms are launches of their own, which cost 2.8 us each in a graph. CTAs that hold the parts of a tile and add them to the
