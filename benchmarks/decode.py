@@ -6,7 +6,7 @@
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
-It is one for as many sequences as the largest `--batch`: for 32 and more its weights lie otherwise than for fewer.
+Weights lie as they do in an engine for as many sequences as are measured: for 32 otherwise than for 8.
 Random weights accept next to nothing, so a cycle's context grows by one token; its work is the same as with any acceptance. Rows
 `first token` are the time from a prompt's first chunk to its first token.
 """
@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,16 +29,15 @@ import numpy as np
 from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
 from record import Record, arguments
 
-from dflash_jax.bench.workload import SHAPES
+from dflash_jax.bench.workload import SHAPES, published_shape
 from dflash_jax.cache import CacheScales, page_bytes
 from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
-from dflash_jax.models.blocked_weights import cycle_rows
+from dflash_jax.models.blocked_weights import blocks_pay, cycle_rows
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, rounds
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
@@ -65,8 +65,7 @@ def build(
     draft_weight_dtype: WeightDtype | None = None,
 ) -> Engine:
     """An engine over random weights made on the device."""
-    family, published, drafter = SHAPES[name]
-    target, draft = {**TARGETS, **MOE_TARGETS}[published], DRAFTERS[drafter]
+    family, target, draft = published_shape(name)
     tables = {"target": (family, target), "draft": ("dflash", draft)}
     weights = {}
     for role, (family, config) in tables.items():
@@ -81,14 +80,38 @@ def build(
     )  # fmt: skip
 
 
+def engines(
+    name: str,
+    context: int,
+    batches: Sequence[int],
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
+) -> dict[int, Engine]:
+    """One of `build` for each batch: the same one for those whose weights lie alike."""
+    _, target, draft = published_shape(name)
+    groups, found = dict[tuple[bool, ...], list[int]](), dict[int, Engine]()
+    for batch in batches:
+        rows = cycle_rows(batch, draft)
+        alike = tuple(blocks_pay(config, jax.numpy.bfloat16, rows) for config in (target, draft))
+        groups.setdefault(alike, []).append(batch)
+    for group in groups.values():
+        found |= dict.fromkeys(group, build(name, context, max(group), weight_dtype, draft_weight_dtype))
+    return found
+
+
 def scales(target: DecoderConfig) -> CacheScales:
     """Of int8 pages: random weights make about normal values, whose largest of a text are some four deviations."""
     of_channels = np.full((target.num_kv_heads, target.head_dim), 4 / INT8_CALIBRATED_TO, np.float32)
     return CacheScales((), (of_channels,) * target.num_layers)
 
 
-def resized(engine: Engine, context: int, cache_dtype: str | None = None) -> Engine:
+def resized(of_batch: Mapping[int, Engine], context: int, cache_dtype: str | None = None) -> dict[int, Engine]:
     """The same weights for prompts of another length, and pages kept in another way."""
+    made = {id(engine): _resized(engine, context, cache_dtype) for engine in of_batch.values()}
+    return {batch: made[id(engine)] for batch, engine in of_batch.items()}
+
+
+def _resized(engine: Engine, context: int, cache_dtype: str | None) -> Engine:
     found = scales(engine.target) if cache_dtype == "int8" else None
     engine = replace(engine, max_model_len=context + 640, num_pages=0, cache_dtype=cache_dtype, cache_scales=found)
     if context >= LONG:
@@ -227,12 +250,12 @@ def main() -> None:
         jax.clear_caches()
         for name in options.models:
             kinds = options.weight_dtype, options.draft_weight_dtype
-            engine = build(name, options.context[0], max(options.batch), *kinds)
+            of_batch = engines(name, options.context[0], options.batch, *kinds)
             for context, kept in itertools.product(options.context, options.cache_dtype):
-                engine = resized(engine, context, None if kept == "none" else kept)
+                of_batch = resized(of_batch, context, None if kept == "none" else kept)
                 words = ("" if attention == "best" else f" {attention}") + suffix + pages[kept]
-                add(record, options, name, engine, context, words)
-            del engine
+                add(record, options, name, of_batch, context, words)
+            del of_batch
     print(record.write(), flush=True)
     if options.transformers:
         measure_transformers(options)
@@ -246,13 +269,17 @@ def measure_transformers(options: argparse.Namespace) -> None:
     subprocess.run([sys.executable, str(Path(__file__).with_name("peers.py")), *command], check=True)
 
 
-def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, context: int, suffix: str) -> None:
+def add(
+    record: Record, options: argparse.Namespace, name: str, of_batch: Mapping[int, Engine], context: int, suffix: str
+) -> None:
     """Rows of one model and context: a step and a cycle for each batch, the first token, and the time of compiling."""
     at = f"ctx{context // 1024}k"
     kinds = [(kind, kind == "cycle", name if kind == "step" else f"{name}-b16") for kind in options.kinds]
     started = time.perf_counter()
     runs = [
-        start(engine, draft=draft, calls=options.calls, context=context, batch=batch, sampling=options.sampling)
+        start(
+            of_batch[batch], draft=draft, calls=options.calls, context=context, batch=batch, sampling=options.sampling
+        )
         for batch in options.batch
         for _, draft, _ in kinds
     ]
@@ -261,7 +288,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
     compiling = time.perf_counter() - started
     print(f"compiled in {compiling:.1f} s", flush=True)
     for batch in options.batch:
-        size = {"context": context, "batch": batch}
+        size, engine = {"context": context, "batch": batch}, of_batch[batch]
         for kind, draft, model in kinds:
             started = time.perf_counter()
             times = measure(engine, draft=draft, calls=options.calls, **size, sampling=options.sampling)
@@ -275,7 +302,7 @@ def add(record: Record, options: argparse.Namespace, name: str, engine: Engine, 
             if batch == 1:
                 first = first_token_ms(engine, draft=draft, context=context)
                 record.add(f"first token {model} {at}{suffix}", "time to the first token", round(first, 1), "ms")
-    compiling += engine.programs.compile_s
+    compiling += sum({id(engine): engine.programs.compile_s for engine in of_batch.values()}.values())
     record.add(f"compile {name} {at}{suffix}", "compile time, all programs", round(compiling, 1), "s")
 
 

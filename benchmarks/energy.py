@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
-from decode import PRODUCTS, SHAPES, build, start
+from decode import PRODUCTS, SHAPES, engines, start
 from dflash_kernels import ColumnBlocks, dense_best, dense_refusal, row_by_row
 from record import Record, arguments
 
@@ -225,10 +225,10 @@ def main() -> None:
         parser.error("--batch and --context must be at least 1")
     record, meter = Record("energy", options), Meter()
     for name in options.models:
-        engine = build(name, options.context, max(options.batch))
+        of_batch = engines(name, options.context, options.batch)
         for batch in options.batch:
-            add(record, meter, engine, name, batch, options)
-        del engine
+            add(record, meter, of_batch[batch], name, batch, options)
+        del of_batch
     print(record.write())
 
 

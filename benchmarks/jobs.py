@@ -15,10 +15,8 @@ from schedule import Job
 # and 8k), bench*, cold_start and pair* are shares of what they took together; of decode_30b, chunks*, mla_prefill*, moe* and peers,
 # guesses from what they do.
 BENCHMARKS = {
-    # An engine for fewer than 32 sequences keeps its weights in blocks of columns (`dflash_jax.models.blocked_weights`).
-    "decode_4b": ("decode.py --models qwen3-4b --batch 1 8 --calls 5", 80),
-    "decode_8b": ("decode.py --models qwen3-8b --batch 1 8 --calls 5", 90),
-    "decode_b32": ("decode.py --models qwen3-4b qwen3-8b --batch 32 --calls 5", 130),
+    "decode_4b": ("decode.py --models qwen3-4b --batch 1 8 32 --calls 5", 130),
+    "decode_8b": ("decode.py --models qwen3-8b --batch 1 8 32 --calls 5", 140),
     "decode_ctx32k": ("decode.py --models qwen3-8b qwen3-4b --context 32768 --batch 1 --calls 5", 100),
     "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
     "decode_32k": ("decode.py --models qwen3-4b --context 1024 32768 --attention best xla --calls 3", 110),

@@ -1,0 +1,57 @@
+"""What times steps and cycles, on a pair of a few thousand parameters: its figures mean nothing, its rows and engines do."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from dflash_kernels import ColumnBlocks
+
+from dflash_jax import weights
+from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+SMALL = {
+    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32
+}  # fmt: skip
+
+
+@pytest.fixture
+def decode(script, monkeypatch):
+    module = script("decode")
+    target = replace(TARGETS["Qwen3-4B"], num_layers=2, windows=(None,) * 2, **SMALL)
+    draft = replace(
+        DRAFTERS["Qwen3-4B-DFlash-b16"], num_layers=1, mask_token_id=1023, target_layer_ids=(0, 1), num_target_layers=2,
+        target_hidden_size=128, windows=(None,), causal=(False,), **SMALL,
+    )  # fmt: skip
+    monkeypatch.setattr(module, "published_shape", lambda name: ("qwen3", target, draft))
+    for one in (module, weights):
+        monkeypatch.setattr(one, "blocks_pay", lambda config, dtype, rows: rows < 32)
+    return module
+
+
+def test_batches_have_engines_as_their_users_do(decode):
+    """Weights in blocks for one sequence and not for two or three, which share theirs; pages for all of them."""
+    of_batch = decode.engines("small", 64, [1, 3, 2])
+    assert list(of_batch) == [1, 3, 2]
+    assert of_batch[3] is of_batch[2] is not of_batch[1]
+    assert {batch: engine.max_batch for batch, engine in of_batch.items()} == {1: 1, 2: 3, 3: 3}
+    name = "layers.1.mlp.down_proj.weight"
+    blocked = {batch: isinstance(engine.weights["target"][name], ColumnBlocks) for batch, engine in of_batch.items()}
+    assert blocked == {1: True, 2: False, 3: False}
+    longer = decode.resized(of_batch, 128)
+    assert longer[3] is longer[2] is not longer[1]
+    assert all(engine.max_model_len == 128 + 640 for engine in longer.values())
+
+
+def test_rows(decode, monkeypatch, tmp_path, capsys):
+    """A step and a cycle of each batch with their floors, first tokens, and the time of compiling once for all."""
+    words = ["--models", "qwen3-4b", "--batch", "1", "2", "--context", "32", "--calls", "1"]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *words, "--out", str(tmp_path), "--commit", "abc"])
+    decode.main()
+    rows = {row["case"]: row for row in json.loads((tmp_path / "decode_ctx0k.json").read_text())}
+    timed = [f"{kind} ctx0k B{batch}" for batch in (1, 2) for kind in ("step qwen3-4b", "cycle qwen3-4b-b16")]
+    others = ["first token qwen3-4b ctx0k", "first token qwen3-4b-b16 ctx0k", "compile qwen3-4b ctx0k"]
+    assert sorted(rows) == sorted(timed + others)
+    assert all(row["value"] > 0 and row["commit"] == "abc" for row in rows.values())
+    assert all(rows[case]["floor"] is not None and len(rows[case]["spread"]) == 2 for case in timed)
+    assert "compiled in" in capsys.readouterr().out
