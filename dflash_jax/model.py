@@ -23,13 +23,13 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.errors import ParameterError
 from dflash_jax.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.models import DFlashConfig
-from dflash_jax.models.blocked_weights import blocking_jobs, cycle_rows
+from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.quantised import WeightDtype
 from dflash_jax.planning import check_limits, plan_engine
 from dflash_jax.programs import drop, start_compiling
 from dflash_jax.scalars import as_flag, as_integer
 from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
-from dflash_jax.weights import read_weights
+from dflash_jax.weights import read_weights, reading_jobs
 
 
 @dataclass(repr=False)
@@ -224,7 +224,7 @@ def load(
                 target.config, params, texts, cache_dtype="int8" if cache_dtype == "int8" else "fp8"
             )
 
-    compiled = start_compiling(blocking_jobs(engine.weights))
+    compiled = start_compiling(reading_jobs(engine.weights))
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):

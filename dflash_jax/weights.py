@@ -14,12 +14,14 @@ from dflash_jax.checkpoint import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
-from dflash_jax.models.blocked_weights import block_columns, blocks_pay
+from dflash_jax.models.blocked_weights import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.head_index import head_index, index_pays
 from dflash_jax.models.quantised import Quantised, Weight, WeightDtype, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
+
+_index = jax.jit(head_index)
 
 
 def stored_shapes(models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype) -> Shapes:
@@ -71,6 +73,19 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
         most = max(most, held + weight_bytes({role: table}) + made)
         held += weight_bytes({role: kept[role]})
     return most
+
+
+def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
+    """What compiles the programs that `read_weights` makes weights of these shapes with, where they are not rounded.
+
+    Beside larger programs, which are compiled while weights are read, each takes half a second or more: they are worth being there
+    before the weights are.
+    """
+    jobs = blocking_jobs(kept)
+    if HEAD_INDEX in kept.get("draft", {}):
+        head = _head(kept["target"])
+        jobs.append(lambda: _index.lower(jax.ShapeDtypeStruct(head.shape, head.dtype)).compile())
+    return jobs
 
 
 def read_weights(
@@ -136,12 +151,16 @@ def _kept(
 
 def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
     """The target's head in eight bits for a drafter that proposes with it, or its index; nothing where it reads another one."""
-    head = target.get("lm_head.weight", target.get("embed.weight"))
+    head = _head(target)
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if kind is None:
-        return {HEAD_INDEX: jax.jit(head_index)(head)} if index_pays(head) else {}
+        return {HEAD_INDEX: _index(head)} if index_pays(head) else {}
     return quantise_weights({SHARED_HEAD: head}, kind)
+
+
+def _head(target: Mapping[str, Any]) -> Any:
+    return target.get("lm_head.weight", target.get("embed.weight"))
 
 
 def check_draft_vocabulary(draft: DFlashConfig, params: Mapping[str, Array]) -> None:

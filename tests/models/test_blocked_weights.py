@@ -1,5 +1,6 @@
 """A model whose layers' matrices lie in blocks of columns: which ones, where, and that nothing else changes."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +13,19 @@ import dflash_jax as dj
 from dflash_jax import weights
 from dflash_jax.engine.costs import bare_cost
 from dflash_jax.info import collect
-from dflash_jax.models import bind, blocked_weights, family_named
-from dflash_jax.models.blocked_weights import block_columns, blocking_jobs, blocks_pay, cycle_rows
+from dflash_jax.models import bind, blocked_weights, family_named, fuse_context_projection, init_params
+from dflash_jax.models.blocked_weights import block_columns, blocks_pay, cycle_rows
+from dflash_jax.models.dflash import HEAD_INDEX
 from dflash_jax.models.layers import linear
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.weights import (
+    reading_bytes,
+    reading_jobs,
+    round_weights,
+    stored_shapes,
+    weight_bytes,
+    weight_shapes,
+)
 
 from ..devices import on
 from .golden_files import cases, golden
@@ -95,12 +104,23 @@ def test_parameters_are_taken_one_by_one() -> None:
     assert left.keys() == {name for name, one in blocked.items() if not isinstance(one, ColumnBlocks)}
 
 
-def test_programs_are_there_before_the_weights() -> None:
-    """One for each shape, which `block_columns` then calls without compiling."""
-    matrices = {f"layers.{i}.mlp.down_proj.weight": jnp.ones((size, 192)) for i, size in enumerate((24, 24, 40))}
-    shapes = jax.eval_shape(block_columns, dict(matrices))
-    jobs = blocking_jobs({"target": shapes, "draft": {"norm.weight": jax.ShapeDtypeStruct((8,), jnp.float32)}})
-    assert len(jobs) == 2
+def test_programs_are_there_before_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each shape of blocks and one for the head's index: reading, which calls them, compiles none of them."""
+    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype, rows: True)
+    monkeypatch.setattr(weights, "index_pays", lambda head: True)
+    sizes: Any = {  # that no other test has
+        "vocab_size": 1016, "hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32
+    }  # fmt: skip
+    target = replace(TARGETS["Qwen3-4B"], num_layers=2, windows=(None,) * 2, **sizes)
+    draft = replace(
+        DRAFTERS["Qwen3-4B-DFlash-b16"], num_layers=1, windows=(None,), causal=(False,), mask_token_id=1015,
+        target_layer_ids=(0, 1), num_target_layers=2, target_hidden_size=128, **sizes,
+    )  # fmt: skip
+    pair = [(target, family_named("qwen3")), (draft, family_named("dflash"))]
+    drawn = {family.role: init_params(family.parameters(one), jax.random.key(1), "float32") for one, family in pair}
+    drawn["draft"] = fuse_context_projection(draft, drawn["draft"])
+    jobs = reading_jobs(weight_shapes(pair, jnp.dtype("float32")))
+    assert len(jobs) == 4 + 1
     for job in jobs:
         job()
     compiled: list[str] = []
@@ -110,10 +130,12 @@ def test_programs_are_there_before_the_weights() -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        block_columns(matrices)
+        kept = round_weights(drawn, target, draft, jnp.dtype("float32"))
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
+    assert isinstance(kept["draft"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
+    assert HEAD_INDEX in kept["draft"]
 
 
 def test_a_product() -> None:
