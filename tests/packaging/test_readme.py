@@ -140,6 +140,14 @@ def test_figures_in_the_text_are_rows(tables):
     )
     words = " ".join(TEXT.split())
     assert f"decodes {fast} tokens a second with drafting and {plain} without, {gained} tokens to a cycle" in words
+    cycles = {row["case"]: row for row in tables.read("decode") if row["case"].startswith("cycle")}
+    for model, said in (
+        ("4b", "takes {} ms for one sequence and {} ms for eight, vLLM's {} and {}"),
+        ("8b", "{} and {} ms, vLLM's {} and {}"),
+    ):
+        one, eight = (cycles[f"cycle qwen3-{model}-b16 ctx1k B{batch}"] for batch in (1, 8))
+        figures = [tables.show(row[key]) for key in ("value", "peer_value") for row in (one, eight)]
+        assert said.format(*figures) in words
 
 
 ROW = {
