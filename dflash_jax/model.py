@@ -144,7 +144,8 @@ def load(
         hub id, where there is one; True insists on that; False loads none.
       dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
       max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
-      max_batch: requests that run side by side.
+      max_batch: requests that run side by side, no more than are expected: on Hopper weights lie in memory as is best for so many
+        (`dflash_jax.models.blocked_weights`).
       page_size: tokens of one page.
       num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
         no room for them.
