@@ -39,27 +39,22 @@ def merge_xla(
     group: int,
     dtype: Any,
 ) -> Float[Array, "B T N H"]:
-    """Written split by split instead of as a reduction, so that XLA makes one fusion of it."""
+    """Written split by split instead of as a reduction, and weights for each number, so that XLA makes one launch of it: those of
+    rows would have one of their own.
+    """
     b, kv_heads, splits, _, head_dim = parts.shape
     rows = tokens * group
     logits = [parts_lse[:, :, split, :rows] for split in range(splits)]
     if sinks is not None:
         logits.append(jnp.broadcast_to(jnp.tile(sinks.reshape(kv_heads, group), tokens), (b, kv_heads, rows)))
+    logits = [jnp.broadcast_to(one[..., None], (b, kv_heads, rows, head_dim)) for one in logits]
     top = functools.reduce(jnp.maximum, logits)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = [jnp.exp(logit - top) for logit in logits]
     total = functools.reduce(jnp.add, weights)
-    share = 1 / jnp.where(total > 0, total, 1.0)
     # Empty parts were never written: what lies there is skipped, not weighted.
-    out = functools.reduce(
-        jnp.add,
-        [
-            jnp.where(
-                weights[split][..., None] > 0, parts[:, :, split, :rows] * (weights[split] * share)[..., None], 0.0
-            )
-            for split in range(splits)
-        ],
-    )
+    kept = [jnp.where(weights[split] > 0, parts[:, :, split, :rows] * weights[split], 0.0) for split in range(splits)]
+    out = functools.reduce(jnp.add, kept) / jnp.where(total > 0, total, 1.0)
     out = jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2)
     return out.reshape(b, tokens, kv_heads * group, head_dim).astype(dtype)
 
