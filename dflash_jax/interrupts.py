@@ -28,11 +28,12 @@ def interrupts(*others: signal.Signals) -> Iterator[None]:
     usual = {signal.SIGINT: signal.default_int_handler, **dict.fromkeys(others, signal.SIG_DFL)}
     main = threading.current_thread() is threading.main_thread()
     taken = {number: handler for number, handler in usual.items() if main and signal.getsignal(number) is handler}
+    global _arrived
+    if main:
+        _arrived = False
     if not taken:
         yield
         return
-    global _arrived
-    _arrived = False
     before, hook = signal.signal(signal.SIGALRM, _interrupt), sys.unraisablehook
 
     def dropped(told: Any) -> None:

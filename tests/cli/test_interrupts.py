@@ -98,10 +98,15 @@ def test_other_signals_interrupt_where_they_would_end_the_process():
 
 
 def test_process_that_ignores_interrupts_goes_on_doing_so():
+    """And what an earlier block has met is no reason for what fails in this one."""
+    with pytest.raises(KeyboardInterrupt), interrupts():
+        signal.raise_signal(signal.SIGINT)
+    assert was_interrupted(ImportError())
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupts():
             signal.raise_signal(signal.SIGINT)
+        assert not was_interrupted(ImportError())
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -16,7 +16,9 @@ from dflash_convert.write import OutputError, OutputExistsError, output_folder
 
 from dflash_jax.checkpoint import open_converted
 
-COMMAND = (sys.executable, "-c", "import sys; from dflash_convert.cli import main; sys.exit(main())")
+# Ctrl-C counts, although what runs in the background, as these tests may, ignores it.
+HEARING = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+COMMAND = (sys.executable, "-c", f"{HEARING}; from dflash_convert.cli import main; sys.exit(main())")
 
 
 def dead_pid() -> int:
