@@ -1,6 +1,5 @@
 """A model whose layers' matrices lie in blocks of columns: which ones, where, and that nothing else changes."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from dflash_jax.weights import (
 )
 
 from ..devices import on
+from ..small_pair import small_pair
 from .golden_files import cases, golden
 from .test_chain import Decodes
 
@@ -108,14 +108,7 @@ def test_programs_are_there_before_the_weights(monkeypatch: pytest.MonkeyPatch) 
     """One for each shape of blocks and one for the head's index: reading, which calls them, compiles none of them."""
     monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype, rows: True)
     monkeypatch.setattr(weights, "index_pays", lambda head: True)
-    sizes: Any = {  # that no other test has
-        "vocab_size": 1016, "hidden_size": 128, "intermediate_size": 192, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32
-    }  # fmt: skip
-    target = replace(TARGETS["Qwen3-4B"], num_layers=2, windows=(None,) * 2, **sizes)
-    draft = replace(
-        DRAFTERS["Qwen3-4B-DFlash-b16"], num_layers=1, windows=(None,), causal=(False,), mask_token_id=1015,
-        target_layer_ids=(0, 1), num_target_layers=2, target_hidden_size=128, **sizes,
-    )  # fmt: skip
+    target, draft = small_pair(hidden=128, inner=192, vocab=1016)  # sizes that no other test has
     pair = [(target, family_named("qwen3")), (draft, family_named("dflash"))]
     drawn = {family.role: init_params(family.parameters(one), jax.random.key(1), "float32") for one, family in pair}
     drawn["draft"] = fuse_context_projection(draft, drawn["draft"])

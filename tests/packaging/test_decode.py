@@ -2,27 +2,19 @@
 
 import json
 import sys
-from dataclasses import replace
 
 import pytest
 from dflash_kernels import ColumnBlocks
 
 from dflash_jax import weights
-from dflash_jax.models.presets import DRAFTERS, TARGETS
 
-SMALL = {
-    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32
-}  # fmt: skip
+from ..small_pair import small_pair
 
 
 @pytest.fixture
 def decode(script, monkeypatch):
     module = script("decode")
-    target = replace(TARGETS["Qwen3-4B"], num_layers=2, windows=(None,) * 2, **SMALL)
-    draft = replace(
-        DRAFTERS["Qwen3-4B-DFlash-b16"], num_layers=1, mask_token_id=1023, target_layer_ids=(0, 1), num_target_layers=2,
-        target_hidden_size=128, windows=(None,), causal=(False,), **SMALL,
-    )  # fmt: skip
+    target, draft = small_pair(hidden=128, inner=128, vocab=1024)
     monkeypatch.setattr(module, "published_shape", lambda name: ("qwen3", target, draft))
     for one in (module, weights):
         monkeypatch.setattr(one, "blocks_pay", lambda config, dtype, rows: rows < 32)

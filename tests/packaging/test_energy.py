@@ -1,14 +1,14 @@
 """What counts energy, with a counter that moves as a driver's does."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from dflash_jax.models import family_named, init_params
-from dflash_jax.models.presets import DRAFTERS, TARGETS
+
+from ..small_pair import small_pair
 
 TICK_S, WATTS = 0.05, 350
 
@@ -65,19 +65,7 @@ def test_the_gpu_is_the_first_visible_one(energy, monkeypatch, visible, gpu):
 
 def test_products_are_those_of_layers_and_head(energy):
     """Two operations for every row and number of the layers' matrices and the head's; tokens as the layers give them."""
-    small = {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-    }
-    target = replace(TARGETS["Qwen3-4B"], num_layers=2, **small)
-    drafter = replace(
-        DRAFTERS["Qwen3-4B-DFlash-b16"], num_layers=1, mask_token_id=95, target_layer_ids=(0, 1), num_target_layers=2,
-        target_hidden_size=64, windows=(None,), causal=(False,), **small,
-    )  # fmt: skip
+    target, drafter = small_pair(hidden=64, inner=128, vocab=96, head_dim=16)
     weights = {
         role: init_params(family_named(family).parameters(config), jax.random.key(3), "float32")
         for role, family, config in (("target", "qwen3", target), ("draft", "dflash", drafter))
