@@ -240,7 +240,7 @@ class Block(Fed):
         self._write(zeros if self.launch.direct else None, lse)
 
     def _write(self, out, lse):
-        launch, o_sm = self.launch, self.buffers["o_sm"]
+        launch, o_sm = self.launch, self.buffers.get("o_sm")
         if "lse" in self.refs:
             self._lse_row().at[pl.ds(self.first_row, ROWS)][...] = lse
         if launch.settles:

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 from dflash_kernels.device import refuse_other_than_hopper
+from dflash_kernels.paged_attention.mosaic_gpu import KERNEL_MERGES
 from dflash_kernels.paged_attention.mosaic_gpu_schedule import MULTIPROCESSORS, Launch, Tuning, plan
 from dflash_kernels.qkv_attention.heads import Heads
 
@@ -28,11 +29,9 @@ def refuse(
     refuse_other_than_hopper(causal=causal)
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {jnp.dtype(dtype)}")
-    whole = _planned(sequences, tokens, group, kv_heads, head_dim, turned, page_size, table_width, causal, 1.0, None)
-    if whole is None:
-        raise NotImplementedError(
-            f"takes calls that fill the GPU with one CTA or two for each head, not {sequences} sequences"
-        )
+    if sequences == 1:
+        raise NotImplementedError("is not known to be faster for one sequence")
+    _planned(sequences, tokens, group, kv_heads, head_dim, turned, page_size, table_width, causal, 1.0, None)
 
 
 def launch(
@@ -54,16 +53,16 @@ def launch(
         b, rows // b, width // head_dim // kv_heads - 2, kv_heads, head_dim, 2 * heads.cos.shape[1], page_size, table_width,
         causal, scale, tuning,
     )  # fmt: skip
-    if made is None:
-        raise NotImplementedError(f"takes calls that fill the GPU with one CTA or two for each head, not {b} sequences")
     return _run(made, eps, heads.inputs(), {"k": heads.k_pages, "v": heads.v_pages}, interpret)
 
 
 def _planned(
     sequences: int, tokens: int, group: int, kv_heads: int, head_dim: int, turned: int, page_size: int, table_width: int,
     causal: bool, scale: float, tuning: Tuning | None,
-) -> tuple[Launch, Attention] | None:  # fmt: skip
-    """None where more than two CTAs would share a head's keys."""
+) -> tuple[Launch, Attention]:  # fmt: skip
+    """One CTA for each head where those fill the GPU; two of a cluster where those do; or more, and a launch that puts parts
+    together.
+    """
     if head_dim != HEAD_DIM or turned != head_dim:
         raise NotImplementedError(f"turns whole heads of {HEAD_DIM}, not {turned} columns of {head_dim}")
     if page_size != KEYS:
@@ -72,27 +71,24 @@ def _planned(
         raise NotImplementedError(
             f"takes {MOST_TOKENS} tokens and {KEYS} query rows at most, not {tokens} and {tokens * group}"
         )
-    shapes: dict[str, Any] = {
-        "tokens": tokens,
-        "group": group,
-        "kv_heads": kv_heads,
-        "page_size": page_size,
-        "table_width": table_width,
-    }
+    cut = functools.partial(
+        plan, b=sequences, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
+        table_width=table_width, has_sinks=False, causal=causal, window=(None, None), soft_cap=None, scale=scale, alibi_sqrt=False,
+    )  # fmt: skip
     # Measured: more on its way to a multiprocessor makes others wait for their first tiles.
     stages = 3 if sequences * kv_heads <= MULTIPROCESSORS else 2
-    tunings = (Tuning(stages=stages, together=False), Tuning(stages=2, together=True)) if tuning is None else (tuning,)
-    for choice in tunings:
-        made = plan(
-            choice, b=sequences, head_dim=head_dim, has_sinks=False, causal=causal, window=(None, None), soft_cap=None,
-            scale=scale, alibi_sqrt=False, **shapes,
-        )  # fmt: skip
-        if made.direct or made.pair:
-            splits = made.splits
-            # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
-            made = dataclasses.replace(made, once=True)
-            return made, Attention(sequences=sequences, splits=splits, stages=made.stages, scale=scale, **shapes)
-    return None
+    made = cut(tuning or Tuning(stages=stages, together=False))
+    if tuning is None and not made.direct:
+        # A cycle of four sequences of 4B takes 3.46 ms in parts, 3.48 with pairs on half of the GPU, and 3.51 as operations apart.
+        pair = cut(Tuning(stages=2, together=True))
+        made = pair if pair.pair else made
+    # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
+    by_lanes = not made.direct and not made.pair and made.splits >= KERNEL_MERGES
+    made = dataclasses.replace(made, once=True, by_lanes=by_lanes)
+    return made, Attention(
+        sequences=sequences, tokens=tokens, group=group, kv_heads=kv_heads, page_size=page_size, table_width=table_width,
+        splits=made.splits, stages=made.stages, scale=scale,
+    )  # fmt: skip
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

@@ -1,4 +1,4 @@
-"""The Hopper kernel: one CTA or two for each sequence's KV head, as in `paged_attention`, make queries and new keys themselves.
+"""The Hopper kernel: the CTAs of each sequence's KV head, as in `paged_attention`, make queries and new keys themselves.
 
 Keys that are in the pages already are on their way meanwhile. The new ones go to the pages before the copies of the tiles that hold
 them begin; nobody else reads or writes them.
@@ -29,7 +29,7 @@ from dflash_kernels.attention_chain.mosaic_gpu_plan import HEAD_DIM, KEYS, Atten
 from dflash_kernels.in_place import lent, returned
 from dflash_kernels.layer_chain.mosaic_gpu_ops import TILED
 from dflash_kernels.paged_attention.mosaic_gpu_kernel import Block, grid
-from dflash_kernels.paged_attention.mosaic_gpu_merge import merge_xla
+from dflash_kernels.paged_attention.mosaic_gpu_merge import merge_by_lanes, merge_xla
 from dflash_kernels.paged_attention.mosaic_gpu_ops import (
     FOLDED,
     LOG2E,
@@ -65,7 +65,7 @@ def attention(
     """
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False, once=False)
+        launch = dataclasses.replace(launch, together=False, once=False, by_lanes=False)
     b, rows, whole = shapes.sequences, -(-shapes.rows // 8) * 8, launch.direct or launch.together
     shape = (b, launch.tokens, launch.kv_heads, launch.group) if whole else (b, launch.kv_heads, launch.splits, rows)
     made = {"o": jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.bfloat16 if whole else jnp.float32)}
@@ -92,12 +92,13 @@ def attention(
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
-        out = merge_xla(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
+        merge = merge_by_lanes if launch.by_lanes else merge_xla
+        out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), returned(held["k"]), returned(held["v"])
 
 
 class _Written(Block):
-    """One CTA's work. Two that share a head's keys take turns with the tiles, and both make its queries.
+    """One CTA's work. Those that share a head's keys take turns with the tiles, and all make its queries.
 
     The values of a tile are multiplied beside the softmax of the next one (FlashAttention-3, arXiv 2407.08608, section 3.2).
     """
@@ -129,8 +130,9 @@ class _Written(Block):
         qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
         low, high, tiles = jnp.maximum(self.first, 0), self.kv_len, (self.new, self.new + 1)
         if self.stride > 1:
-            # New tokens lie in two tiles at most.
-            own = self.new + lax.rem(self.new + self.split, jnp.int32(2))
+            # New tokens lie in two tiles at most: of a CTA in none or one.
+            turn = lax.rem(self.new, jnp.int32(self.stride))
+            own = self.new + lax.rem(self.split - turn + self.stride, jnp.int32(self.stride))
             low, high, tiles = jnp.maximum(low, own * KEYS), jnp.minimum(high, (own + 1) * KEYS), (own, own)
 
         @pl.when(low < high)
