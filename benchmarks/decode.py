@@ -105,15 +105,18 @@ def scales(target: DecoderConfig) -> CacheScales:
     return CacheScales((), (of_channels,) * target.num_layers)
 
 
-def resized(of_batch: Mapping[int, Engine], context: int, cache_dtype: str | None = None) -> dict[int, Engine]:
-    """The same weights for prompts of another length, and pages kept in another way."""
-    made = {id(engine): _resized(engine, context, cache_dtype) for engine in of_batch.values()}
+def resized(
+    of_batch: Mapping[int, Engine], context: int, cache_dtype: str | None = None, window: int | None = None
+) -> dict[int, Engine]:
+    """The same weights for prompts of another length, pages kept in another way, and a drafter that sees no more than `window`."""
+    made = {id(engine): _resized(engine, context, cache_dtype, window) for engine in of_batch.values()}
     return {batch: made[id(engine)] for batch, engine in of_batch.items()}
 
 
-def _resized(engine: Engine, context: int, cache_dtype: str | None) -> Engine:
+def _resized(engine: Engine, context: int, cache_dtype: str | None, window: int | None) -> Engine:
     found = scales(engine.target) if cache_dtype == "int8" else None
-    engine = replace(engine, max_model_len=context + 640, num_pages=0, cache_dtype=cache_dtype, cache_scales=found)
+    kept = {"cache_dtype": cache_dtype, "cache_scales": found, "draft_window": window}
+    engine = replace(engine, max_model_len=context + 640, num_pages=0, **kept)
     if context >= LONG:
         engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
     return engine
@@ -143,7 +146,8 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
         own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
         read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
         pages = page_bytes(drafter, 1, engine.dtype)
-        took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, context, batch)
+        seen = context if engine.draft_window is None else min(context, engine.draft_window)
+        took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, seen, batch)
     return round(took * 1e3, 3)
 
 
@@ -218,6 +222,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="the same for the drafter alone"
     )
+    parser.add_argument("--draft-window", type=int, default=None, help="tokens of a context that the drafter sees")
     parser.add_argument(
         "--cache-dtype",
         nargs="+",
@@ -237,6 +242,7 @@ def main() -> None:
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
+    suffix += "" if options.draft_window is None else f" window{options.draft_window}"
     suffix += "" if options.sampling == "greedy" else f" {options.sampling}"
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), chain.CHAIN_ATTENTION
@@ -252,7 +258,7 @@ def main() -> None:
             kinds = options.weight_dtype, options.draft_weight_dtype
             of_batch = engines(name, options.context[0], options.batch, *kinds)
             for context, kept in itertools.product(options.context, options.cache_dtype):
-                of_batch = resized(of_batch, context, None if kept == "none" else kept)
+                of_batch = resized(of_batch, context, None if kept == "none" else kept, options.draft_window)
                 words = ("" if attention == "best" else f" {attention}") + suffix + pages[kept]
                 add(record, options, name, of_batch, context, words)
             del of_batch

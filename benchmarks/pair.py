@@ -45,11 +45,14 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=224)
     parser.add_argument("--weight-dtype", default=None, help="int8, fp8 or fp8_dynamic: large matrices in eight bits")
     parser.add_argument("--draft-weight-dtype", default=None, help="the same for the drafter alone")
+    parser.add_argument("--draft-window", type=int, default=None, help="tokens of a text that the drafter sees")
     options = parser.parse_args()
     texts = [row["text"] for row in json.loads(PROMPTS.read_text())][: options.prompts]
     weights = "" if options.weight_dtype is None else f" {options.weight_dtype} weights"
     weights += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
-    kinds = options.weight_dtype, options.draft_weight_dtype and f"draft_{options.draft_weight_dtype}"
+    weights += "" if options.draft_window is None else f" window{options.draft_window}"
+    kinds = [options.weight_dtype, options.draft_weight_dtype and f"draft_{options.draft_weight_dtype}"]
+    kinds += [options.draft_window and f"window{options.draft_window}"]
     record = Record("_".join(["pair", *filter(None, kinds)]), options)
     for proposals in ("shared_noise", "argmax"):
         model = dj.load(
@@ -59,6 +62,7 @@ def main() -> None:
             proposals=proposals,
             weight_dtype=options.weight_dtype,
             draft_weight_dtype=options.draft_weight_dtype,
+            draft_window=options.draft_window,
         )
         dj.generate(
             model, texts[0], dj.SamplingParams(max_tokens=4)

@@ -62,7 +62,7 @@ def load_options(args: argparse.Namespace) -> dict:
     options = {"path": args.model, "draft": False if args.no_draft else args.draft}
     options |= {"revision": args.revision, "draft_revision": args.draft_revision}
     options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
-    options |= {"draft_weight_dtype": args.draft_weight_dtype}
+    options |= {"draft_weight_dtype": args.draft_weight_dtype, "draft_window": args.draft_window}
     options |= {"verify_length": args.verify_length, "max_model_len": args.max_model_len}
     if args.calibration is not None:
         from dflash_jax.bench.workload import read_prompts as read_texts

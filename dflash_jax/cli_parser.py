@@ -119,6 +119,10 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
         help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
     )  # fmt: skip
     group.add_argument(
+        "--draft-window", type=int, metavar="N",
+        help="tokens of a context that the drafter sees, the last ones (default: all); changes no text",
+    )  # fmt: skip
+    group.add_argument(
         "--max-model-len",
         type=int,
         metavar="N",

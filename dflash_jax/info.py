@@ -34,6 +34,7 @@ def collect(
     draft_weight_dtype: WeightDtype | None = None,
     cache_dtype: CacheDtype | None = None,
     verify_length: int | str | None = None,
+    draft_window: int | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     hashes: bool = False,
@@ -54,6 +55,7 @@ def collect(
     engine, memory = plan_engine(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype,
         cache_dtype=cache_dtype, max_model_len=max_model_len, max_batch=max_batch, verify_length=verify_length,
+        draft_window=draft_window,
     )  # fmt: skip
     checkpoints = [target] if drafter is None else [target, drafter]
     device = jax.local_devices()[0]

@@ -130,6 +130,7 @@ def load(
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
     verify_length: int | str | None = None,
+    draft_window: int | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     ahead: Callable[[Model], Run] | None = None,
@@ -167,6 +168,8 @@ def load(
       verify_length: how many tokens the target verifies in a cycle, of those that the drafter offers; the emitted text is the
         target's own with any. None is the whole block, an integer stays, 1 is no drafting. "auto" chooses anew every few cycles,
         by how many proposals stood and what cycles cost, and stops drafting for a while where it does not pay; on CPUs it is None.
+      draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
+        than a drafter was trained on, where it may guess better so, and faster. No text depends on it.
       revision, draft_revision: of hub ids.
       ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
         they are read. The run itself is not started.
@@ -205,6 +208,7 @@ def load(
         target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype, cache_dtype=cache_dtype,
         max_model_len=max_model_len,
         max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
+        draft_window=draft_window,
     )  # fmt: skip
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in calibration]

@@ -35,6 +35,7 @@ def plan_engine(
     max_model_len: SupportsIndex | None = None,
     max_batch: int,
     verify_length: SupportsIndex | str | None = None,
+    draft_window: Any = None,
     num_pages: int | None = None,
     **options: Any,
 ) -> tuple[Engine, MemoryPlan]:
@@ -62,7 +63,8 @@ def plan_engine(
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
         max_model_len=choose_model_len(target.config, max_model_len), max_batch=max_batch,
-        verify_length=choose_verify_length(draft, verify_length), **options,
+        verify_length=choose_verify_length(draft, verify_length), draft_window=choose_draft_window(draft, draft_window),
+        **options,
     )  # fmt: skip
     memory = plan_for(engine, reading_bytes(stored, weights), num_pages)
     return replace(engine, num_pages=memory.num_pages), memory
@@ -147,3 +149,19 @@ def choose_verify_length(
         return number
     which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
     raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
+
+
+def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:
+    """As asked; None for all of a context.
+
+    Raises:
+      ParameterError: no number of tokens, or nobody who would see them.
+    """
+    if window is None:
+        return None
+    if draft is None:
+        raise ParameterError(f"draft_window must be left out without a drafter, got {window!r}")
+    number = as_integer(window)
+    if number is None or not 1 <= number < 2**31:
+        raise ParameterError(f"draft_window must be None or a positive integer, got {window!r}")
+    return number

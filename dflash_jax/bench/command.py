@@ -106,6 +106,7 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
         max_batch=users,
         dtype=args.dtype or "bfloat16",
         verify_length=args.verify_length,
+        draft_window=args.draft_window,
     )
 
 

@@ -18,7 +18,7 @@ from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_pr
 from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.planning import choose_verify_length, plan_for
+from dflash_jax.planning import choose_draft_window, choose_verify_length, plan_for
 from dflash_jax.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
 
 # Published shapes that can be filled with random weights: family, target, drafter.
@@ -127,7 +127,7 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
 
 def random_pair(
     name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None,
-    weight_dtype: WeightDtype | None = None, draft_weight_dtype: WeightDtype | None = None,
+    weight_dtype: WeightDtype | None = None, draft_weight_dtype: WeightDtype | None = None, draft_window: int | None = None,
 ) -> Model:  # fmt: skip
     """A model of a published shape (a key of `SHAPES`) whose weights are random: made on the device, no file is read.
 
@@ -147,7 +147,7 @@ def random_pair(
     engine = Engine(
         target=target, draft=draft, weights=kept, dtype=kind,
         max_model_len=max_model_len, max_batch=max_batch,
-        verify_length=choose_verify_length(draft, verify_length),
+        verify_length=choose_verify_length(draft, verify_length), draft_window=choose_draft_window(draft, draft_window),
     )  # fmt: skip
     memory = plan_for(engine, weight_bytes(stored), None)
     tables = families[0].parameters(target), families[1].parameters(draft)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
+from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.largest import largest
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
@@ -61,7 +62,9 @@ def cycle(
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table, exchanges.context)
         if setup.width > 1:
-            block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, exchanges.draft)
+            block, draft_pages = draft_block(
+                drafter, target, draft_pages, page_table, state, exchanges.draft, setup.draft_window
+            )
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
@@ -131,9 +134,9 @@ def cycle_exchanges(setup: Setup, weights: Weights, page_table: Int[Array, "B W"
     """Exchanges for cycles of these shapes. Both models use the same where they can: they take turns."""
     target, slots = bind(setup.target, weights["target"]), state.done.shape[0]
 
-    def of(model, pages, x) -> Any:
+    def of(model, pages, x, table=page_table) -> Any:
         positions = jnp.zeros(x.shape[:2], jnp.int32)
-        attend = PagedAttend(pages, page_table, positions, jnp.zeros((slots,), jnp.int32))
+        attend = PagedAttend(pages, table, positions, jnp.zeros((slots,), jnp.int32))
         return layers_exchange(model.layers, x, jax.eval_shape(model.rotary, positions), attend)
 
     ids = jax.ShapeDtypeStruct((slots, setup.width), jnp.int32)
@@ -144,7 +147,8 @@ def cycle_exchanges(setup: Setup, weights: Weights, page_table: Int[Array, "B W"
     drafter = bind(setup.draft, weights["draft"])
     context = drafter.context_exchange(slots * setup.width, state.features.dtype)
     x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
-    theirs = of(drafter, state.draft_pages, x)
+    seen, _ = _seen_pages(drafter, state.draft_pages, page_table, state, setup.draft_window)
+    theirs = of(drafter, state.draft_pages, x, seen)
     return Exchanges(ours, ours if _alike(ours, theirs) else theirs, context)
 
 
@@ -171,19 +175,30 @@ def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"], e
         return write_context(drafter, state.draft_pages, page_table[slot], products[:, None], positions, live)
 
 
-def draft_block(drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None):
+def draft_block(
+    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None,
+    window: int | None = None,
+):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
 
-    The drafter always fills the block it was trained on: each slot attends to all of them.
+    The drafter always fills the block it was trained on: each slot attends to all of them, and to the committed tokens, with
+    `window` to the last ones.
     The block's own keys go to the slots after the committed ones. No later query sees them: the next cycle's context and block
     overwrite every slot below its own lengths.
     """
     with jax.named_scope("draft"):
         size = drafter.config.block_size
         positions = state.seq_lens[:, None] + jnp.arange(size)
-        attend = PagedAttend(draft_pages, page_table, positions, jnp.where(state.done, 0, size), exchange=exchange)
+        table, before = _seen_pages(drafter, draft_pages, page_table, state, window)
+        live = jnp.where(state.done, 0, size)
+        attend = PagedAttend(draft_pages, table, positions - before[:, None], live, exchange=exchange)
         hidden = drafter.block(state.pending, target.embed.weight[...], positions, attend)
         return hidden, attend.pages
+
+
+def _seen_pages(drafter, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, window: int | None):
+    sizes = {"block": drafter.config.block_size, "page_size": draft_pages.page_size}
+    return last_pages(page_table, state.seq_lens, window=window, **sizes)
 
 
 def propose(

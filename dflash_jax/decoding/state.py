@@ -27,6 +27,7 @@ class Setup:
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
+      draft_window: tokens before a block that the drafter sees, the last ones, in whole pages; None for all.
       form: how a prompt attends where the target's attention is latent.
       imposed_acceptance: tokens each cycle gains on average, whatever the target chooses. Only `dflash_jax.bench` sets it.
       verified: tokens the target verifies in a cycle where that is fewer than the drafter offers; 1 drafts nothing and keeps the
@@ -39,6 +40,7 @@ class Setup:
     logprobs: bool = False
     proposals: Proposals = "shared_noise"
     draft_temperature: float = 1.0
+    draft_window: int | None = None
     form: LatentForm = BY_ARITHMETIC
     imposed_acceptance: float | None = None
     verified: int | None = None

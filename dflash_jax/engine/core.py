@@ -46,6 +46,7 @@ class Core:
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
         an integer stays, None is the whole block. A length up to 1 token drafts nothing.
+      draft_window: see `Setup`.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see `engine.ahead`. None
@@ -66,6 +67,7 @@ class Core:
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
     # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
     draft_temperature: float = 0.75
+    draft_window: int | None = None
     latent_form: LatentForm = BY_ARITHMETIC
     cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
@@ -149,7 +151,8 @@ class Core:
         """What the programs for such requests are compiled for."""
         drafter = self.draft if draft else None
         return Setup(
-            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, self.latent_form,
+            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
+            draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance,
         )  # fmt: skip
 
@@ -160,7 +163,7 @@ class Core:
             return VerifyLength(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
             auto = self.verify_length == "auto"
-            cost = cycle_cost(self.target, self.draft, self.weights) if auto else None
+            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if auto else None
             self._lengths = VerifyLength(self.draft.num_drafts + 1, cost, self.verify_length)
         return self._lengths
 

@@ -63,6 +63,7 @@ class CycleCost:
     Attributes:
       target, draft: without embeddings and head.
       head: the target's, read for verification; `proposing`: the one that is read for proposals, the same or a copy of it.
+      window: tokens of a context that the drafter sees; None for all.
       table: measured milliseconds over the model's, by slots and verified tokens; empty for the model alone.
     """
 
@@ -72,6 +73,7 @@ class CycleCost:
     proposing: Stack
     block: int
     table: Mapping[tuple[int, int], float]
+    window: int | None = None
     _ratios: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def ms(self, slots: int, verified: int, context: float) -> float:
@@ -90,7 +92,8 @@ class CycleCost:
         rows, tokens = slots * verified, slots * context
         seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
         if verified > 1:
-            seconds += self.draft.seconds(slots * self.block, tokens) + self.proposing.seconds(rows - slots, 0.0)
+            seen = tokens if self.window is None else slots * min(context, float(self.window))
+            seconds += self.draft.seconds(slots * self.block, seen) + self.proposing.seconds(rows - slots, 0.0)
         return seconds * 1e3
 
     def _ratio(self, slots: int, verified: int) -> float:
@@ -121,10 +124,12 @@ def _between(points: Sequence[int], value: int) -> tuple[tuple[int, int], float]
     return (low, high), math.log(value / low) / math.log(high / low)
 
 
-def cycle_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:
-    """Costs for this pair; `weights` may be shapes."""
+def cycle_cost(
+    target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]], window: int | None = None
+) -> CycleCost:
+    """Costs for this pair; `weights` may be shapes. `window`: see `CycleCost`."""
     bare = bare_cost(target, draft, weights)
-    return replace(bare, table=_nearest(bare))
+    return replace(bare, table=_nearest(bare), window=window)
 
 
 def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:

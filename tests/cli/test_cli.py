@@ -102,6 +102,7 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["info", "/nowhere"], 3, "/nowhere"),
         (["info", "--max-batch", "0"], 4, "max_batch must be"),
         (["info", "--verify-length", "99"], 4, "verify_length must be"),
+        (["info", "--draft-window", "0"], 4, "draft_window must be"),
         (["generate", "x", "--cache-dtype", "fp8_packed"], 4, "needs latent rows"),
         (["generate", "x\udcff", "--max-tokens", "9"], 4, "character 1 of the text is '\\udcff'"),
         (["generate", "x", "--model", ""], 3, "an empty name"),

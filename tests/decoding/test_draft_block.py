@@ -4,6 +4,8 @@ Nothing else would notice: with a block at the wrong positions, or with a contex
 and only fewer proposals stand.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +20,22 @@ from dflash_jax.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("changes", "packed"),
+    ("changes", "packed", "window"),
     [
-        ({}, False), ({"windows": (4, 30), "causal": (True, False)}, True),
-        ({"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}, False),
+        ({}, False, None), ({"windows": (4, 30), "causal": (True, False)}, True, None),
+        ({"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}, False, None), ({}, False, 9),
+        ({"windows": (4, 30), "causal": (True, False)}, True, 20),
     ],
-    ids=["plain", "windows", "sinks"],
+    ids=["plain", "windows", "sinks", "the last tokens", "the last tokens, windows"],
 )  # fmt: skip
-def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes, packed, monkeypatch) -> None:
-    """Three sequences that stand at different places, after cycles that rejected proposals; a fourth slot is idle."""
+def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes, packed, window, monkeypatch) -> None:
+    """Three sequences that stand at different places, after cycles that rejected proposals; a fourth slot is idle.
+
+    With `window`, of the context that is left of it; what is not may hold NaN.
+    """
     if packed:
         monkeypatch.setattr("dflash_jax.models.dflash.DFlash.packs", lambda *_: True)
-    pair = make_pair(draft=make_config[1](**changes), goes_ahead=False)
+    pair = make_pair(draft=make_config[1](**changes), goes_ahead=False, draft_window=window)
     engine, prompts = pair.engine, make_prompts((21, 3, 50))
     tokens = [list(prompt) for prompt in prompts]
     run = engine.run(
@@ -52,16 +58,24 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
     def over_pages(weights, state, table):
         target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
         pages = commit_context(drafter, state, table)
-        return draft_block(drafter, target, pages, table, state)[0]
+        pages_before = (
+            0 * state.seq_lens if window is None else jnp.maximum(state.seq_lens - window, 0) // engine.page_size
+        )
+        unseen = jnp.arange(table.shape[1]) < pages_before[:, None]
+        unseen = jnp.where(unseen & ~state.done[:, None], table, engine.num_pages)
+        k, v = ([pool.at[unseen].set(jnp.nan, mode="drop") for pool in pools] for pools in (pages.k, pages.v))
+        pages = dataclasses.replace(pages, k=tuple(k), v=tuple(v))
+        return draft_block(drafter, target, pages, table, state, window=window)[0]
 
     @jax.jit
     def dense(weights, ids, pending):
         target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
         positions, length = jnp.arange(ids.shape[1])[None], ids.shape[1]
         _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
-        context = drafter.context_kv(drafter.context(features), positions)
+        first = 0 if window is None else max(length - window, 0) // engine.page_size * engine.page_size
+        keys, values = (x[:, :, first:] for x in drafter.context_kv(drafter.context(features), positions))
         block = drafter.block_embeddings(pending, target.embed.weight[...])
-        return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=context))
+        return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))
 
     hidden = np.asarray(over_pages(engine.weights, run.state, jnp.asarray(run.slots.tables)))
     for index, slot in slots.items():

@@ -234,11 +234,10 @@ def test_scalars_of_arrays_are_numbers_and_flags(target):
     sizes = {"max_batch": 2, "page_size": 16, "num_pages": 20, "max_model_len": 64}
     load, stream = inspect.unwrap(dj.load), inspect.unwrap(dj.stream)
     draft = write(target / "draft", DRAFT)
-    model = load(
-        target, draft=draft, verify_length=np.int32(3), **{name: np.int64(size) for name, size in sizes.items()}
-    )
-    told = {name: getattr(model.engine, name) for name in (*sizes, "verify_length")}
-    assert told == {**sizes, "verify_length": 3}
+    sizes |= {"verify_length": 3, "draft_window": 40}
+    model = load(target, draft=draft, **{name: np.int64(size) for name, size in sizes.items()})
+    told = {name: getattr(model.engine, name) for name in sizes}
+    assert told == sizes
     assert {type(size) for size in told.values()} == {int}
     inspect.unwrap(dj.Model.warmup)(model, modes=["greedy"], draft=[np.False_], batch=[np.int64(1)])
     (*_, last) = stream(model, [5, 6], PARAMS, cycles=np.int64(2), draft=np.False_, chat=np.array(False))
