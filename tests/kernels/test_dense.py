@@ -97,9 +97,11 @@ def test_short_rings_run(slots: int) -> None:
     check("gated", x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
 
 
-def test_the_plan_that_is_chosen_runs() -> None:
-    x, weight = make("parts", 128, 48, 256)
-    check("parts", x, weight, launch("parts", x, weight, multiprocessors=4, interpret=INTERPRET)[0])
+@pytest.mark.parametrize(("form", "rows"), [("parts", 128), ("plain", 32), ("gated", 56), ("parts", 40)])
+def test_the_plan_that_is_chosen_runs(form: Any, rows: int) -> None:
+    """Fewer rows than a tile has are no copies of more."""
+    x, weight = make(form, rows, 48, 256)
+    check(form, x, weight, launch(form, x, weight, multiprocessors=4, interpret=INTERPRET)[0])
 
 
 @pytest.mark.parametrize(("form", "live"), [("plain", 0), ("plain", 130), ("parts", 5), ("parts", 384)])
@@ -216,7 +218,7 @@ def test_results_leave_through_shared_memory(sizes: dict[str, tuple[int, int]]) 
 def test_refusals_name_their_reason() -> None:
     x, weight = make("plain", 128, 64, 64)
     for arguments, reason in (
-        ((x[:32], weight), "takes 64 to 512 rows in steps of 64, not 32"), ((x, weight[:56]), "a multiple of 16 features, not 56"),
+        ((x[:24], weight), "takes 32 to 512 rows, from 64 on in steps of 64 and before of 8, not 24"), ((x, weight[:56]), "a multiple of 16 features, not 56"),
         ((x.astype(jnp.float32), weight), "in x's dtype, not bfloat16"), ((x[:, :48], weight[:, :48]), "blocks of 64, not 48"),
         ((x.astype(jnp.float16), weight.astype(jnp.float16)), "takes bfloat16, not float16"),
     ):  # fmt: skip
@@ -246,7 +248,7 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 128, 192, 256])
+@pytest.mark.parametrize("rows", [32, 40, 64, 128, 192, 256])
 @pytest.mark.parametrize("form", FORMS)
 def test_full_size_agrees_with_float64(form: str, rows: int) -> None:
     x, weight = make(form, rows, *QWEN3_4B[form])

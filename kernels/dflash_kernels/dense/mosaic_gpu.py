@@ -17,6 +17,7 @@ from dflash_kernels.target import target
 PLAIN_ROWS = 256
 SCORED_ROWS = 16
 FEWEST = 8  # rows that one copy may bring
+FEW_ROWS = 32  # of which, and of some more, XLA makes parts and then another launch
 
 
 type Weight = Array | ColumnBlocks
@@ -104,8 +105,11 @@ def refuse(rows: int, dtype: Any, depth: int, *, blocked: bool = False) -> None:
         raise NotImplementedError(f"takes bfloat16, not {dtype}")
     # Of 1,024 rows, eight layers of Qwen3-4B take 3.9 +- 0.7 % less with these kernels, and cuBLAS for o and down, than by XLA
     # alone; by the same products 36 layers would take 5 % less than twice 512. Nobody calls with so many.
-    if not blocked and (rows % ROWS or rows > 8 * ROWS):
-        raise NotImplementedError(f"takes {ROWS} to {8 * ROWS} rows in steps of {ROWS}, not {rows}")
+    few = FEW_ROWS <= rows < ROWS and rows % FEWEST == 0
+    if not blocked and not few and (rows % ROWS or rows > 8 * ROWS):
+        raise NotImplementedError(
+            f"takes {FEW_ROWS} to {8 * ROWS} rows, from {ROWS} on in steps of {ROWS} and before of {FEWEST}, not {rows}"
+        )
     if depth % BLOCK:
         raise NotImplementedError(f"takes a depth of whole blocks of {BLOCK}, not {depth}")
 
