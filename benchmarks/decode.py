@@ -4,6 +4,7 @@
     python benchmarks/decode.py --models qwen3-4b --context 8192 --batch 8 --cache-dtype none int8
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
+    python benchmarks/decode.py --models qwen3-4b --context 32768 --draft-window 2048
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
 Weights lie as they do in an engine for as many sequences as are measured: for 32 otherwise than for 8.
@@ -27,18 +28,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import numpy as np
 from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
+from floors import floor_ms
 from record import Record, arguments
 
 from dflash_jax.bench.workload import SHAPES, published_shape
-from dflash_jax.cache import CacheScales, page_bytes
+from dflash_jax.cache import CacheScales
 from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
 from dflash_jax.models.blocked_weights import blocks_pay, cycle_rows
-from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype, rounds
+from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
 from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.weights import round_weights
@@ -47,7 +48,6 @@ THREADS = 12  # that compile
 LAWS: dict[Mode, dict[str, float]] = {
     "greedy": {}, "sampled": {"temperature": 0.7}, "full": {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
 }  # fmt: skip
-BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on this kind of GPU
 # From this context on one width of the page table: programs for the beginnings of prompts take longer to compile than to run.
 LONG = 8192
 # Peer measurements of the same shapes on the same kind of GPU (vLLM 0.23.0, FA3, CUDA graphs), ms.
@@ -120,49 +120,6 @@ def _resized(engine: Engine, context: int, cache_dtype: str | None, window: int 
     if context >= LONG:
         engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
     return engine
-
-
-def stored(weights: object) -> int:
-    """Bytes of all arrays."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-
-
-def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
-    """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
-
-    Bytes are weights, keys and values, and for a draft the head again, or the copy of it that greedy proposals read. None with
-    experts: how many of them tokens of random weights take is not known.
-    """
-    target, drafter = engine.target, engine.draft
-    if hasattr(target, "num_experts"):
-        return None
-    read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
-    pages = page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
-    took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
-    if draft:
-        head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
-        # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        left_out = {"context_kv_proj.weight"} | ({HEAD_INDEX} if sampling != "greedy" else set())
-        own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
-        read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
-        pages = page_bytes(drafter, 1, engine.dtype)
-        seen = context if engine.draft_window is None else min(context, engine.draft_window)
-        took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, seen, batch)
-    return round(took * 1e3, 3)
-
-
-def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, context: int, batch: int) -> float:
-    """The longer of reading weights and pages of a pass, and of its products and attention."""
-    # Matrix units multiply float8 by float8 at twice the rate, where weights round as many rows.
-    halves = [1 if rounds(weight, rows) else 2 for weight in weights]
-    matrices = sum(
-        leaf.size * half / 2
-        for weight, half in zip(weights, halves, strict=True)
-        for leaf in jax.tree.leaves(weight)
-        if leaf.ndim > 1
-    )
-    attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
-    return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
 
 
 def start(engine: Engine, *, draft: bool, context: int, batch: int, calls: int, sampling: Mode = "greedy") -> Run:

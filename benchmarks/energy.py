@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
-from decode import PRODUCTS, SHAPES, engines, start
+from decode import SHAPES, engines, start
 from dflash_kernels import ColumnBlocks, dense_best, dense_refusal, row_by_row
+from floors import PRODUCTS
 from record import Record, arguments
 
 from dflash_jax.engine import MAX_CYCLES, Engine

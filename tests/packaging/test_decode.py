@@ -35,6 +35,19 @@ def test_batches_have_engines_as_their_users_do(decode):
     assert all(engine.max_model_len == 128 + 640 for engine in longer.values())
 
 
+def test_floors_know_what_a_drafter_sees(decode):
+    (engine,) = decode.engines("small", 64, [2]).values()
+    (short,) = decode.resized({2: engine}, 65536, window=1024).values()
+    (whole,) = decode.resized({2: engine}, 65536).values()
+    assert short.draft_window == 1024
+    floors = {
+        draft: [decode.floor_ms(one, draft=draft, context=65536, batch=2) for one in (short, whole)]
+        for draft in (True, False)
+    }
+    assert floors[True][0] < floors[True][1]
+    assert floors[False][0] == floors[False][1]
+
+
 def test_rows(decode, monkeypatch, tmp_path, capsys):
     """A step and a cycle of each batch with their floors, first tokens, and the time of compiling once for all."""
     words = ["--models", "qwen3-4b", "--batch", "1", "2", "--context", "32", "--calls", "1"]

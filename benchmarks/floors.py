@@ -1,0 +1,55 @@
+"""What a decode step or cycle takes at least on a GPU of this kind: bytes from memory, or products, whichever is longer."""
+
+import jax
+
+from dflash_jax.cache import page_bytes
+from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode
+from dflash_jax.engine import Engine
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.quantised import rounds
+
+BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on an H200
+
+
+def stored(weights: object) -> int:
+    """Bytes of all arrays."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+
+
+def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
+    """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
+
+    Bytes are weights, keys and values, and for a draft the head again, or the copy of it that greedy proposals read. None with
+    experts: how many of them tokens of random weights take is not known.
+    """
+    target, drafter = engine.target, engine.draft
+    if hasattr(target, "num_experts"):
+        return None
+    read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
+    pages = page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
+    took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
+    if draft:
+        head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
+        # The rows of keys and values that the context's projection holds are read in place of the layers' own.
+        left_out = {"context_kv_proj.weight"} | ({HEAD_INDEX} if sampling != "greedy" else set())
+        own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
+        read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
+        pages = page_bytes(drafter, 1, engine.dtype)
+        seen = context if engine.draft_window is None else min(context, engine.draft_window)
+        took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, seen, batch)
+    return round(took * 1e3, 3)
+
+
+def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, context: int, batch: int) -> float:
+    """The longer of reading weights and pages of a pass, and of its products and attention."""
+    # Matrix units multiply float8 by float8 at twice the rate, where weights round as many rows.
+    halves = [1 if rounds(weight, rows) else 2 for weight in weights]
+    matrices = sum(
+        leaf.size * half / 2
+        for weight, half in zip(weights, halves, strict=True)
+        for leaf in jax.tree.leaves(weight)
+        if leaf.ndim > 1
+    )
+    attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
+    return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
