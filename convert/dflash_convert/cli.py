@@ -9,22 +9,19 @@ written, 130 interrupted.
 """
 
 import argparse
-import json
 import logging
 import os
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
+from dflash_convert.console import UNEXPECTED, Console, peak_rss
 from dflash_convert.hf_folder import CONFIG
 from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
 from dflash_convert.plan import KEEP
@@ -39,9 +36,8 @@ from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairErr
 from dflash_jax.hub import resolve_source
 from dflash_jax.interrupts import interrupts
 from dflash_jax.models import DFlashConfig
-from dflash_jax.terminal import printable
 
-OK, UNEXPECTED, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 1, 2, 3, 4, 5, 130
+OK, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 2, 3, 4, 5, 130
 
 
 class UsageError(DFlashError):
@@ -69,40 +65,6 @@ class Source:
     part: str
     folder: Path
     origin: dict[str, Any]
-
-
-class Console:
-    """What the command shows: text on stdout unless quiet, bars on stderr, or one JSON object on stdout at the end."""
-
-    def __init__(self, *, quiet: bool, as_json: bool):
-        self.quiet, self.as_json = quiet, as_json
-        self.report: dict[str, Any] = {"status": "ok"}
-
-    def say(self, line: str) -> None:
-        if not self.quiet and not self.as_json:
-            print(printable(line, sys.stdout))
-
-    def fail(self, label: str, message: str) -> None:
-        print(printable(f"dflash-convert: {label}: {message}", sys.stderr), file=sys.stderr)
-
-    @contextmanager
-    def progress(self, phase: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
-        with tqdm(total=nbytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, disable=self.quiet) as bar:
-            yield bar.update
-
-    def finish(self, code: int) -> int:
-        """The exit code, once all is written that goes to stdout."""
-        try:
-            if self.as_json:
-                print(json.dumps(self.report | {"exit_code": code, "peak_rss_bytes": peak_rss()}))
-            sys.stdout.flush()
-        except BrokenPipeError:  # the reader has left
-            code = UNEXPECTED
-        except OSError as error:
-            code = UNEXPECTED
-            self.fail("stdout", str(error))
-        leave_stdout()
-        return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,7 +183,7 @@ def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Co
         if problems:
             code = SOURCE
             error = CheckpointError(str(source.folder), problems)
-            print(printable(f"dflash-convert: {error}", sys.stderr), file=sys.stderr)
+            console.tell(str(error))
         parts[source.part] = part
     console.report |= {"status": "source not usable" if code else "ok", "dry_run": True, "plan": parts}
     return code
@@ -300,18 +262,3 @@ def _refuse_nesting(output: Path, source: Path) -> None:
     ours, theirs = output.resolve(), source.resolve()
     if ours == theirs or theirs in ours.parents or ours in theirs.parents:
         raise UsageError(f"--output {output} and source {source} lie inside one another; name another output")
-
-
-def peak_rss() -> int:
-    """The largest memory this process held, in bytes.
-
-    Linux's own counter where it is there: the one of `getrusage` starts at the parent's size after a fork.
-    """
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) << 10
-    except (OSError, StopIteration):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

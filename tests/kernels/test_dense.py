@@ -218,7 +218,8 @@ def test_results_leave_through_shared_memory(sizes: dict[str, tuple[int, int]]) 
 def test_refusals_name_their_reason() -> None:
     x, weight = make("plain", 128, 64, 64)
     for arguments, reason in (
-        ((x[:24], weight), "takes 32 to 512 rows, from 64 on in steps of 64 and before of 8, not 24"), ((x, weight[:56]), "a multiple of 16 features, not 56"),
+        ((x[:24], weight), "takes 32 to 512 rows, from 64 on in steps of 64 and before of 8, not 24"),
+        ((x, weight[:56]), "a multiple of 16 features, not 56"),
         ((x.astype(jnp.float32), weight), "in x's dtype, not bfloat16"), ((x[:, :48], weight[:, :48]), "blocks of 64, not 48"),
         ((x.astype(jnp.float16), weight.astype(jnp.float16)), "takes bfloat16, not float16"),
     ):  # fmt: skip
