@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 LONGEST = 132  # characters of a line that is no row of a table
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
+_BATCH = re.compile(r" B([0-9]+)$")
 BLOCK = re.compile(r"^<!-- (figures|rows) (.*) -->\n(?:.*\n)*?<!-- /\1 -->$", flags=re.MULTILINE)
 
 Row = dict[str, Any]
@@ -80,11 +81,13 @@ def read(names: str) -> list[Row]:
 
 
 def figures(names: str, cases: Sequence[str]) -> str:
-    """One table of the rows that match, and where they come from."""
+    """One table of the rows that match, and where they come from; by numbers of sequences where all cases end in one."""
     wanted = re.compile("|".join(f"(?:{case})" for case in cases) or ".*")
     found = [row for row in read(names) if any(map(wanted.fullmatch, (row["case"], f"{row['case']}: {row['metric']}")))]
     if not found:
         raise ValueError(f"no row of {names} matches {' '.join(cases)}")
+    if all(sizes := [_BATCH.search(row["case"]) for row in found]):
+        found = [row for _, row in sorted(zip(sizes, found, strict=True), key=lambda pair: int(pair[0][1]))]
     first, *more = dict.fromkeys(source(row) for row in found)
     return f"{table(found)}\n\n" + ",\n".join(map(wrapped, [f"Measured by {first}", *more])) + "."
 

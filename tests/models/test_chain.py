@@ -1,7 +1,7 @@
 """A model's layers through operations of several steps against the same layers called one by one."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models import bind, chain, init_params, routed
+from dflash_jax.models import bind, chain, family_named, init_params, routed
 from dflash_jax.models.chain import run_layers
 from dflash_jax.models.layers import Linear
 from dflash_jax.models.moe import Experts
-from dflash_jax.models.presets import MOE_TARGETS
+from dflash_jax.models.presets import MOE_TARGETS, TARGETS
 from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 from dflash_jax.models.rows import fits, multiplied, run_rows
+from dflash_jax.weights import weight_shapes
 
 from ..devices import h200
 from .golden_files import cases, golden
@@ -58,6 +59,22 @@ def test_agrees_with_layers_called_one_by_one(case: str) -> None:
     for theirs, *ours in zip([*plain, hidden], [*chained, ends], [*rows, last], strict=True):
         for found in ours:
             np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "wanted"),
+    [
+        ("Qwen3-4B", 24, False), ("Qwen3-4B", 32, True), ("Qwen3-4B", 512, True), ("Qwen3-4B", 1024, False),
+        ("Qwen3-8B", 32, False), ("Qwen3-8B", 64, True),
+    ],
+)  # fmt: skip
+def test_rows_that_the_kernels_take_where_weights_are_no_blocks(name: str, rows: int, wanted: bool) -> None:
+    config = dataclasses.replace(TARGETS[name], num_layers=1, windows=(None,))
+    shapes = weight_shapes([(config, family_named("qwen3"))], jnp.dtype(jnp.bfloat16))["target"]
+    x, found = jax.ShapeDtypeStruct((rows, 1, config.hidden_size), jnp.bfloat16), list[bool]()
+    with h200():
+        jax.eval_shape(lambda params: found.append(fits(cast(Any, bind(config, params)).layers, x)), shapes)
+    assert found == [wanted]
 
 
 @pytest.mark.parametrize("case", cases("qwen3_moe"))

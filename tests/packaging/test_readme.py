@@ -174,6 +174,19 @@ def test_what_tables_are_followed_by_is_wrapped_between_commands(tables):
     assert [len(line) for line in words] == [129, 129, 39]
 
 
+def test_figures_stand_by_numbers_of_sequences(tables, tmp_path, monkeypatch):
+    """Whichever run measured them; rows that are not all of such cases stay as they are."""
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    cases = "step B16", "cycle B16", "step B2", "cycle B2", "cycle B2 int8"
+    (tmp_path / "one.json").write_text(json.dumps([ROW | {"case": case} for case in cases]))
+
+    def shown(pattern):
+        return re.findall(r"^\| (\w+ B.*?) \|", tables.figures("one", [pattern]), flags=re.MULTILINE)
+
+    assert shown("(step|cycle) B[0-9]+") == ["step B2", "cycle B2", "step B16", "cycle B16"]
+    assert shown(".*") == list(cases)
+
+
 def test_tables_are_filled_from_the_files(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     (tmp_path / "one.json").write_text(json.dumps([ROW, ROW | {"case": "other", "commit": None, "histogram": [3, 1]}]))
