@@ -27,11 +27,12 @@ from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from .conftest import draft_config, target_config
 
 
-@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize(("draft", "window"), [(True, None), (True, 9), (False, None)])
 @pytest.mark.parametrize("kind", CALLS)
-def test_loop_lowers(make_pair, kind, draft):
+def test_loop_lowers(make_pair, kind, draft, window):
     heads = {"num_heads": 4, "head_dim": 64}
-    pair = make_pair(target_config(**heads), draft_config(**heads), dtype=jnp.dtype(jnp.bfloat16))
+    kept = {"dtype": jnp.dtype(jnp.bfloat16), "draft_window": window}
+    pair = make_pair(target_config(**heads), draft_config(**heads), **kept)
     engine = pair.engine
     engine.weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), engine.weights)
     setup = engine.setup(mode="greedy", draft=draft)
