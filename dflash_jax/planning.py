@@ -163,5 +163,5 @@ def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:
         raise ParameterError(f"draft_window must be left out without a drafter, got {window!r}")
     number = as_integer(window)
     if number is None or not 1 <= number < 2**31:
-        raise ParameterError(f"draft_window must be None or a positive integer, got {window!r}")
+        raise ParameterError(f"draft_window must be an integer from 1 to {2**31 - 1}, or None for all, got {window!r}")
     return number

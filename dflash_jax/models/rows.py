@@ -14,8 +14,8 @@ from dflash_jax.models.quantised import Quantised, product, rounds
 
 MOST = 256  # with more, XLA's products with nothing after them are faster
 SOME_ROWS = 128  # multiplied at once where some rows are left out
-# Fewer rows than a tile has: in layers of this width XLA's products take less. A step of 32 sequences of Qwen3-4B takes 3.95 ms by
-# the kernels and 4.15 without, of Qwen3-8B 6.02 and 5.94.
+# Fewer rows than a tile has: in layers of this width XLA's products take less. A step of 32 sequences of Qwen3-4B takes 3.99 ms by
+# the kernels and 4.17 without, of Qwen3-8B 6.05 and 5.98 (medians of six and of nine calls, by turns on one H200).
 TILE_ROWS, WIDE = 64, 4096
 
 

@@ -302,7 +302,8 @@ def test_a_published_shape_with_random_weights(monkeypatch) -> None:
     for name, (table, key, extra) in tables.items():
         config = dataclasses.replace(table[key], **small, **extra)
         monkeypatch.setattr(f"dflash_jax.bench.workload.{name}", {key: config})
-    model = random_pair("qwen3-4b", max_model_len=64, max_batch=1, dtype="float32")
+    model = random_pair("qwen3-4b", max_model_len=64, max_batch=1, dtype="float32", draft_window=16)
+    assert model.engine.draft_window == 16
     work = synthetic(200, 8, 1, 12)
     figures = measure(model, work, concurrency=1, requests=1, draft=True, imposed_acceptance=6.0)
     assert figures.tokens_per_cycle > 2

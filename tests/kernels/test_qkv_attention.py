@@ -125,6 +125,17 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             qkv_attention(**call, implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize(("splits", "parts"), [(1, 1), (2, 1), (3, 3)])
+def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: int) -> None:
+    """Whatever is asked for: of three CTAs each leaves a part, in token order."""
+    call = make([130] * 4, [5] * 4, tokens=5, kv_heads=8, group=4, width=4)
+    tuning = Tuning(splits=splits, stages=2, together=True)
+    with h200():
+        run = jax.jit(lambda call: launch(Heads(**call), causal=True, scale=1.0, eps=EPS, tuning=tuning))
+        text = run.trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert (f"tensor<4x8x{parts}x24x128xf32>" in text) == (parts > 1)
+
+
 @pytest.mark.parametrize(("b", "launches"), [(2, 2), (4, 1), (8, 1), (32, 1)])
 def test_lowers_for_an_h200_in_place(b: int, launches: int) -> None:
     """Eight parts are put together by a kernel, four by XLA."""

@@ -79,12 +79,14 @@ def _planned(
     stages = 3 if sequences * kv_heads <= MULTIPROCESSORS else 2
     made = cut(tuning or Tuning(stages=stages, together=False))
     if tuning is None and not made.direct:
-        # A cycle of four sequences of 4B takes 3.46 ms in parts, 3.48 with pairs on half of the GPU, and 3.51 as operations apart.
+        # By turns on one H200, a cycle of four sequences of 4B takes 3.46 ms in parts (with two stages), 3.48 with pairs on half of
+        # the GPU, and 3.50 as operations apart; one of two 3.30, 3.39 and 3.30.
         pair = cut(Tuning(stages=2, together=True))
         made = pair if pair.pair else made
     # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
     by_lanes = not made.direct and not made.pair and made.splits >= KERNEL_MERGES
-    made = dataclasses.replace(made, once=True, by_lanes=by_lanes)
+    # Clusters of more than two would need another kernel: their parts are put together afterwards.
+    made = dataclasses.replace(made, once=True, by_lanes=by_lanes, together=made.pair)
     return made, Attention(
         sequences=sequences, tokens=tokens, group=group, kv_heads=kv_heads, page_size=page_size, table_width=table_width,
         splits=made.splits, stages=made.stages, scale=scale,
