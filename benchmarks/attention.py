@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels.paged_attention.mosaic_gpu import tuned
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
-from dflash_kernels.paged_attention.reference import paged_attention_reference
-from dflash_kernels.paged_attention.schedule import PagedSchedule, paged_schedule, schedule_helps
+from dflash_kernels.attention.paged.launch import Tuning
+from dflash_kernels.attention.paged.mosaic_gpu import tuned
+from dflash_kernels.attention.paged.reference import paged_attention_reference
+from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from record import Record, arguments
 
 BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU

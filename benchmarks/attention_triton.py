@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 from attention import PEER, PEER_US, Case, error_of, implementation, inputs, measure, ragged, truth
-from dflash_kernels.paged_attention.triton import CHOSEN, paged_attention_triton
-from dflash_kernels.paged_attention.triton_schedule import Tuning
+from dflash_kernels.attention.paged.triton import CHOSEN, paged_attention_triton
+from dflash_kernels.attention.paged.triton_schedule import Tuning
 from record import Record, arguments
 
 CASES = [Case(b, 4096, t) for b in (64, 8, 1) for t in (1, 16)] + [Case(1, 4096, 512)]

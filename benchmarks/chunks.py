@@ -3,7 +3,7 @@
     python benchmarks/chunks.py     # measure and write results/chunks.json
 
 B prompts of 4,096 tokens, 32 query heads over 8, bf16, causal; the last T tokens of each are queries. A figure is the time of one
-call inside one compiled loop on the device, as in prefill.py. `dflash_jax/attention/chunks.py` chooses between the two; a row says
+call inside one compiled loop on the device, as in prefill.py. `dflash_jax/attention/prefill.py` chooses between the two; a row says
 which it takes. Both are compared with float64 first.
 """
 
@@ -23,7 +23,7 @@ from dflash_kernels import paged_attention
 from prefill import Case, in_turns, inputs, looped
 from record import Record, arguments
 
-from dflash_jax.attention.chunks import fills, long_chunks
+from dflash_jax.attention.prefill import fills, long_chunks
 
 LENGTH, HEADS, KV_HEADS, HEAD_DIM, PAGE = 4096, 32, 8, 128, 64
 CHUNKS = [(1, 64), (1, 128), (1, 256), (1, 512), (8, 16), (8, 32), (8, 64), (8, 128)]  # B, T

@@ -25,7 +25,7 @@ BLOCK_BYTES = 64 << 20
 # All that a child could import: whole packages, and what of Python's own library they have imported.
 COMPILE_ALL = """
 import compileall, sys
-import dflash_jax.generation, dflash_convert.hf_reader
+import dflash_jax.generation, dflash_jax.checkpoints.huggingface
 own = sys.stdlib_module_names
 tops = {name.partition(".")[0] for name in sys.modules} - own
 folders = {path for top in tops for path in getattr(sys.modules.get(top), "__path__", ())}
@@ -95,10 +95,10 @@ def child(folder: Path, started: float) -> None:
         stages[stage] = round(time.time() - started, 2)
 
     # As the command line does.
-    from dflash_jax.early import read_models, start_device
+    from dflash_jax.cli.startup import read_models, start_device
 
     read_models(folder)
-    from dflash_jax.compilation_cache import enable_compilation_cache
+    from dflash_jax.compile.cache_folders import enable_compilation_cache
 
     enable_compilation_cache()
     start_device()

@@ -27,22 +27,23 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import numpy as np
-from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
+from dflash_kernels.attention.paged.api import IMPLEMENTATIONS
 from floors import floor_ms
 from record import Record, arguments
 
 from dflash_jax.bench.workload import SHAPES, published_shape
 from dflash_jax.cache import CacheScales
-from dflash_jax.cache.formats import CALIBRATED, INT8_CALIBRATED_TO
+from dflash_jax.checkpoints.weights import round_weights
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
-from dflash_jax.models import chain, family_named, fuse_context_projection, init_params
-from dflash_jax.models.blocked_weights import blocks_pay, cycle_rows
-from dflash_jax.models.quantised import WEIGHT_DTYPES, WeightDtype
-from dflash_jax.requests import Request
+from dflash_jax.engine.requests import Request
+from dflash_jax.execution import persistent as chain
+from dflash_jax.execution.weight_layout import blocks_pay, cycle_rows
+from dflash_jax.models import family_named, fuse_context_projection, init_params
+from dflash_jax.quantization.kv_formats import CALIBRATED, INT8_CALIBRATED_TO
+from dflash_jax.quantization.weights import WEIGHT_DTYPES, WeightDtype
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.weights import round_weights
 
 THREADS = 12  # that compile
 LAWS: dict[Mode, dict[str, float]] = {

@@ -32,13 +32,13 @@ from dflash_kernels import ColumnBlocks, dense_best, dense_refusal, row_by_row
 from floors import PRODUCTS
 from record import Record, arguments
 
+from dflash_jax.compile.programs import ONE_GRAPH
 from dflash_jax.engine import MAX_CYCLES, Engine
+from dflash_jax.execution.fused_dense import run_rows
 from dflash_jax.models import bind
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import Rotary
 from dflash_jax.models.presets import TARGETS
-from dflash_jax.models.rows import run_rows
-from dflash_jax.programs import ONE_GRAPH
 
 try:
     import pynvml

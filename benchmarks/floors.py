@@ -7,7 +7,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.quantised import rounds
+from dflash_jax.quantization.weights import rounds
 
 BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on an H200
 

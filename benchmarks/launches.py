@@ -26,12 +26,12 @@ from decode import LAWS
 from jax.experimental import topologies
 
 from dflash_jax.bench.workload import SHAPES, published_shape
+from dflash_jax.checkpoints.weights import weight_shapes
+from dflash_jax.compile.programs import loop_options
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
+from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_named
-from dflash_jax.models.blocked_weights import cycle_rows
-from dflash_jax.programs import loop_options
-from dflash_jax.weights import weight_shapes
 
 # An H200 as XLA describes it.
 DEVICE = """

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels.mla_attention.mosaic_gpu import tuned
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning
-from dflash_kernels.mla_attention.reference import mla_attention_reference
+from dflash_kernels.attention.mla.launch import Tuning
+from dflash_kernels.attention.mla.mosaic_gpu import tuned
+from dflash_kernels.attention.mla.reference import mla_attention_reference
 from processes import compiled
 from record import Record, arguments
 

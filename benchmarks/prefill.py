@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels.ragged_attention.mosaic_gpu import tuned_dense, tuned_paged
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
+from dflash_kernels.attention.ragged.launch import Tuning
+from dflash_kernels.attention.ragged.mosaic_gpu import tuned_dense, tuned_paged
 from record import Record, arguments
 
 ALLOWED = 0.02  # error

@@ -1,7 +1,7 @@
 """Measures the choices that kernels have on the GPU here and writes the tables that calls take theirs from.
 
     python benchmarks/tune.py                                          # every op that has a table
-    python benchmarks/tune.py ragged_attention                         # one of them
+    python benchmarks/tune.py attention/ragged                         # one of them
     python benchmarks/tune.py --only "prefill B2 S8192 H16 D128 full bf16"
     python benchmarks/tune.py --dry-run --out /tmp/tables              # on a CPU: tiny cases, interpreted; their times mean nothing
 

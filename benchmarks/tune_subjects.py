@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import mla
 import prefill
-from dflash_kernels.mla_attention.mosaic_gpu import described as latent_key
-from dflash_kernels.mla_attention.mosaic_gpu import tuned as tuned_latent
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning as LatentTuning
-from dflash_kernels.paged_attention.mosaic_gpu import described as paged_key
-from dflash_kernels.paged_attention.mosaic_gpu import tuned as tuned_paged
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
-from dflash_kernels.ragged_attention.mosaic_gpu import described as prompt_key
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning as PromptTuning
+from dflash_kernels.attention.mla.launch import Tuning as LatentTuning
+from dflash_kernels.attention.mla.mosaic_gpu import described as latent_key
+from dflash_kernels.attention.mla.mosaic_gpu import tuned as tuned_latent
+from dflash_kernels.attention.paged.launch import Tuning as PagedTuning
+from dflash_kernels.attention.paged.mosaic_gpu import described as paged_key
+from dflash_kernels.attention.paged.mosaic_gpu import tuned as tuned_paged
+from dflash_kernels.attention.ragged.launch import Tuning as PromptTuning
+from dflash_kernels.attention.ragged.mosaic_gpu import described as prompt_key
 
 Choice = dict[str, Any]
 Key = tuple[dict[str, Any], dict[str, int]]
@@ -192,13 +192,13 @@ def latent_choices(case: mla.Case) -> list[Choice]:
 
 
 SUBJECTS = {
-    "ragged_attention": Subject(
+    "attention/ragged": Subject(
         PromptTuning, prefill.CASES, prefill.Case(1, 1, 64, 64, True, b=1, length=70), prompt_choices, prompts
     ),
-    "paged_attention": Subject(
+    "attention/paged": Subject(
         PagedTuning, attention.PEER_CASES + attention.RAGGED_CASES, attention.Case(1, 64, 1), paged_choices, paged
     ),
-    "mla_attention": Subject(
+    "attention/mla": Subject(
         LatentTuning, mla.PEER_CASES, mla.Case(1, 64, 1, 8), latent_choices, latent
     ),
 }  # fmt: skip

@@ -25,15 +25,16 @@ import numpy as np
 from record import Record, arguments
 
 from dflash_jax.bench.workload import SHAPES, random_pair
-from dflash_jax.engine import Engine, costs
-from dflash_jax.engine.core import STOP_WIDTH
-from dflash_jax.engine.costs import bare_cost
+from dflash_jax.checkpoints.weights import weight_shapes
+from dflash_jax.engine import Engine
+from dflash_jax.engine import cycle_costs as costs
+from dflash_jax.engine.cycle_costs import bare_cost
+from dflash_jax.engine.requests import Request
+from dflash_jax.engine.resources import STOP_WIDTH
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.weights import weight_shapes
 
 CYCLES = 16  # between two looks at the results
 THREADS = 12

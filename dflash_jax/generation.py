@@ -9,14 +9,14 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import tqdm
 
+from dflash_jax._scalars import as_flag, as_integer
 from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
+from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
 from dflash_jax.prompts import Prompt, is_chat, is_single, prompt_ids
-from dflash_jax.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.scalars import as_flag, as_integer
-from dflash_jax.text import TextStream
+from dflash_jax.text.detokenizer import TextStream
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 

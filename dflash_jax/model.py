@@ -13,23 +13,23 @@ import tqdm
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from dflash_jax._scalars import as_flag, as_integer
 from dflash_jax.cache import CacheDtype
-from dflash_jax.cache.calibration import calibrate, check_texts
-from dflash_jax.cache.formats import CALIBRATED
-from dflash_jax.checkpoint_pair import drafter_notice, open_pair
+from dflash_jax.checkpoints.calibration import calibrate, check_texts
+from dflash_jax.checkpoints.pair import drafter_notice, open_pair
+from dflash_jax.checkpoints.weights import read_weights, reading_jobs
+from dflash_jax.compile.programs import drop, start_compiling
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
+from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.errors import ParameterError
-from dflash_jax.memory import MemoryPlan, named_memory_errors, size
+from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.models.blocked_weights import cycle_rows
-from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.planning import check_limits, plan_engine
-from dflash_jax.programs import drop, start_compiling
-from dflash_jax.scalars import as_flag, as_integer
-from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
-from dflash_jax.weights import read_weights, reading_jobs
+from dflash_jax.options import check_limits, plan_engine
+from dflash_jax.quantization.kv_formats import CALIBRATED
+from dflash_jax.quantization.weights import WeightDtype
+from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
 @dataclass(repr=False)
@@ -146,7 +146,7 @@ def load(
       dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
       max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
       max_batch: requests that run side by side, no more than are expected: on Hopper weights lie in memory as is best for so many
-        (`dflash_jax.models.blocked_weights`).
+        (`dflash_jax.execution.weight_layout`).
       page_size: tokens of one page.
       num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
         no room for them.

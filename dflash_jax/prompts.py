@@ -4,9 +4,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from dflash_jax._scalars import as_integer
 from dflash_jax.errors import PromptError, TokenizerError
 from dflash_jax.model import Model
-from dflash_jax.scalars import as_integer
 
 type Messages = Sequence[Mapping[str, Any]]
 type Prompt = str | Sequence[int] | Messages

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import no_type_check
 
+from dflash_jax._scalars import as_flag, as_integer, as_number
 from dflash_jax.errors import ParameterError
-from dflash_jax.scalars import as_flag, as_integer, as_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64

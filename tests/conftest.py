@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def programs_of_one_test() -> Iterator[None]:
     """A command called in this process has programs kept on disk: the next test would not trace what it traces alone."""
     yield
-    if (module := sys.modules.get("dflash_jax.programs")) is not None:
+    if (module := sys.modules.get("dflash_jax.compile.programs")) is not None:
         module.Programs.stored = None
 
 

@@ -22,19 +22,19 @@ from typing import Any
 import jax
 
 from dflash_convert.console import UNEXPECTED, Console, peak_rss
-from dflash_convert.hf_folder import CONFIG
-from dflash_convert.hf_reader import HuggingFaceCheckpoint, inspect, open_checkpoint
-from dflash_convert.plan import KEEP
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputError, OutputExistsError, output_folder, refuse_existing, write_converted
-from dflash_jax.checkpoint import DRAFT, FLOAT_DTYPES, MARKER, open_converted
-from dflash_jax.checkpoint_pair import check_pair
-from dflash_jax.cli import leave_stdout, open_closed_streams
+from dflash_jax.checkpoints.converted import DRAFT, FLOAT_DTYPES, MARKER, open_converted
+from dflash_jax.checkpoints.hf_folder import CONFIG
+from dflash_jax.checkpoints.hub import resolve_source
+from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, inspect, open_checkpoint
+from dflash_jax.checkpoints.mapping import KEEP
+from dflash_jax.checkpoints.pair import check_pair
+from dflash_jax.cli.main import leave_stdout, open_closed_streams
+from dflash_jax.cli.signals import interrupts
 from dflash_jax.device import local_device
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
-from dflash_jax.hub import resolve_source
-from dflash_jax.interrupts import interrupts
 from dflash_jax.models import DFlashConfig
 
 OK, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 2, 3, 4, 5, 130

@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import Any
 
-from dflash_jax.interrupts import interrupts, was_interrupted
+from dflash_jax.cli.signals import interrupts, was_interrupted
 
 INTERRUPTED = 130
 

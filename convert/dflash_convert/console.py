@@ -8,8 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dflash_jax.cli import leave_stdout
-from dflash_jax.terminal import printable
+from dflash_jax.cli.main import leave_stdout
+from dflash_jax.cli.terminal import printable
 
 UNEXPECTED = 1  # exit code
 

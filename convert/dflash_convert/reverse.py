@@ -13,10 +13,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_convert.hf_folder import CONFIG, SINGLE
-from dflash_convert.safetensors_reader import DTYPE_NAMES
 from dflash_convert.write import Progress, copy_sidecars, silent
-from dflash_jax.checkpoint import FLOAT_DTYPES, Converted, main_dtype
+from dflash_jax.checkpoints.converted import FLOAT_DTYPES, Converted, main_dtype
+from dflash_jax.checkpoints.hf_folder import CONFIG, SINGLE
+from dflash_jax.checkpoints.safetensors import DTYPE_NAMES
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_convert.hf_reader import cast
-from dflash_convert.plan import Plan, Step
-from dflash_convert.safetensors_reader import chunks
 from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.checkpoint import Checkpoint, open_checkpoint, open_converted
+from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint, open_converted
+from dflash_jax.checkpoints.finite import all_finite
+from dflash_jax.checkpoints.huggingface import cast
+from dflash_jax.checkpoints.mapping import Plan, Step
+from dflash_jax.checkpoints.safetensors import chunks
 from dflash_jax.errors import CheckpointError
-from dflash_jax.finite import all_finite
 from dflash_jax.models import DFlashConfig, bind
 
 # Largest permitted difference of logits over the largest logit, by the dtype that weights were narrowed to. A weight's relative

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from dflash_convert.hf_folder import SIDECARS
-from dflash_convert.hf_reader import HuggingFaceCheckpoint, assemble
-from dflash_jax.checkpoint import FORMAT, MARKER, PARAMS, group_names, release_memory, sha256_of
+from dflash_jax.checkpoints.converted import FORMAT, MARKER, PARAMS, group_names, release_memory, sha256_of
+from dflash_jax.checkpoints.hf_folder import SIDECARS
+from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, assemble
 from dflash_jax.errors import DFlashError
 
 # Called with a phase's name and its bytes; the context gives a function to call with every piece's bytes.

@@ -111,8 +111,8 @@ def absorbed_attention(
     """The queries over their sequences' pages, which hold the queries' own rows already.
 
     Args:
-      latent_pages: in any format of `dflash_kernels.latent_cache`. Packed rows are unpacked into pages of their own first, all that
-        the table names: they save memory between calls, not traffic within one.
+      latent_pages: in any format of `dflash_kernels.kv_cache.latent`. Packed rows are unpacked into pages of their own first,
+        all that the table names: they save memory between calls, not traffic within one.
       latent_scale: of float8 pages.
     """
     q, rank = layer.absorb(q_nope, q_pe), layer.w_uv.shape[-1]

@@ -38,7 +38,7 @@ def chunked_prefill(
     Args:
       seq_lens: rows of each sequence, the new ones included; nothing past them is read from the pages.
       q_lens: new tokens that are real; rows past them may hold anything and give 0.
-      latent_scale: of float8 pages; see `dflash_kernels.latent_cache` for the formats.
+      latent_scale: of float8 pages; see `dflash_kernels.kv_cache.latent` for the formats.
     """
     b, t = q_nope.shape[:2]
     p, width = latent_pages.shape[2], page_table.shape[1]

@@ -20,11 +20,11 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.attention.chunks import attend_to_pages
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
+from dflash_jax.attention.prefill import attend_to_pages
 from dflash_jax.cache.pages import Pages, slots_of
-from dflash_jax.models import chain
+from dflash_jax.execution import persistent as chain
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary

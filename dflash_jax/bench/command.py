@@ -13,17 +13,17 @@ import jax
 
 from dflash_jax.bench.measure import Figures, check_imposed, measure
 from dflash_jax.bench.workload import LAW, Workload, published_shape, random_pair, read_prompts, synthetic
-from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.checkpoints.atomic import written_whole
+from dflash_jax.checkpoints.pair import open_pair
+from dflash_jax.cli.info import PACKAGES, installed_version
+from dflash_jax.cli.terminal import note
 from dflash_jax.config import DecoderConfig
 from dflash_jax.device import local_device
 from dflash_jax.errors import ParameterError
-from dflash_jax.files import written_whole
-from dflash_jax.info import PACKAGES, installed_version
 from dflash_jax.model import Model, load
-from dflash_jax.planning import choose_model_len
+from dflash_jax.options import choose_model_len
 from dflash_jax.prompts import prompt_ids
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.terminal import note
 
 STDOUT = "-", "/dev/stdout"
 COLUMNS = (

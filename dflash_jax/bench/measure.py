@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from dflash_jax.bench.workload import Workload
+from dflash_jax.compile.programs import start_compiling
 from dflash_jax.engine import Engine, Run
+from dflash_jax.engine.requests import Request
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
-from dflash_jax.programs import start_compiling
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)

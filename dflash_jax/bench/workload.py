@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax.checkpoints.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ParameterError, PromptError
+from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
-from dflash_jax.models.blocked_weights import cycle_rows
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.planning import choose_draft_window, choose_verify_length, plan_for
-from dflash_jax.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.options import choose_draft_window, choose_verify_length, plan_for
+from dflash_jax.quantization.weights import WeightDtype
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dflash_kernels.latent_cache.reference import packed_width
+from dflash_kernels.kv_cache.latent.reference import packed_width
 
 from dflash_jax.config import DecoderConfig
 

@@ -16,10 +16,10 @@ from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.largest import largest
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
-from dflash_jax.models.binding import bind
-from dflash_jax.models.chain import layers_exchange
+from dflash_jax.execution.persistent import layers_exchange
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.quantised import Weight
+from dflash_jax.models.registry import bind
+from dflash_jax.quantization.weights import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 Weights = Mapping[str, Mapping[str, Weight]]

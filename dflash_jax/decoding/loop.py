@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.decoding.cycle import Weights, commit_context, cycle, cycle_exchanges
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, apart, together
-from dflash_jax.models.binding import bind
+from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 

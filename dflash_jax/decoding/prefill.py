@@ -9,7 +9,7 @@ from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.cycle import Weights, log_probabilities
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
-from dflash_jax.models.binding import bind
+from dflash_jax.models.registry import bind
 
 
 def prefill_chunk(

@@ -13,7 +13,7 @@ from typing import Any, Literal, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import filtered_choice
-from dflash_kernels.filtered_choice.reference import filtered, scaled_logits
+from dflash_kernels.sampling.reference import filtered, scaled_logits
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 

@@ -5,8 +5,8 @@ prefill the rest chunk by chunk, while the others decode in between; run in cycl
 where the pool runs out, the youngest gives its pages back, waits, and is prefilled again with what it had emitted; leave.
 """
 
-from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.run import Run
+from dflash_jax.engine.resources import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH
+from dflash_jax.engine.scheduler import Run
 
 __all__ = ["CYCLES_PER_CHUNK", "MAX_CYCLES", "STOP_WIDTH", "Engine", "Run"]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import jax
 
 from dflash_jax.decoding.state import Emitted, Setup
-from dflash_jax.engine.core import CYCLES_PER_CHUNK, MAX_CYCLES
+from dflash_jax.engine.resources import CYCLES_PER_CHUNK, MAX_CYCLES
 from dflash_jax.engine.slots import Job
 
 if TYPE_CHECKING:
-    from dflash_jax.engine.run import Run
+    from dflash_jax.engine.scheduler import Run
 
 # Started and not looked at yet: one that runs, and one behind it.
 MOST = 2

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.decoding.state import Setup
-from dflash_jax.engine.core import MAX_CYCLES, Core
-from dflash_jax.engine.run import Run
+from dflash_jax.engine.requests import Request
+from dflash_jax.engine.resources import MAX_CYCLES, Core
+from dflash_jax.engine.scheduler import Run
 from dflash_jax.engine.warmup import warmup_jobs
 from dflash_jax.errors import CapacityError, PromptError
-from dflash_jax.requests import Request
 
 
 class Engine(Core):

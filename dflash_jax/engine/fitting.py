@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
+from dflash_jax.compile.programs import Status, round_up, start_compiling
 from dflash_jax.decoding.state import Emitted, Setup
+from dflash_jax.engine.requests import Request
 from dflash_jax.engine.slots import Job
-from dflash_jax.engine.verify_length import Kind, kind_of
+from dflash_jax.engine.verify_policy import Kind, kind_of
 from dflash_jax.engine.warmup import Jobs
-from dflash_jax.programs import Status, round_up, start_compiling
-from dflash_jax.requests import Request
 
 if TYPE_CHECKING:
-    from dflash_jax.engine.run import Run
+    from dflash_jax.engine.scheduler import Run
 
 
 class Fitting:

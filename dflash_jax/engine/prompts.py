@@ -10,13 +10,13 @@ import numpy as np
 
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.engine.ahead import First
-from dflash_jax.engine.core import LEAST_TOKENS
+from dflash_jax.engine.requests import Update, on_host, request_rows
+from dflash_jax.engine.resources import LEAST_TOKENS
 from dflash_jax.engine.slots import Job
 from dflash_jax.engine.warmup import admit_program
-from dflash_jax.requests import Update, on_host, request_rows
 
 if TYPE_CHECKING:
-    from dflash_jax.engine.run import Run
+    from dflash_jax.engine.scheduler import Run
 
 
 class Prompts:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflash_jax.cache import PageAllocator, extend_keys
-from dflash_jax.requests import Request
+from dflash_jax.engine.requests import Request
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
+from dflash_jax.compile.programs import PIECES_OF_ONE, round_up
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.resize import resize, without_pools
 from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.engine.core import MAX_CYCLES, STOP_WIDTH, Core
-from dflash_jax.programs import PIECES_OF_ONE, round_up
-from dflash_jax.requests import Request, empty_state, request_rows
+from dflash_jax.engine.requests import Request, empty_state, request_rows
+from dflash_jax.engine.resources import MAX_CYCLES, STOP_WIDTH, Core
 
 
 def admit_program(setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array):

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from dflash_jax.config import DecoderConfig, Qwen3Config
 from dflash_jax.errors import UnsupportedModelError
-from dflash_jax.models.binding import bind, parameter_names
 from dflash_jax.models.deepseek import Deepseek, deepseek_canonical, deepseek_parameters, is_mtp_tensor
 from dflash_jax.models.deepseek_config import ARCHITECTURES, MODEL_TYPES, DeepseekConfig
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, fuse_context_projection
@@ -14,6 +13,7 @@ from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_i
 from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
 from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig, qwen3_moe_canonical, qwen3_moe_parameters
+from dflash_jax.models.registry import bind, parameter_names
 
 __all__ = [
     "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Parameter", "Qwen3", "Qwen3Config", "Qwen3Moe",

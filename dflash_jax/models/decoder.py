@@ -7,9 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.models.chain import embedded, run_layers
+from dflash_jax.execution.persistent import embedded, run_layers
 from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, best_rows, linear, rotary_tables
-from dflash_jax.models.quantised import Quantised
+from dflash_jax.quantization.weights import Quantised
 
 
 class Embedding(nnx.Module):

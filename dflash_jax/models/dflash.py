@@ -13,10 +13,11 @@ from dflash_kernels import linear_chain, linear_chain_exchange, linear_chain_ref
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.models.chain import embedded, run_layers
+from dflash_jax.execution.draft_head import best_by_index
+from dflash_jax.execution.fused_dense import leaves_out, multiplied
+from dflash_jax.execution.persistent import embedded, run_layers
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
-from dflash_jax.models.head_index import best_by_index
 from dflash_jax.models.layers import (
     Attend,
     DecoderLayer,
@@ -31,8 +32,7 @@ from dflash_jax.models.layers import (
     rotate,
 )
 from dflash_jax.models.parameters import Parameter, single
-from dflash_jax.models.quantised import Quantised
-from dflash_jax.models.rows import leaves_out, multiplied
+from dflash_jax.quantization.weights import Quantised
 
 # Among a drafter's weights: its own copy of the target's head in eight bits, which stands for the head; and one that only says
 # among which rows of the head the best is (`models.head_index`).

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
-from dflash_jax.models.quantised import Quantised, best_product, product
+from dflash_jax.quantization.weights import Quantised, best_product, product
 
 
 class Rotary(NamedTuple):

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.errors import DFlashError
-from dflash_jax.files import written_whole
 from dflash_jax.training.card import cards
 from dflash_jax.training.corpus import TrainingError, build_corpus, heldout_prompts, heldout_windows
 from dflash_jax.training.drafter import train_drafter

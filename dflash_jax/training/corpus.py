@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.errors import DFlashError
-from dflash_jax.files import written_whole
 from dflash_jax.training.licences import permissive_licence
 from dflash_jax.training.settings import EOS_ID, Settings
 from dflash_jax.training.tokenizer import encode_files, train_tokenizer

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.config import Qwen3Config
-from dflash_jax.files import written_whole
 from dflash_jax.models import bind
 from dflash_jax.training.attention import GrowingCache
 from dflash_jax.training.optimizer import Params, half

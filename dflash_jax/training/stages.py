@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from dflash_jax.files import written_whole
+from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.training.optimizer import learning_rates
 from dflash_jax.training.settings import Settings
 

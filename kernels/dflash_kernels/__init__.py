@@ -4,17 +4,35 @@ Letters: B sequences, T query tokens per sequence, S keys, N query heads, K key/
 R latent width, r rotated key part, C = R + r.
 """
 
-from dflash_kernels.attention_chain.api import (
+from dflash_kernels.attention.merge_states.api import merge_states
+from dflash_kernels.attention.mla.api import mla_attention
+from dflash_kernels.attention.paged.api import paged_attention
+from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
+from dflash_kernels.attention.ragged.api import ragged_attention, ragged_paged_attention
+from dflash_kernels.core.dispatch import NoImplementationError
+from dflash_kernels.core.layouts import ColumnBlocks, in_column_blocks, row_by_row
+from dflash_kernels.fused.experts.api import (
+    mixture,
+    routed_experts,
+    routed_experts_exchange,
+    routed_experts_refusal,
+)
+from dflash_kernels.fused.layer.api import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.fused.layer.attention_chain_api import (
     Chained,
     attention_chain,
     attention_chain_exchange,
     attention_chain_refusal,
 )
-from dflash_kernels.cache_write.api import cache_write, latent_write
-from dflash_kernels.cache_write.mla import MlaWritten, mla_write
-from dflash_kernels.cache_write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
-from dflash_kernels.column_blocks import ColumnBlocks, in_column_blocks, row_by_row
-from dflash_kernels.dense.api import (
+from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
+from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
+from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
+from dflash_kernels.kv_cache.latent.gather import latent_gather
+from dflash_kernels.kv_cache.latent_expand.api import latent_expand
+from dflash_kernels.kv_cache.write.api import cache_write, latent_write
+from dflash_kernels.kv_cache.write.mla import MlaWritten, mla_write
+from dflash_kernels.kv_cache.write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
+from dflash_kernels.matmul.dense.api import (
     add_norm,
     add_norm_scores,
     dense,
@@ -24,10 +42,8 @@ from dflash_kernels.dense.api import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.dense.reference import dense_scores
-from dflash_kernels.dispatch import NoImplementationError
-from dflash_kernels.filtered_choice.api import filtered_choice
-from dflash_kernels.float8_dense.api import (
+from dflash_kernels.matmul.dense.reference import dense_scores
+from dflash_kernels.matmul.float8.api import (
     float8_best,
     float8_candidates,
     float8_dense,
@@ -36,28 +52,12 @@ from dflash_kernels.float8_dense.api import (
     float8_refusal,
     float8_rows,
 )
-from dflash_kernels.float8_dense.reference import Float8Rows
-from dflash_kernels.grouped_linear.api import grouped_linear, grouped_linear_refusal
-from dflash_kernels.latent_cache.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
-from dflash_kernels.latent_expand.api import latent_expand
-from dflash_kernels.latent_gather.api import latent_gather
-from dflash_kernels.layer_chain.api import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
-from dflash_kernels.linear_chain.api import linear_chain, linear_chain_exchange, linear_chain_refusal
-from dflash_kernels.merge_states.api import merge_states
-from dflash_kernels.mla_attention.api import mla_attention
-from dflash_kernels.paged_attention.api import paged_attention
-from dflash_kernels.paged_attention.schedule import PagedSchedule, paged_schedule, schedule_helps
-from dflash_kernels.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
-from dflash_kernels.quantise.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
-from dflash_kernels.quantised_linear.api import quantised_linear
-from dflash_kernels.ragged_attention.api import ragged_attention, ragged_paged_attention
-from dflash_kernels.routed_experts.api import (
-    mixture,
-    routed_experts,
-    routed_experts_exchange,
-    routed_experts_refusal,
-)
-from dflash_kernels.row_norm.api import embed_norm, stream_norm
+from dflash_kernels.matmul.float8.reference import Float8Rows
+from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_refusal
+from dflash_kernels.matmul.weight_only.api import quantised_linear
+from dflash_kernels.norm.api import embed_norm, stream_norm
+from dflash_kernels.quantize.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
+from dflash_kernels.sampling.api import filtered_choice
 
 __all__ = [
     "Chained", "ColumnBlocks", "Float8Rows", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule",

@@ -20,13 +20,13 @@ from dflash_jax.attention.dense import dense_attend, masked_attention
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import CacheScales, Pages, check_cache_dtype, layer_specs, make_pages, page_bytes
-from dflash_jax.cache.calibration import Observer, calibrate
-from dflash_jax.cache.formats import scale_for
+from dflash_jax.checkpoints.calibration import Observer, calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
 from dflash_jax.models.presets import TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.quantization.kv_formats import scale_for
 
 from .latent_layer import Batch, make_batch
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.cache.calibration import calibrate
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models import family_named, init_params
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention
 
-from dflash_jax.attention.cascade import cascade_attention, cascade_pays, shared_pages
+from dflash_jax.attention.standalone.cascade import cascade_attention, cascade_pays, shared_pages
 
 from ..devices import custom_calls
 from ..kernels.attention_oracle import Case, make_case, oracle

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention
 
-from dflash_jax.attention.chunks import attend_to_pages, long_chunks
+from dflash_jax.attention.prefill import attend_to_pages, long_chunks
 
 from ..devices import h200
 

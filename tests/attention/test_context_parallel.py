@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention.context_parallel import (
+from dflash_jax.attention.mla import expanded_attention
+from dflash_jax.attention.standalone.context_parallel import (
     combine_ranks,
     local_lens,
     local_slot,
@@ -14,9 +15,8 @@ from dflash_jax.attention.context_parallel import (
     reorder_gathered,
     visible_on_rank,
 )
-from dflash_jax.attention.mla import expanded_attention
-from dflash_jax.attention.mla_metadata import ContextChunks, plan_context
-from dflash_jax.attention.mla_packed import packed_prefill
+from dflash_jax.attention.standalone.mla_metadata import ContextChunks, plan_context
+from dflash_jax.attention.standalone.mla_packed import packed_prefill
 
 from .latent_layer import make_batch
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax.attention.cross import cross_attention, write_encoded
+from dflash_jax.attention.standalone.cross import cross_attention, write_encoded
 
 from ..devices import custom_calls
 from ..kernels.attention_oracle import make_case, oracle

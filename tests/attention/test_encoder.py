@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dflash_jax.attention.encoder import batch_encoder_attention, encoder_attention
+from dflash_jax.attention.standalone.encoder import batch_encoder_attention, encoder_attention
 
 from ..devices import custom_calls
 from ..kernels.ragged_oracle import make_case, oracle

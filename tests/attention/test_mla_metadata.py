@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention.mla_metadata import plan_context, workspace_tokens
-from dflash_jax.attention.mla_packed import packed_prefill, paged_chunks
+from dflash_jax.attention.standalone.mla_metadata import plan_context, workspace_tokens
+from dflash_jax.attention.standalone.mla_packed import packed_prefill, paged_chunks
 from dflash_jax.errors import CapacityError
 
 from .latent_layer import Batch, make_batch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.attention.packed import PackedAttend
+from dflash_jax.attention.standalone.packed import PackedAttend
 from dflash_jax.cache import Pages, make_pages
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import bind, family_named, init_params

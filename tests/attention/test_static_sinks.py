@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention, ragged_paged_attention
 
-from dflash_jax.attention.static_sinks import with_static_sinks, write_static_sinks
+from dflash_jax.attention.standalone.static_sinks import with_static_sinks, write_static_sinks
 
 from .dense_oracle import assert_as_good_as, dense_oracle
 

@@ -11,8 +11,8 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.bench import Workload, measure, programs, random_pair, read_prompts, synthetic
 from dflash_jax.bench.command import check, write
-from dflash_jax.cli import main
-from dflash_jax.cli_parser import build_parser
+from dflash_jax.cli.main import main
+from dflash_jax.cli.parser import build_parser
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 
@@ -268,7 +268,7 @@ def test_random_prompts_are_given_room_before_weights_are_read(target, capsys, m
 
     limit = dj.load(target, max_batch=1).target.max_position
     monkeypatch.setattr("dflash_jax.bench.command.load", load)
-    monkeypatch.setattr("dflash_jax.planning.DEFAULT_MODEL_LEN", limit // 2)
+    monkeypatch.setattr("dflash_jax.options.DEFAULT_MODEL_LEN", limit // 2)
     few, many = ["--output-length", "3"], ["--input-length", str(limit - 3)]
     for options in ([*few, "--input-length", "5"], [*few, *many], [*few, *many, "--max-model-len", str(limit)]):
         assert main(["bench", "--model", str(target), *options]) == 4

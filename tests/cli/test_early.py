@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax import early
+from dflash_jax.cli import startup as early
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_devices_that_fail_say_nothing_here(monkeypatch, capfd):
 def test_nothing_slow_is_imported_before(tmp_path):
     code = """
 import sys
-import dflash_jax.cli
-from dflash_jax.early import read_models, start_device
+import dflash_jax.cli.main
+from dflash_jax.cli.startup import read_models, start_device
 read_models(None)
-from dflash_jax.compilation_cache import enable_compilation_cache
+from dflash_jax.compile.cache_folders import enable_compilation_cache
 enable_compilation_cache()
 start_device()
 print([name for name in ("flax", "orbax", "dflash_kernels", "dflash_jax.model") if name in sys.modules])

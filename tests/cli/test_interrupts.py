@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflash_jax.interrupts import interrupts, was_interrupted
+from dflash_jax.cli.signals import interrupts, was_interrupted
 
 
 @pytest.fixture(autouse=True)

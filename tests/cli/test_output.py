@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from dflash_jax import terminal
-from dflash_jax.cli import main
+from dflash_jax.cli import terminal
+from dflash_jax.cli.main import main
 
-MODULES = {"dflash-jax": "dflash_jax.cli", "dflash-convert": "dflash_convert.command"}
+MODULES = {"dflash-jax": "dflash_jax.cli.main", "dflash-convert": "dflash_convert.command"}
 # As Python has it for users: the end of a text waits for the end of the process.
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 ESCAPE = "\x1b]0;owned\x07\x9b2J"
@@ -73,7 +73,7 @@ def test_json_reads_back_in_any_encoding(target, monkeypatch, capsys):
 
 def test_a_terminal_obeys_no_text_of_a_demonstration(target, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("dflash_jax.text.TextStream.take", lambda *_, **__: ESCAPE)
+    monkeypatch.setattr("dflash_jax.text.detokenizer.TextStream.take", lambda *_, **__: ESCAPE)
     assert main(["demo", "ab", "--model", str(target), "--max-tokens", "9"]) == 0
     out = capsys.readouterr().out
     assert "owned" in out

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from dflash_jax import waiting
-from dflash_jax.cli import main
+from dflash_jax.cli import progress as waiting
+from dflash_jax.cli.main import main
 
 
 class Terminal(io.StringIO):

@@ -11,10 +11,10 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from dflash_convert.hf_reader import open_checkpoint
 from dflash_convert.write import OutputError, OutputExistsError, output_folder
 
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import open_checkpoint
 
 # Ctrl-C counts, although what runs in the background, as these tests may, ignores it.
 HEARING = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"

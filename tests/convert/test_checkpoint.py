@@ -7,12 +7,12 @@ from fnmatch import fnmatch
 
 import jax.numpy as jnp
 import pytest
-from dflash_convert.hf_reader import HuggingFaceCheckpoint
 
-from dflash_jax import checkpoint
-from dflash_jax.checkpoint import Converted, group_names, open_checkpoint, open_converted
+from dflash_jax.checkpoints import converted as checkpoint
+from dflash_jax.checkpoints.converted import Converted, group_names, open_checkpoint, open_converted
+from dflash_jax.checkpoints.hub import resolve_source
+from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint
 from dflash_jax.errors import CheckpointError, ConfigError, ParameterError
-from dflash_jax.hub import resolve_source
 
 
 @pytest.fixture
@@ -40,13 +40,6 @@ def test_the_reader_follows_the_folder(hf, converted, bits):
     for opened in (plain, ours):
         with pytest.raises(ParameterError, match="bfloat16, float16, float32"):
             opened.load("int8")
-
-
-def test_hugging_face_folders_need_the_reader(hf, monkeypatch):
-    folder = hf.qwen3()
-    monkeypatch.setattr(checkpoint, "entry_points", lambda **_: ())
-    with pytest.raises(CheckpointError, match="no reader for Hugging Face folders is installed"):
-        open_checkpoint(folder)
 
 
 def test_a_folder_without_a_marker_is_no_checkpoint(converted):

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_convert import cli, verify, write
-from dflash_convert.hf_reader import assemble, open_checkpoint
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import models
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import assemble, open_checkpoint
 from dflash_jax.models.parameters import single, to_huggingface
 
 

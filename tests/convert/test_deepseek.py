@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_convert.hf_reader import open_checkpoint
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.cli.info import collect, lines
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.info import collect, lines
 from dflash_jax.models import bind
 
 CONFIG: dict[str, Any] = {

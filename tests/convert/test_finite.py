@@ -3,12 +3,12 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_convert.hf_reader import open_checkpoint
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.finite import BLOCK_BYTES, all_finite
+from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.errors import CheckpointError
-from dflash_jax.finite import BLOCK_BYTES, all_finite
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 

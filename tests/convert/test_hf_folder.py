@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dflash_convert.hf_reader import open_checkpoint
 from safetensors.numpy import load_file, save_file
 
+from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 INDEX = "model.safetensors.index.json"

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 from dflash_convert import reverse
-from dflash_convert.hf_reader import open_checkpoint
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import open_checkpoint
 
 
 def tensors_of(folder) -> dict[str, np.ndarray]:

@@ -5,11 +5,11 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_convert.safetensors_reader import MAX_HEADER_BYTES, chunks, read_header
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from dflash_jax.checkpoints.safetensors import MAX_HEADER_BYTES, chunks, read_header
 from dflash_jax.errors import CheckpointError
 
 GOOD = {

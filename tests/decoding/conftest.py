@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine import Engine
+from dflash_jax.engine.requests import Request
 from dflash_jax.models import DFlashConfig, Qwen3Config, family_named, fuse_context_projection, init_params
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 VOCAB = 97

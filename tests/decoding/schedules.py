@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.cache import PageAllocator
 from dflash_jax.engine import Engine, Run
-from dflash_jax.requests import Request
+from dflash_jax.engine.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 

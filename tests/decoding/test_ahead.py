@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.decoding.loop import no_rows
 from dflash_jax.engine import ahead
-from dflash_jax.requests import Request, on_host
+from dflash_jax.engine.requests import Request, on_host
 from dflash_jax.sampling_params import SamplingParams
 
 LENGTHS = (33, 50, 21)

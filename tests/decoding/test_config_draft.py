@@ -5,9 +5,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax.checkpoints.weights import check_draft_vocabulary
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import default_target_layer_ids
-from dflash_jax.weights import check_draft_vocabulary
 
 from .config_files import REMOVE, SLIDING, draft
 

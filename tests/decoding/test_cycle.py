@@ -12,7 +12,7 @@ from dflash_jax.attention import paged
 from dflash_jax.decoding.cycle import cycle
 from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import STOP_WIDTH
-from dflash_jax.requests import empty_state
+from dflash_jax.engine.requests import empty_state
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])

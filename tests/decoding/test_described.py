@@ -11,11 +11,11 @@ import pytest
 
 from dflash_jax.attention.mla import ABSORBED
 from dflash_jax.cache import Pages
+from dflash_jax.compile.described import NotDescribable, describe, rebuild
 from dflash_jax.decoding.state import Setup
-from dflash_jax.described import NotDescribable, describe, rebuild
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
-from dflash_jax.models.quantised import Quantised
+from dflash_jax.quantization.weights import Quantised
 
 
 def through_json(value):
@@ -70,7 +70,7 @@ def test_what_has_no_description_is_refused(value):
     "described",
     [
         {"dataclass": "os:stat_result", "fields": {}},
-        {"dataclass": "dflash_jax.programs:Programs.call", "fields": {}},
+        {"dataclass": "dflash_jax.compile.programs:Programs.call", "fields": {}},
         {"dataclass": "dflash_jax.cache.pages:make_pages", "fields": {}},
         {"dataclass": "dflash_jax.cache.pages:Pages", "fields": {"wrong": 1}},
         {"array": [[2], "no such dtype", False]},

@@ -13,9 +13,9 @@ import pytest
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding.cycle import commit_context, draft_block
+from dflash_jax.engine.requests import Request
 from dflash_jax.models import bind
 from dflash_jax.models.dflash import SHARED_HEAD
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 

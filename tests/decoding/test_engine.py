@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.engine.requests import Request
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError
 from dflash_jax.models import bind
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 

@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from dflash_jax.cache import PageAllocator
+from dflash_jax.engine.requests import Request
 from dflash_jax.engine.slots import Job, Slots
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.models import chain
+from dflash_jax.execution import persistent as chain
 
 
 @pytest.mark.parametrize("draft", [True, False])

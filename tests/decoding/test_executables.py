@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dflash_jax.executables import find_kernel_runtime
+from dflash_jax.compile.serialization import find_kernel_runtime
 
 
 @pytest.mark.gpu

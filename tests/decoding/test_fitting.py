@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.compile.programs import start_compiling
 from dflash_jax.decoding.resize import resize, without_pools
 from dflash_jax.engine import Engine, fitting
-from dflash_jax.engine.core import STOP_WIDTH
+from dflash_jax.engine.requests import Request, empty_state
+from dflash_jax.engine.resources import STOP_WIDTH
 from dflash_jax.engine.warmup import warmup_jobs
-from dflash_jax.programs import start_compiling
-from dflash_jax.requests import Request, empty_state
 from dflash_jax.sampling_params import SamplingParams
 
 from .schedules import alone
@@ -91,7 +91,7 @@ def test_what_pays_is_compiled_beside_the_run(make_pair, make_prompts, monkeypat
         return start_compiling(())
 
     monkeypatch.setattr(fitting, "start_compiling", beside)
-    monkeypatch.setattr("dflash_jax.engine.verify_length.WORTH_COMPILING_S", 1e-9)
+    monkeypatch.setattr("dflash_jax.engine.verify_policy.WORTH_COMPILING_S", 1e-9)
     engine.verify_length = "auto"
     # Nothing that this drafter proposes stands, so nothing but plain cycles can pay in the end.
     monkeypatch.setattr("dflash_jax.engine.acceptance.FIRST_GUESS", 0.9)

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert.hf_reader import assemble
 
 import dflash_jax as dj
-from dflash_jax.checkpoint_pair import open_pair
+from dflash_jax.checkpoints.huggingface import assemble
+from dflash_jax.checkpoints.pair import open_pair
+from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.weights import weight_shapes
 
 pytestmark = pytest.mark.gpu
 

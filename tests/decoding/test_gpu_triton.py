@@ -11,7 +11,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.decoding.loop import loop
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH
-from dflash_jax.requests import empty_state
+from dflash_jax.engine.requests import empty_state
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def no_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No GPU counts as a Hopper, so that ops choose as they do on others."""
     pytest.importorskip("jax_triton")
-    for module in ("dispatch", "device", "paged_attention.schedule"):
+    for module in ("core.dispatch", "core.device", "attention.paged.schedule"):
         monkeypatch.setattr(importlib.import_module(f"dflash_kernels.{module}"), "HOPPER", -1)
     jax.clear_caches()
     yield

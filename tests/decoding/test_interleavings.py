@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.cache import PageAllocator
+from dflash_jax.engine.requests import Request
 from dflash_jax.errors import CapacityError, DFlashError
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 from .schedules import Interrupter

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import leaving
-from dflash_jax.programs import start_compiling
+from dflash_jax.compile.programs import start_compiling
+from dflash_jax.engine import shutdown as leaving
 
 SCRIPT = """
 import sys, threading, time

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.line import Line, no_collection, place, short_turns
-from dflash_jax.programs import Programs, start_compiling
+from dflash_jax.compile.programs import Programs, start_compiling
+from dflash_jax.compile.tracing import Line, no_collection, place, short_turns
 
 
 def waiting(line: Line, count: int) -> None:
@@ -114,7 +114,7 @@ def test_who_comes_first_to_an_empty_line_waits_for_earlier_places(comes):
 
 
 def test_nobody_waits_long_for_an_earlier_place_that_waits_for_a_later_one(monkeypatch):
-    monkeypatch.setattr("dflash_jax.line.PATIENCE_S", 0.05)
+    monkeypatch.setattr("dflash_jax.compile.tracing.PATIENCE_S", 0.05)
     line, made = Line(), threading.Event()
 
     def later():

@@ -13,9 +13,9 @@ from dflash_convert.cli import main as dflash_convert
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.checkpoint import open_checkpoint
-from dflash_jax.hub import resolve_source
-from dflash_jax.memory import size
+from dflash_jax.checkpoints.converted import open_checkpoint
+from dflash_jax.checkpoints.hub import resolve_source
+from dflash_jax.engine.memory import size
 from dflash_jax.models import family_of, to_huggingface
 
 TARGET = {
@@ -53,7 +53,7 @@ PARAMS = dj.SamplingParams(max_tokens=9)
 
 def test_norms_in_another_type_do_not_decide_for_the_model(tmp_path, monkeypatch):
     """As fine-tuning with matrices in few bits leaves them. On a GPU the stored type counts, and pages would be of the norms'."""
-    monkeypatch.setattr("dflash_jax.planning.choose_dtype", lambda dtype: dtype)
+    monkeypatch.setattr("dflash_jax.options.choose_dtype", lambda dtype: dtype)
     folder = write(tmp_path / "mixed", TARGET, dtype=ml_dtypes.bfloat16)
     tensors = load_file(folder / "model.safetensors")
     norms = {name: value.astype(np.float32) for name, value in tensors.items() if value.ndim == 1}
@@ -114,7 +114,7 @@ def test_pairs_that_do_not_fit(tmp_path, target, change, said):
 
 
 def test_a_published_drafter_that_cannot_be_had_can_be_left_out(target, monkeypatch):
-    monkeypatch.setattr("dflash_jax.checkpoint_pair.KNOWN_DRAFTERS", {str(target): "owner/drafter"})
+    monkeypatch.setattr("dflash_jax.checkpoints.pair.KNOWN_DRAFTERS", {str(target): "owner/drafter"})
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(dj.CheckpointError, match=rf"owner/drafter:\n(.|\n)*published for {target}; name another one"):
         dj.load(target)

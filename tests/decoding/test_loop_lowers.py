@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.decoding import prefill
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
+from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.models import family_named
-from dflash_jax.requests import Request, empty_state, request_rows
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.weights import weight_shapes
 
 from ..devices import on
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import planning
-from dflash_jax.checkpoint_pair import open_pair
-from dflash_jax.cli import main
-from dflash_jax.info import collect
-from dflash_jax.memory import (
+from dflash_jax import options as planning
+from dflash_jax.checkpoints.pair import open_pair
+from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
+from dflash_jax.cli.info import collect
+from dflash_jax.cli.main import main
+from dflash_jax.engine.memory import (
     MemoryPlan,
     context_bytes,
     experts_bytes,
@@ -25,8 +26,7 @@ from dflash_jax.memory import (
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
-from dflash_jax.models.quantised import quantise_weights
-from dflash_jax.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
+from dflash_jax.quantization.weights import quantise_weights
 
 GIB = 1 << 30
 PAIR = [(one.config, one.family) for one in open_pair() if one is not None]
@@ -162,7 +162,7 @@ def test_what_weights_take_while_they_are_read(monkeypatch):
         return quantise_weights(params, kind)
 
     stored, kept = (weight_shapes(PAIR, jnp.dtype("float32"), kind) for kind in (None, "int8"))
-    monkeypatch.setattr("dflash_jax.weights.quantise_weights", watched)
+    monkeypatch.setattr("dflash_jax.checkpoints.weights.quantise_weights", watched)
     weights = read_weights(*open_pair(), jnp.dtype("float32"), "int8")
     planned, sizes = reading_bytes(stored, kept), {role: weight_bytes({"": stored[role]}) for role in stored}
     assert [one[0] for one in seen] == [sizes["target"], sizes["draft"] + weight_bytes({"": kept["target"]})]

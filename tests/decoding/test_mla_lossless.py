@@ -14,8 +14,9 @@ import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.mla import ABSORBED, LatentForm
 from dflash_jax.cache import LayerSpec, Pages, layer_specs, make_pages, page_bytes
-from dflash_jax.cache.calibration import calibrate
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.engine import Engine
+from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import (
     DeepseekConfig,
@@ -27,7 +28,6 @@ from dflash_jax.models import (
     init_params,
     to_huggingface,
 )
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 VOCAB = 97

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.engine.requests import Request, request_arrays
 from dflash_jax.errors import DFlashError, ParameterError
-from dflash_jax.requests import Request, request_arrays
 from dflash_jax.sampling_params import MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 
 NOT_INTEGERS = (1.0, "1", True, None, [1])

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax import read_ahead as module
-from dflash_jax.read_ahead import read_ahead, wait_until_read
+from dflash_jax.checkpoints import prefetch as module
+from dflash_jax.checkpoints.prefetch import read_ahead, wait_until_read
 
 SPAN = 4096
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.filtered_choice import search
-from dflash_kernels.target import Target
+from dflash_kernels.core.device import Target
+from dflash_kernels.sampling import search
 
 from dflash_jax.decoding.sampling import (
     RequestArrays,

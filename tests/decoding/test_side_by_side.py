@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax import side_by_side
-from dflash_jax.side_by_side import compile_kernel, kernels_side_by_side
-from dflash_jax.value_names import name_values_once
+from dflash_jax.compile import mosaic_kernels as side_by_side
+from dflash_jax.compile.mosaic_kernels import compile_kernel, kernels_side_by_side
+from dflash_jax.compile.value_names import name_values_once
 
 from ..devices import h200
 

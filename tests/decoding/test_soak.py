@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.requests import Request
+from dflash_jax.engine.requests import Request
 
 REQUESTS = 2000
 

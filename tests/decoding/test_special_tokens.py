@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, models, normalizers, processors
 
 from dflash_jax.errors import PromptError, TokenizerError
-from dflash_jax.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
+from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 from .tokenizers_for_tests import SPECIAL, byte_level, ids_of
 

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import staging
+from dflash_jax.checkpoints import transfer as staging
+from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.errors import CheckpointError
-from dflash_jax.staging import Incoming, place
 
 
 class Late:

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache, config
 
-from dflash_jax import fingerprint, stored_programs
 from dflash_jax.cache import Pages
-from dflash_jax.models import chain
-from dflash_jax.programs import Programs
-from dflash_jax.stored_programs import MAGIC, SUFFIX, StoredPrograms
+from dflash_jax.compile import executable_cache as stored_programs
+from dflash_jax.compile import fingerprint
+from dflash_jax.compile.executable_cache import MAGIC, SUFFIX, StoredPrograms
+from dflash_jax.compile.programs import Programs
+from dflash_jax.execution import persistent as chain
 
 TRACED: list[str] = []
 

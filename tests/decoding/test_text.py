@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.engine.requests import Request, Update
 from dflash_jax.generation import _Writer
 from dflash_jax.model import Model
-from dflash_jax.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.text import TextStream
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.text.detokenizer import TextStream
+from dflash_jax.text.tokenizer import Tokenizer
 
 from .tokenizers_for_tests import PIECES, byte_fallback, byte_level, ids_of, metaspace
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dflash_jax.errors import ConfigError, ParameterError, PromptError, TokenizerError
-from dflash_jax.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
+from dflash_jax.text.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_jax.engine.core import LEAST_TOKENS
-from dflash_jax.requests import Request
+from dflash_jax.engine.requests import Request
+from dflash_jax.engine.resources import LEAST_TOKENS
 from dflash_jax.sampling_params import SamplingParams
 
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.engine import costs
+from dflash_jax.checkpoints.weights import weight_shapes
+from dflash_jax.compile.programs import Status
+from dflash_jax.engine import cycle_costs as costs
 from dflash_jax.engine.acceptance import Acceptance
-from dflash_jax.engine.costs import BANDWIDTH, CycleCost, Stack, cycle_cost
-from dflash_jax.engine.verify_length import FIRST_CYCLES, VerifyLength
+from dflash_jax.engine.cycle_costs import BANDWIDTH, CycleCost, Stack, cycle_cost
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, VerifyLength
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.models.quantised import WeightDtype
-from dflash_jax.programs import Status
-from dflash_jax.weights import weight_shapes
+from dflash_jax.quantization.weights import WeightDtype
 
 OFFERED = 16
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.compile.programs import ONE_GRAPH, Programs, loop_options, start_compiling
 from dflash_jax.decoding.state import Setup
 from dflash_jax.generation import STREAM_CYCLES, make_requests
-from dflash_jax.models.quantised import quantise_weights
-from dflash_jax.programs import ONE_GRAPH, Programs, loop_options, start_compiling
+from dflash_jax.quantization.weights import quantise_weights
 
 
 @pytest.mark.parametrize(("draft", "lengths"), [(True, (300,)), (False, (40, 7, 530))])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.text.tokenizer import Tokenizer
 
 # Tokens of more than one byte: words, characters cut anywhere, characters glued to the beginning of the next, U+FFFD itself.
 PIECES = (

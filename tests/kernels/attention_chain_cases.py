@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import chain_stream, layer_chain, paged_attention, qkv_write
-from dflash_kernels.layer_chain.layer import Layer
-from dflash_kernels.qkv_attention.heads import Heads
+from dflash_kernels.fused.arguments import Heads
+from dflash_kernels.fused.layer.arguments import Layer
 
 from .drawn import drawn
 

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from dflash_kernels.target import Target
+from dflash_kernels.core.device import Target
 from triton.runtime import interpreter
 
-OPS = {name: importlib.import_module(f"dflash_kernels.{name}.triton") for name in ("paged_attention", "mla_attention")}
+OPS = {name: importlib.import_module(f"dflash_kernels.{name}.triton") for name in ("attention.paged", "attention.mla")}
 DEVICE = Target("interpreter", "gpu", 80, 2)
 TYPES = {
     np.dtype(np.float32): tl.float32, np.dtype(np.float16): tl.float16, np.dtype(ml_dtypes.bfloat16): tl.bfloat16,

@@ -14,9 +14,9 @@ from dflash_kernels import (
     attention_chain_exchange,
     attention_chain_refusal,
 )
-from dflash_kernels.attention_chain.mosaic_gpu import launch
-from dflash_kernels.attention_chain.mosaic_gpu_plan import attention_plan
-from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
+from dflash_kernels.fused.layer.attention_chain_mosaic_gpu import launch
+from dflash_kernels.fused.layer.mosaic_gpu_plan import attention_plan
+from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

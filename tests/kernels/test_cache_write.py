@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, cache_write
-from dflash_kernels.cache_write.api import IMPLEMENTATIONS
-from dflash_kernels.cache_write.mosaic_gpu_plain import launch
+from dflash_kernels.kv_cache.write.api import IMPLEMENTATIONS
+from dflash_kernels.kv_cache.write.mosaic_gpu_plain import launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 GPU = pytest.mark.gpu

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, kv_write, paged_attention, qkv_write
-from dflash_kernels.cache_write.mosaic_gpu import launch_kv, launch_qkv
+from dflash_kernels.kv_cache.write.mosaic_gpu import launch_kv, launch_qkv
 
 from ..devices import h200
 from .qkv_cases import CANDIDATES, CASES, F16, F32, FP8, INT8, Case, bits, inputs, run

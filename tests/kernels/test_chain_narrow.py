@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
-from dflash_kernels.layer_chain.mosaic_gpu import launch
-from dflash_kernels.layer_chain.mosaic_gpu_digits import digits_of
-from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, plan
-from dflash_kernels.quantised_linear.columns import in_pairs
+from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.fused.layer.mosaic_gpu import launch
+from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
+from dflash_kernels.mosaic_gpu.layer_digits import digits_of
 
 from ..devices import h200
 from . import attention_chain_cases as whole

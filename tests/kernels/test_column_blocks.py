@@ -18,10 +18,10 @@ from dflash_kernels import (
     layer_chain,
     row_by_row,
 )
-from dflash_kernels.column_blocks import as_stored
-from dflash_kernels.dense.mosaic_gpu import launch, onto
-from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan
-from dflash_kernels.layer_chain.mosaic_gpu import launch as chain_launch
+from dflash_kernels.core.layouts import as_stored
+from dflash_kernels.fused.layer.mosaic_gpu import launch as chain_launch
+from dflash_kernels.matmul.dense.mosaic_gpu import launch, onto
+from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls, h200

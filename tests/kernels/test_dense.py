@@ -18,9 +18,9 @@ from dflash_kernels import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.dense.mosaic_gpu import add_norm_launch, add_norm_scores_launch, best, launch
-from dflash_kernels.dense.mosaic_gpu_kernel import dense as kernel
-from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan, plan
+from dflash_kernels.matmul.dense.mosaic_gpu import add_norm_launch, add_norm_scores_launch, best, launch
+from dflash_kernels.matmul.dense.mosaic_gpu_sm90 import dense as kernel
+from dflash_kernels.matmul.dense.tiling import SHARED, best_plan, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

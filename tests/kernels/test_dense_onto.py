@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import dense_gated, dense_onto
-from dflash_kernels.dense import mosaic_gpu_plan as plans
-from dflash_kernels.dense.mosaic_gpu import onto
-from dflash_kernels.dense.mosaic_gpu_kernel import dense as kernel
-from dflash_kernels.dense.mosaic_gpu_plan import best_plan, pays_onto, plan
+from dflash_kernels.matmul.dense import tiling as plans
+from dflash_kernels.matmul.dense.mosaic_gpu import onto
+from dflash_kernels.matmul.dense.mosaic_gpu_sm90 import dense as kernel
+from dflash_kernels.matmul.dense.tiling import best_plan, pays_onto, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError
-from dflash_kernels.dispatch import first_fitting
+from dflash_kernels.core.dispatch import first_fitting
 
 
 def refuses(reason: str) -> Any:
@@ -49,7 +49,7 @@ def test_arrays_on_another_device_are_served_there(monkeypatch: pytest.MonkeyPat
     """On a machine whose default device is a GPU, with arrays that somebody has put on the CPU."""
     (here, *_) = jax.devices()
     gpu = types.SimpleNamespace(platform="gpu")
-    monkeypatch.setattr("dflash_kernels.dispatch.default_device", lambda: jax.config.jax_default_device or gpu)
+    monkeypatch.setattr("dflash_kernels.core.dispatch.default_device", lambda: jax.config.jax_default_device or gpu)
     where = {"plain": lambda *args: jax.config.jax_default_device}
     put, left = jax.device_put(1.0, here), jnp.ones(())
     assert first_fitting("op", where, None, [left, put]) == here

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels.filtered_choice.search import largest_reached, ordered
+from dflash_kernels.sampling.search import largest_reached, ordered
 
 
 def test_whole_numbers_keep_the_order_of_logits() -> None:

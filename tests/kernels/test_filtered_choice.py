@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, filtered_choice
-from dflash_kernels.filtered_choice.mosaic_gpu import launch
+from dflash_kernels.sampling.mosaic_gpu import launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import Float8Rows, float8_candidates, float8_dense
-from dflash_kernels.float8_dense.mosaic_gpu import candidates
+from dflash_kernels.matmul.float8.mosaic_gpu import candidates
 
 from .test_float8_dense import INTERPRET, QWEN3_4B, make
 

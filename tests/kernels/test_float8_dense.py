@@ -18,10 +18,10 @@ from dflash_kernels import (
     float8_refusal,
     float8_rows,
 )
-from dflash_kernels.dense.mosaic_gpu_plan import SHARED, best_plan
-from dflash_kernels.dense.mosaic_gpu_plan import _plans as plans
-from dflash_kernels.float8_dense.mosaic_gpu import best, launch, onto, rows_launch
-from dflash_kernels.quantised_linear.columns import in_pairs
+from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
+from dflash_kernels.matmul.dense.tiling import _plans as plans
+from dflash_kernels.matmul.float8.mosaic_gpu import best, launch, onto, rows_launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 INTERPRET = plgpu.InterpretGPUParams()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, grouped_linear, grouped_linear_refusal
-from dflash_kernels.grouped_linear.mosaic_gpu import SHARED_MEMORY, launch, plan
+from dflash_kernels.matmul.grouped.mosaic_gpu import SHARED_MEMORY, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

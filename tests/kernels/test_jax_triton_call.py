@@ -4,7 +4,7 @@ import functools
 import sys
 from pathlib import Path
 
-import dflash_kernels.jax_triton_call as jax_triton_call
+import dflash_kernels.core.triton_call as jax_triton_call
 import jax
 import jax.numpy as jnp
 import pytest

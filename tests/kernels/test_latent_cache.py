@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from dflash_kernels import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
-from dflash_kernels.latent_cache.reference import packed_width
+from dflash_kernels.kv_cache.latent.reference import packed_width
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, latent_expand
-from dflash_kernels.latent_expand.mosaic_gpu import tuned
-from dflash_kernels.latent_expand.mosaic_gpu_plan import Tuning
+from dflash_kernels.kv_cache.latent_expand.mosaic_gpu import tuned
+from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import Tuning
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, latent_gather
-from dflash_kernels.latent_gather.api import IMPLEMENTATIONS
+from dflash_kernels.kv_cache.latent.gather import IMPLEMENTATIONS
 
 from .attention_oracle import make_case
 

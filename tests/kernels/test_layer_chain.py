@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, chain_exchange, chain_stream, layer_chain, layer_chain_refusal
-from dflash_kernels.layer_chain.layer import Layer
-from dflash_kernels.layer_chain.mosaic_gpu import launch
-from dflash_kernels.layer_chain.mosaic_gpu_plan import SHARED_MEMORY, padded_rows, plan
+from dflash_kernels.fused.layer.arguments import Layer
+from dflash_kernels.fused.layer.mosaic_gpu import launch
+from dflash_kernels.fused.layer.plan import SHARED_MEMORY, padded_rows, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

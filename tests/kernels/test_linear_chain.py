@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, linear_chain, linear_chain_exchange, linear_chain_refusal
-from dflash_kernels.linear_chain.mosaic_gpu import launch, plan
+from dflash_kernels.fused.linear_pair.mosaic_gpu import launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, merge_states
-from dflash_kernels.merge_states.api import IMPLEMENTATIONS
+from dflash_kernels.attention.merge_states.api import IMPLEMENTATIONS
 
 EMPTY = (-np.inf, np.inf, np.nan)
 GARBAGE = (0.0, 3.5, np.nan, np.inf)

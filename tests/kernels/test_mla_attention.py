@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, latent_write, mla_attention
-from dflash_kernels.mla_attention.api import IMPLEMENTATIONS
+from dflash_kernels.attention.mla.api import IMPLEMENTATIONS
 
 from .attention_oracle import Case, make_case, oracle
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import mla_attention
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import NARROW_ROWS, Tuning
+from dflash_kernels.attention.mla.launch import NARROW_ROWS, Tuning
 
 from .attention_oracle import Case
 from .test_mla_attention_mosaic import RANK, WIDTH, call, h200, interpret, latent_case, run, true_values

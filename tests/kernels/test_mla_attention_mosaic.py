@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, mla_attention
-from dflash_kernels.mla_attention import mosaic_gpu_merge as merging
-from dflash_kernels.mla_attention import mosaic_gpu_schedule as schedule
-from dflash_kernels.mla_attention.mosaic_gpu import tuned
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning, best_splits, longest_first, plan
-from dflash_kernels.mla_attention.mosaic_gpu_tiles import Tiles
-from dflash_kernels.mla_attention.reference import mla_attention_reference
+from dflash_kernels.attention.mla import launch as schedule
+from dflash_kernels.attention.mla.launch import Tuning, best_splits, longest_first, plan
+from dflash_kernels.attention.mla.mosaic_gpu import tuned
+from dflash_kernels.attention.mla.mosaic_gpu_tiles import Tiles
+from dflash_kernels.attention.mla.reference import mla_attention_reference
+from dflash_kernels.mosaic_gpu import mla_merge as merging
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

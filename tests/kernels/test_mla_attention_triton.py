@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import mla_attention
-from dflash_kernels.mla_attention.triton import LARGE_SHARED_MEMORY, Tuning, mla_attention_triton
-from dflash_kernels.paged_attention.triton_schedule import SHARED_MEMORY
+from dflash_kernels.attention.mla.triton import LARGE_SHARED_MEMORY, Tuning, mla_attention_triton
+from dflash_kernels.attention.paged.triton_schedule import SHARED_MEMORY
 
 from .attention_oracle import Case, make_case, oracle
 from .triton_tools import compiled, interpret, run_as_ampere
@@ -72,12 +72,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """Results of all calls, and the dtype that they were made in: the interpreter knows no bfloat16 products."""
     if request.param == "interpreted":
         given = calls(jnp.float16)
-        named = {name: ("mla_attention", "mla_attention_triton", *call) for name, call in given.items()}
+        named = {name: ("attention.mla", "mla_attention_triton", *call) for name, call in given.items()}
         return interpret(named, tmp_path_factory.mktemp("interpreter")) | {"dtype": jnp.float16}
     found: dict[Any, Any] = {"dtype": jnp.bfloat16}
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "a100":
-            run_as_ampere("mla_attention", patch)
+            run_as_ampere("attention.mla", patch)
         for name, (arrays, options) in calls(jnp.bfloat16).items():
             options = {key: jnp.asarray(value) if key == "latent_scale" else value for key, value in options.items()}
             found[name] = tuple(map(np.asarray, mla_attention_triton(*map(jnp.asarray, arrays), **options)))
@@ -123,7 +123,7 @@ def test_compiles_to_machine_code(
     q, pages = jax.ShapeDtypeStruct((2, t, heads, 576), jnp.bfloat16), jax.ShapeDtypeStruct((9, 1, 64, 576), stored)
     table, lens = jax.ShapeDtypeStruct((2, 40), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     (attend,) = compiled(
-        "mla_attention", mla_attention_triton, q, pages, table, lens, lens, capability=capability, monkeypatch=monkeypatch,
+        "attention.mla", mla_attention_triton, q, pages, table, lens, lens, capability=capability, monkeypatch=monkeypatch,
         kv_lora_rank=512, scale=0.1, causal=True, latent_scale=jnp.ones(()) if stored != "bfloat16" else None,
     )  # fmt: skip
     assert attend.metadata.shared <= LARGE_SHARED_MEMORY.get(capability, SHARED_MEMORY)

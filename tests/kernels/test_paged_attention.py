@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention
-from dflash_kernels.paged_attention.api import IMPLEMENTATIONS
+from dflash_kernels.attention.paged.api import IMPLEMENTATIONS
 
 from .attention_candidates import CANDIDATES, Candidate, check, rounding, run, same_bits
 from .attention_oracle import Case, make_case, oracle

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.paged_attention import mosaic_gpu_narrow_queries as of_queries
-from dflash_kernels.paged_attention import mosaic_gpu_narrow_words as below
-from dflash_kernels.paged_attention import mosaic_gpu_threads as th
-from dflash_kernels.paged_attention.mosaic_gpu_narrow_ops import LIFT, SHRUNK, in_key_order
+from dflash_kernels.attention.paged import mosaic_gpu_narrow_queries as of_queries
+from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import LIFT, SHRUNK, in_key_order
+from dflash_kernels.mosaic_gpu import narrow as below
+from dflash_kernels.mosaic_gpu import ptx as th
 
 THREAD = np.arange(128)
 LANE, WARP = THREAD % 32, THREAD // 32

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention
-from dflash_kernels.paged_attention.mosaic_gpu import tuned
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import HALF_SHARED_MEMORY, Tuning, best_splits, plan
-from dflash_kernels.paged_attention.reference import paged_attention_reference
+from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, best_splits, plan
+from dflash_kernels.attention.paged.mosaic_gpu import tuned
+from dflash_kernels.attention.paged.reference import paged_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import paged_attention
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import HALF_SHARED_MEMORY, Tuning, plan_narrow
+from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, plan_narrow
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

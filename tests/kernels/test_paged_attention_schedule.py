@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import paged_attention, paged_schedule, schedule_helps
-from dflash_kernels.paged_attention.mosaic_gpu import tuned
-from dflash_kernels.paged_attention.schedule import LEAST, MOST, MOST_OF_FEW_ROWS, SLOTS, TILE
+from dflash_kernels.attention.paged.mosaic_gpu import tuned
+from dflash_kernels.attention.paged.schedule import LEAST, MOST, MOST_OF_FEW_ROWS, SLOTS, TILE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

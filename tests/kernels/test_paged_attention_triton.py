@@ -6,9 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.paged_attention.reference import paged_attention_reference
-from dflash_kernels.paged_attention.triton import paged_attention_triton
-from dflash_kernels.paged_attention.triton_schedule import Tuning
+from dflash_kernels.attention.paged.reference import paged_attention_reference
+from dflash_kernels.attention.paged.triton import paged_attention_triton
+from dflash_kernels.attention.paged.triton_schedule import Tuning
 
 from .attention_oracle import Case, make_case, oracle
 from .triton_tools import interpret, run_as_ampere
@@ -61,7 +61,7 @@ def call_of(case: Case, tuning: Tuning) -> tuple[Any, ...]:
     arrays = tuple(np.asarray(array) for array in case.arrays())
     options = MASK | case.options | {"scale": case.scale, "tuning": tuning}
     options["window"] = options["window"] or (None, None)
-    return "paged_attention", "paged_attention_triton", arrays, options
+    return "attention.paged", "paged_attention_triton", arrays, options
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_agrees_with_float64(name: str, interpreted: dict[Any, tuple[np.ndarray,
     "name", ["q1-split", "q16-direct", "page5", "window", "cap-sinks", "head72", "head256", "fp8", "int8"]
 )
 def test_what_an_a100_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_as_ampere("paged_attention", monkeypatch)
+    run_as_ampere("attention.paged", monkeypatch)
     case = case_of(name, jnp.bfloat16)
     _, _, arrays, options = call_of(case, CASES[name][-1])
     options = {key: jnp.asarray(value) if isinstance(value, np.ndarray) else value for key, value in options.items()}

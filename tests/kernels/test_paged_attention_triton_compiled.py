@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.paged_attention.triton import paged_attention_triton
-from dflash_kernels.paged_attention.triton_schedule import SHARED_MEMORY, Tuning, plan
+from dflash_kernels.attention.paged.triton import paged_attention_triton
+from dflash_kernels.attention.paged.triton_schedule import SHARED_MEMORY, Tuning, plan
 
 from .attention_oracle import make_case
 from .triton_tools import compiled
@@ -37,7 +37,7 @@ def test_compiles_to_machine_code(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     mask = MASK | {"scale": 0.1} | ({"window": (70, 3), "soft_cap": 30.0, "causal": False} if t == 7 else {})
     (attend,) = compiled(
-        "paged_attention", paged_attention_triton, *shapes(t, group, head_dim, page_size), capability=capability,
+        "attention.paged", paged_attention_triton, *shapes(t, group, head_dim, page_size), capability=capability,
         monkeypatch=monkeypatch, **mask,
     )  # fmt: skip
     ptx = attend.asm["ptx"]
@@ -59,7 +59,7 @@ def test_quantised_pages_compile(stored: Any, capability: int, monkeypatch: pyte
     if stored == jnp.int8:
         scales = {"k_scale": jnp.ones(pages.shape[:3]), "v_scale": jnp.ones((2, 128))}
     (attend,) = compiled(
-        "paged_attention", paged_attention_triton, q, pages, pages, *rest, capability=capability, monkeypatch=monkeypatch,
+        "attention.paged", paged_attention_triton, q, pages, pages, *rest, capability=capability, monkeypatch=monkeypatch,
         **MASK | {"scale": 0.1}, **scales, alibi_slopes=jnp.ones(8), alibi_sqrt=True,
     )  # fmt: skip
     assert attend.asm["cubin"]

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention, qkv_attention, qkv_attention_refusal, qkv_write
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning
-from dflash_kernels.qkv_attention.heads import Heads
-from dflash_kernels.qkv_attention.mosaic_gpu import launch
-from dflash_kernels.qkv_attention.reference import qkv_attention_reference
+from dflash_kernels.attention.paged.launch import Tuning
+from dflash_kernels.fused.arguments import Heads
+from dflash_kernels.fused.qkv_attention.mosaic_gpu import launch
+from dflash_kernels.fused.qkv_attention.reference import qkv_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

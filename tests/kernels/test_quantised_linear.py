@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, quantised_linear
-from dflash_kernels.quantised_linear.columns import in_pairs, out_of_pairs
-from dflash_kernels.quantised_linear.mosaic_gpu import ROWS, launch, plan
+from dflash_kernels.core.columns import in_pairs, out_of_pairs
+from dflash_kernels.matmul.weight_only.mosaic_gpu import ROWS, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, ragged_attention
-from dflash_kernels.ragged_attention.mosaic_gpu import tuned_dense, tuned_paged
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import BLOCK, SHARED_MEMORY, Tuning, block_table, plan
-from dflash_kernels.ragged_attention.reference import ragged_attention_reference
+from dflash_kernels.attention.ragged.launch import BLOCK, SHARED_MEMORY, Tuning, block_table, plan
+from dflash_kernels.attention.ragged.mosaic_gpu import tuned_dense, tuned_paged
+from dflash_kernels.attention.ragged.reference import ragged_attention_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

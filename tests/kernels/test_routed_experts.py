@@ -14,8 +14,8 @@ from dflash_kernels import (
     routed_experts_exchange,
     routed_experts_refusal,
 )
-from dflash_kernels.routed_experts.mosaic_gpu import launch
-from dflash_kernels.routed_experts.mosaic_gpu_plan import Choice, plan
+from dflash_kernels.fused.experts.mosaic_gpu import launch
+from dflash_kernels.fused.experts.plan import Choice, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, embed_norm, stream_norm
-from dflash_kernels.row_norm.mosaic_gpu import embed_norm_launch, stream_norm_launch
+from dflash_kernels.norm.mosaic_gpu import embed_norm_launch, stream_norm_launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

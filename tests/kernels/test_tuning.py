@@ -12,21 +12,21 @@ import dflash_kernels
 import jax
 import jax.numpy as jnp
 import pytest
-from dflash_kernels import tuning
-from dflash_kernels.mla_attention import mosaic_gpu as latent
-from dflash_kernels.mla_attention.mosaic_gpu_schedule import Tuning as LatentTuning
-from dflash_kernels.paged_attention import mosaic_gpu as paged
-from dflash_kernels.paged_attention.mosaic_gpu_schedule import Tuning as PagedTuning
-from dflash_kernels.paged_attention.schedule import paged_schedule
-from dflash_kernels.ragged_attention import mosaic_gpu as ragged
-from dflash_kernels.ragged_attention.mosaic_gpu_schedule import Tuning
+from dflash_kernels.attention.mla import mosaic_gpu as latent
+from dflash_kernels.attention.mla.launch import Tuning as LatentTuning
+from dflash_kernels.attention.paged import mosaic_gpu as paged
+from dflash_kernels.attention.paged.launch import Tuning as PagedTuning
+from dflash_kernels.attention.paged.schedule import paged_schedule
+from dflash_kernels.attention.ragged import mosaic_gpu as ragged
+from dflash_kernels.attention.ragged.launch import Tuning
+from dflash_kernels.core import tuning
 
 from ..devices import on
 
 KERNELS = Path(dflash_kernels.__file__).parent
-TABLES = sorted(KERNELS.glob("*/tuning.json"))
+TABLES = sorted(KERNELS.rglob("tuning.json"))
 ENTRIES = [
-    pytest.param(path.parent.name, device, entry, id=f"{device}: {entry['case']}")
+    pytest.param(str(path.parent.relative_to(KERNELS)), device, entry, id=f"{device}: {entry['case']}")
     for path in TABLES
     for device, entries in json.loads(path.read_text()).items()
     for entry in entries
@@ -93,9 +93,9 @@ def latent_call(entry: dict[str, Any]) -> Any:
 
 PAGED_MASK: dict[str, Any] = {"window": (None, None), "soft_cap": None, "sinks": None, "scale": 0.1}
 CALLS = {
-    "ragged_attention": (ragged_call, ragged, Tuning, MASK),
-    "paged_attention": (paged_call, paged, PagedTuning, PAGED_MASK),
-    "mla_attention": (latent_call, latent, LatentTuning, {"kv_lora_rank": 512, "scale": 0.1}),
+    "attention/ragged": (ragged_call, ragged, Tuning, MASK),
+    "attention/paged": (paged_call, paged, PagedTuning, PAGED_MASK),
+    "attention/mla": (latent_call, latent, LatentTuning, {"kv_lora_rank": 512, "scale": 0.1}),
 }
 
 
@@ -164,7 +164,7 @@ def test_tiles_that_do_not_fit() -> None:
         jax.eval_shape(lambda *args: ragged.tuned_dense(*args, **MASK, causal=True, tuning=Tuning(stages=4)), *arrays)
 
 
-@pytest.mark.parametrize("op", ["ragged_attention", "paged_attention", "mla_attention"])
+@pytest.mark.parametrize("op", ["attention/ragged", "attention/paged", "attention/mla"])
 def test_dry_run(op: str, tune: Any, tmp_path: Path) -> None:
     """The script from end to end: inputs, kernels in the interpreter, checks, the table."""
     tune.main(["--dry-run", "--out", str(tmp_path), op])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.target import Target, target
+from dflash_kernels.core.device import Target, target
 
 TYPES = {
     "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int8": "i8", "uint8": "u8",

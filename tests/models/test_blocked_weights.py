@@ -9,15 +9,8 @@ import pytest
 from dflash_kernels import ColumnBlocks, in_column_blocks
 
 import dflash_jax as dj
-from dflash_jax import weights
-from dflash_jax.engine.costs import bare_cost
-from dflash_jax.info import collect
-from dflash_jax.models import bind, blocked_weights, family_named, fuse_context_projection, init_params
-from dflash_jax.models.blocked_weights import block_columns, blocks_pay, cycle_rows
-from dflash_jax.models.dflash import HEAD_INDEX
-from dflash_jax.models.layers import linear
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.weights import (
+from dflash_jax.checkpoints import weights
+from dflash_jax.checkpoints.weights import (
     reading_bytes,
     reading_jobs,
     round_weights,
@@ -25,6 +18,14 @@ from dflash_jax.weights import (
     weight_bytes,
     weight_shapes,
 )
+from dflash_jax.cli.info import collect
+from dflash_jax.engine.cycle_costs import bare_cost
+from dflash_jax.execution import weight_layout as blocked_weights
+from dflash_jax.execution.weight_layout import block_columns, blocks_pay, cycle_rows
+from dflash_jax.models import bind, family_named, fuse_context_projection, init_params
+from dflash_jax.models.dflash import HEAD_INDEX
+from dflash_jax.models.layers import linear
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 
 from ..devices import on
 from ..small_pair import small_pair

@@ -13,15 +13,17 @@ from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
+from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models import bind, chain, family_named, init_params, routed
-from dflash_jax.models.chain import run_layers
+from dflash_jax.execution import fused_moe as routed
+from dflash_jax.execution import persistent as chain
+from dflash_jax.execution.fused_dense import fits, multiplied, run_rows
+from dflash_jax.execution.persistent import run_layers
+from dflash_jax.models import bind, family_named, init_params
 from dflash_jax.models.layers import Linear
 from dflash_jax.models.moe import Experts
 from dflash_jax.models.presets import MOE_TARGETS, TARGETS
 from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
-from dflash_jax.models.rows import fits, multiplied, run_rows
-from dflash_jax.weights import weight_shapes
 
 from ..devices import h200
 from .golden_files import cases, golden

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import weights
 from dflash_jax.bench.workload import SHAPES, published_shape
-from dflash_jax.engine.costs import bare_cost
-from dflash_jax.info import collect
-from dflash_jax.models import family_named, head_index
+from dflash_jax.checkpoints import weights
+from dflash_jax.checkpoints.weights import stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.cli.info import collect
+from dflash_jax.engine.cycle_costs import bare_cost
+from dflash_jax.execution import draft_head as head_index
+from dflash_jax.execution.draft_head import best_by_index, index_pays
+from dflash_jax.models import family_named
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.head_index import best_by_index, index_pays
 from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.models.quantised import quantise
-from dflash_jax.weights import stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.quantization.weights import quantise
 
 from ..devices import on
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.checkpoint_pair import KNOWN_DRAFTERS, check_pair
+from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS, check_pair
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import PairError
 from dflash_jax.models import DFlashConfig, count, default_target_layer_ids, family_named

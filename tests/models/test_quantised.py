@@ -12,15 +12,15 @@ from flax import nnx
 import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models.binding import bind
-from dflash_jax.models.chain import run_layers
+from dflash_jax.execution.fused_dense import multiplied
+from dflash_jax.execution.fused_float8 import fits, run_rounded
+from dflash_jax.execution.persistent import run_layers
 from dflash_jax.models.layers import Linear, best_rows, linear
 from dflash_jax.models.parameters import init_params
-from dflash_jax.models.quantised import MANY_ROWS, Quantised, WeightDtype, quantise, quantise_weights
 from dflash_jax.models.qwen3 import qwen3_parameters
-from dflash_jax.models.rounded_rows import fits, run_rounded
-from dflash_jax.models.rows import multiplied
-from dflash_jax.planning import check_weight_dtype
+from dflash_jax.models.registry import bind
+from dflash_jax.options import check_weight_dtype
+from dflash_jax.quantization.weights import MANY_ROWS, Quantised, WeightDtype, quantise, quantise_weights
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert.hf_reader import open_checkpoint
 from safetensors.numpy import load_file
 
-from dflash_jax.checkpoint import open_converted
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.cli.info import collect, lines
 from dflash_jax.engine import Engine
+from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ConfigError
-from dflash_jax.info import collect, lines
 from dflash_jax.models import (
     DFlashConfig,
     Qwen3MoeConfig,
@@ -22,7 +23,6 @@ from dflash_jax.models import (
     init_params,
 )
 from dflash_jax.models.presets import MOE_TARGETS
-from dflash_jax.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 
 from ..convert.conftest import Folders

@@ -6,7 +6,7 @@ import sys
 import pytest
 from dflash_kernels import ColumnBlocks
 
-from dflash_jax import weights
+from dflash_jax.checkpoints import weights
 
 from ..small_pair import small_pair
 

@@ -14,8 +14,8 @@ import pytest
 from dflash_convert import cli as convert_cli
 
 import dflash_jax as dj
-from dflash_jax.cli import COMMANDS
-from dflash_jax.cli_parser import build_parser
+from dflash_jax.cli.main import COMMANDS
+from dflash_jax.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -215,7 +215,7 @@ def test_what_is_not_installed_is_said_before_a_gpu_is_taken(suite, monkeypatch)
     suite.refuse_without(["pair"])
     with pytest.raises(SystemExit, match="the tests import nbformat, which is not installed"):
         suite.main(["--only", "tests*", "--gpus", "0"])
-    monkeypatch.setattr(suite, "entry_points", lambda **_: ())
+    monkeypatch.setattr(suite, "installed", lambda name: False)
     with pytest.raises(SystemExit, match="dflash-jax is not installed"):
         suite.main(["--only", "pair", "--gpus", "0"])
 

@@ -1,0 +1,1 @@
+"""Attention forms for use by themselves; no model of this library runs them."""

@@ -1,0 +1,231 @@
+"""A Hugging Face model folder as files: which tensors it holds and where, and whether it may be trusted that far.
+
+Only data is opened: config.json, the index and safetensors files. Every path is a plain name inside the folder; a link may leave it
+only for the blobs of the hub cache that the folder is a snapshot of.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.checkpoints.safetensors import Tensor, read_header, strict_json
+from dflash_jax.errors import CheckpointError
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_config.json"
+SIDECARS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")
+_MAX_JSON_BYTES = 256 << 20
+
+
+@dataclass
+class HuggingFaceFolder:
+    """What a folder holds.
+
+    Attributes:
+      config: config.json, empty when it is not usable (which is then among the problems).
+      tensors: by their own names.
+      unreadable: tensors that the index places in a file which could not be read.
+      complete: whether the names of all tensors are known, so that a missing one can be told.
+      problems: what makes the folder unusable, one sentence each.
+      notices: what was seen and left alone, one sentence each.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    complete: bool = True
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file that a conversion reads: weights, index, configuration and tokenizer."""
+        names = {tensor.path.name for tensor in self.tensors.values()} | set(SIDECARS) | {INDEX}
+        return [self.folder / name for name in sorted(names) if (self.folder / name).is_file()]
+
+
+def read_folder(path: str | Path) -> HuggingFaceFolder:
+    """Reads configuration, index and headers of a folder; what is wrong goes into `problems`.
+
+    Raises:
+      CheckpointError: there is no such folder.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            str(folder), "is not a folder; give the folder that holds config.json and safetensors files"
+        )
+    result = HuggingFaceFolder(folder)
+    names = sorted(entry.name for entry in folder.iterdir())
+    if ADAPTER in names and CONFIG not in names:
+        raise CheckpointError(
+            str(folder), f"holds an adapter ({ADAPTER}), not a model: merge it into its base model and give that folder"
+        )
+    result.config = _read_config(result)
+    for name in SIDECARS[1:]:
+        if (folder / name).exists() and (problem := _leaves(folder, name)):
+            result.problems.append(problem)
+    if code := [name for name in names if name.endswith(".py")]:
+        result.notices.append(f"Python files are never executed; left alone: {', '.join(code)}")
+    if (folder / "mask_embedding.pt").exists():
+        result.problems.append(
+            "mask_embedding.pt holds a weight in a pickle, which is never opened; save that tensor as `mask_embedding` "
+            "in the safetensors file and remove the .pt file"
+        )
+    # Where both are there, transformers reads the one file.
+    if INDEX in names and SINGLE not in names:
+        _read_shards(result, names)
+    else:
+        _read_single(result, names)
+    return result
+
+
+def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
+    config = _read_json(result, CONFIG)
+    if config is None:
+        return {}
+    if "auto_map" in config:
+        result.notices.append("config.json names code in auto_map; it is never executed")
+    return config
+
+
+def _read_json(result: HuggingFaceFolder, name: str) -> dict[str, Any] | None:
+    """A JSON object of the folder, or None with the problem recorded."""
+    path = result.folder / name
+    problem = None
+    if not path.is_file():
+        problem = f"{name} is missing; give the folder that holds it"
+    elif left := _leaves(result.folder, name):
+        problem = left
+    elif path.stat().st_size > _MAX_JSON_BYTES:
+        problem = f"{name} has {path.stat().st_size:,} bytes, at most {_MAX_JSON_BYTES:,} are permitted"
+    else:
+        try:
+            value = strict_json(path.read_bytes())
+            if isinstance(value, dict):
+                return value
+            problem = f"{name} must hold a JSON object, got {type(value).__name__}; fetch the file again"
+        except ValueError as error:
+            problem = f"{name} is not usable: {error}; fetch the file again"
+    result.problems.append(problem)
+    return None
+
+
+def _leaves(folder: Path, name: str) -> str | None:
+    """The problem with a file that is reached through a link out of the folder, None when it stays inside."""
+    root, target = folder.resolve(), (folder / name).resolve()
+    permitted = [root]
+    if root.parent.name == "snapshots":
+        permitted.append((root.parent.parent / "blobs").resolve())
+    if target.parent in permitted:
+        return None
+    return f"{name} leads out of the folder, to {target}; put the file itself there"
+
+
+def _read_single(result: HuggingFaceFolder, names: list[str]) -> None:
+    """The one safetensors file of a folder."""
+    found = [name for name in names if name.endswith(".safetensors")]
+    if SINGLE in found:
+        _leave_alone(result, SINGLE, [name for name in [INDEX, *found] if name in names and name != SINGLE])
+        found = [SINGLE]
+    if len(found) == 1:
+        result.tensors = _read_file(result, found[0]) or {}
+        result.complete = bool(result.tensors)
+        return
+    result.complete = False
+    if found:
+        problem = (
+            f"holds {len(found)} safetensors files, neither {SINGLE} nor {INDEX}; add the index that belongs to them"
+        )
+    elif pickles := [name for name in names if name.endswith(_PICKLES)]:
+        problem = (
+            f"holds weights only as pickles ({', '.join(pickles)}), which can run code and are never opened; "
+            "convert them to safetensors, or take the safetensors release of the model"
+        )
+    elif others := [name for name in names if name.endswith(_OTHERS)]:
+        problem = f"holds weights only in formats not read here ({', '.join(others)}); take the safetensors release of the model"
+    else:
+        problem = f"holds no safetensors file; expected {SINGLE} or {INDEX} with its shards"
+    result.problems.append(problem)
+
+
+def _leave_alone(result: HuggingFaceFolder, read: str, others: list[str]) -> None:
+    if others:
+        result.notices.append(f"{read} is read; other files of weights are left alone: {_some(others)}")
+
+
+def _read_shards(result: HuggingFaceFolder, names: list[str]) -> None:
+    """The shards an index names, and whether they hold what it says."""
+    index = _read_json(result, INDEX)
+    weight_map = index.get("weight_map") if index is not None else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        if index is not None:
+            result.problems.append(f"{INDEX} must hold an object `weight_map` that places every tensor; fetch it again")
+        result.complete = False
+        return
+    placed: dict[str, list[str]] = defaultdict(list)
+    for tensor, shard in weight_map.items():
+        placed[shard if isinstance(shard, str) else repr(shard)].append(tensor)
+    _leave_alone(result, INDEX, [name for name in names if name.endswith(".safetensors") and name not in placed])
+    homes: dict[str, list[str]] = defaultdict(list)
+    for shard, listed in placed.items():
+        held = _read_file(result, shard, by_index=True)
+        if held is None:
+            result.unreadable += listed
+            continue
+        if absent := [name for name in listed if name not in held]:
+            result.problems.append(
+                f"{shard} lacks tensors that {INDEX} places in it: {_some(absent)}; fetch the shard again"
+            )
+            result.unreadable += absent
+        expected = set(listed)
+        for name, tensor in held.items():
+            homes[name].append(shard)
+            if name in expected:
+                result.tensors[name] = tensor
+        if unlisted := [name for name in held if name not in weight_map]:
+            result.problems.append(
+                f"{shard} holds tensors that {INDEX} does not name: {_some(unlisted)}; fetch the index again"
+            )
+    for name, shards in homes.items():
+        if len(shards) > 1:
+            result.problems.append(f"tensor {name} is in several shards ({', '.join(shards)}); it must be in one")
+
+
+def _read_file(result: HuggingFaceFolder, name: str, *, by_index: bool = False) -> dict[str, Tensor] | None:
+    """The tensors of one safetensors file, or None with the problems recorded."""
+    path, problem = result.folder / name, None
+    if by_index and (Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors")):
+        problem = f"{INDEX} names {name!r}, expected the plain name of a .safetensors file in the folder; do not trust this source"
+    elif not path.exists():
+        problem = f"{name} is missing{f', though {INDEX} names it' if by_index else ''}; fetch it"
+    else:
+        problem = _leaves(result.folder, name)
+    if problem is None:
+        try:
+            return read_header(path)
+        except CheckpointError as error:
+            result.problems += [f"{name}: {each}" for each in error.problems]
+            return None
+    result.problems.append(problem)
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,209 @@
+"""Hugging Face folders as checkpoints: the reader that `dflash_jax.open_checkpoint` finds through its entry point.
+
+    checkpoint = open_checkpoint("path/to/Qwen3-8B")
+    params = checkpoint.load("bfloat16")
+
+Weights may be bfloat16, float16 or float32. Others are refused: float64 because JAX keeps no such arrays by default, 8-bit
+floats and integers because they mean nothing without scales, which quantised checkpoints each store in their own way.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.checkpoints.converted import check_dtype, main_dtype
+from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
+from dflash_jax.checkpoints.hf_folder import HuggingFaceFolder, read_folder
+from dflash_jax.checkpoints.mapping import KEEP, Plan, Step, make_plan
+from dflash_jax.checkpoints.prefetch import read_ahead, wait_until_read
+from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks
+from dflash_jax.checkpoints.transfer import Incoming, place
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import Family, family_of
+
+_MOST_NOTICES = 8
+# What one thread reads and checks at a time, and what it converts at a time of that. Threads that check each 1 MiB wait for one
+# another in Python: 8 GB take an H200's machine 1.01 s so, 0.79 s by whole parts, 0.70 s without the check.
+PART_BYTES, CONVERTED_BYTES = 32 << 20, 2 << 20
+# What a notice about many tensors names: up to the layer's number, otherwise the first part.
+_PART = re.compile(r"^(?:[\w.]*?\blayers\.\d+\.|[^.]*\.?)")
+
+
+class HuggingFaceCheckpoint:
+    """An opened Hugging Face folder; see `dflash_jax.checkpoints.converted.Checkpoint`.
+
+    Attributes:
+      files: what was read from disk, as found.
+      plan: how its tensors become parameters.
+    """
+
+    def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
+        self.files, self.family, self.config, self.plan = files, family, config, plan
+        self.folder = files.folder
+        free = [step for step in plan.steps if step.parameter.dtype is None]
+        self.dtype = main_dtype((step.dtype, step.parameter.size) for step in free)
+        self.notices = [*files.notices]
+        self.notices += _left_out(plan.ignored)
+        self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]
+        if others := [step.parameter.name for step in free if step.dtype != self.dtype]:
+            self.notices.append(
+                f"{len(others)} of {len(free)} arrays are not stored in {self.dtype}; a model has all in one type"
+            )
+
+    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+        """See `dflash_jax.checkpoints.converted.Checkpoint.load`."""
+        check_dtype(dtype)
+        return place(
+            _incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps
+        )
+
+    def expect(self) -> None:
+        """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""
+        read_ahead(list(dict.fromkeys(tensor.path for step in self.plan.steps for tensor in step.tensors)))
+
+
+def open_checkpoint(path: str | Path, dtype: str = KEEP) -> HuggingFaceCheckpoint:
+    """Opens a folder with config.json and safetensors files, checked against its family's parameter table.
+
+    Args:
+      dtype: what the plan turns parameters into, `keep` or the name of a floating point type.
+
+    Raises:
+      CheckpointError: the folder is not usable; lists every problem of files, tensors and configuration.
+      ConfigError: the files are sound, but the configuration asks for something that is not implemented.
+    """
+    checkpoint, problems = inspect(path, dtype)
+    if problems or checkpoint is None:
+        raise CheckpointError(str(path), problems)
+    return checkpoint
+
+
+def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint | None, list[str]]:
+    """Like `open_checkpoint`, but hands back what could be made of the folder together with its problems."""
+    files = read_folder(path)
+    problems = list(files.problems)
+    if not files.config:
+        return None, problems or ["config.json is empty; fetch it again"]
+    try:
+        family = family_of(files.config)
+        config = family.config(files.config, [*files.tensors, *files.unreadable])
+    except ConfigError as error:
+        if not problems:
+            raise
+        return None, [*problems, str(error)]
+    parameters = family.parameters(config)
+    tied = {}
+    if getattr(config, "tie_embeddings", False):
+        embedding = next(parameter for parameter in parameters if parameter.name == "embed.weight")
+        tied = {"lm_head.weight": embedding.sources[0].name}
+    plan = make_plan(
+        parameters, family.canonical_for(config), files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable
+    )
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan)
+    if not files.complete:
+        return checkpoint, problems
+    problems += plan.problems
+    problems += [
+        f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
+        "or remove the tensor"
+        for copy, other in plan.tied
+        if not same_bytes(copy, other)
+    ]
+    return checkpoint, problems
+
+
+def _left_out(names: Sequence[str]) -> list[str]:
+    """One notice for each tensor, or for each layer and tower where they are many (a layer of experts has hundreds)."""
+    if len(names) <= _MOST_NOTICES:
+        return [f"{name} is not needed and left out" for name in names]
+    parts = Counter(_PART.findall(name)[0] for name in names)
+    return [f"{part}*: {count} tensors are not needed and left out" for part, count in parts.items()]
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(
+        np.array_equal(left.view(np.uint8), right.view(np.uint8))
+        for left, right in zip(chunks(a), chunks(b), strict=True)
+    )
+
+
+def assemble(step: Step, dtype: str, advance: Callable[[int], Any] | None = None) -> np.ndarray:
+    """The parameter as one host array of `dtype`: its tensors' rows one after the other.
+
+    Args:
+      advance: told of every piece's bytes.
+
+    Raises:
+      CheckpointError: an integer does not fit into the parameter's type.
+    """
+    kind = jnp.dtype(dtype)
+    array, position = np.empty(step.parameter.shape, kind), 0
+    flat = array.reshape(-1)
+    for tensor in step.tensors:
+        for piece in chunks(tensor):
+            part = flat[position : position + piece.size]
+            part[:] = cast(piece, part.dtype, tensor)
+            position += piece.size
+            if advance is not None:
+                advance(part.nbytes)
+    return array
+
+
+def _incoming(step: Step, kind: np.dtype) -> Incoming:
+    """The parameter as an array that several threads fill: each a span of one tensor."""
+    parts, position = [], 0
+    for tensor in step.tensors:
+        most = max(1, PART_BYTES // DTYPES[tensor.dtype].itemsize)
+        for begin in range(0, tensor.size, most):
+            size = min(most, tensor.size - begin)
+            parts.append((position + begin, size, partial(_fill_span, tensor=tensor, begin=begin)))
+        position += tensor.size
+    return Incoming(step.parameter.name, step.parameter.shape, kind, parts)
+
+
+def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:
+    """Fills a flat `array` with the tensor's values from number `begin` on, converted to the array's type.
+
+    Raises:
+      CheckpointError: a value is not finite, or not any more in the array's type.
+    """
+    stored = DTYPES[tensor.dtype]
+    span = replace(tensor, shape=(array.size,), offset=tensor.offset + begin * stored.itemsize)
+    wait_until_read(span.path, span.offset, span.nbytes)
+    floating, position = jnp.issubdtype(array.dtype, jnp.floating), 0
+    whole = array.dtype == stored
+    for piece in chunks(span, PART_BYTES if whole else CONVERTED_BYTES, into=array if whole else None):
+        part = array[position : position + piece.size]
+        if not whole:
+            part[:] = cast(piece, array.dtype, tensor)
+        if floating and not all_finite(part):
+            problem = TOO_LARGE.format(array.dtype.name) if all_finite(piece) else DAMAGED
+            raise CheckpointError(str(tensor.path), f"tensor {tensor.name} {problem}")
+        position += piece.size
+
+
+def cast(piece: np.ndarray, dtype: np.dtype, tensor: Tensor) -> np.ndarray:
+    """`piece` in `dtype`; the one definition of a conversion's arithmetic, shared with its verification.
+
+    Raises:
+      CheckpointError: an integer of `tensor` does not fit into `dtype`.
+    """
+    if jnp.issubdtype(dtype, jnp.integer) and piece.size:
+        limits = np.iinfo(dtype)
+        if int(piece.min()) < limits.min or int(piece.max()) > limits.max:
+            problem = f"tensor {tensor.name} holds {piece.min()} .. {piece.max()}, which does not fit into {dtype.name}"
+            raise CheckpointError(str(tensor.path), f"{problem}; the file is damaged, fetch it again")
+    with np.errstate(over="ignore"):
+        return piece.astype(dtype, copy=False)

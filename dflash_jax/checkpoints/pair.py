@@ -1,0 +1,112 @@
+"""Which checkpoints belong together: the pair that ships, a target's drafter, and whether a drafter fits its target."""
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import CheckpointError, PairError
+from dflash_jax.models import DFlashConfig
+
+# Published drafters, by the target they were trained for (hub ids).
+KNOWN_DRAFTERS: Mapping[str, str] = {
+    "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
+    "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
+    "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+}
+
+
+def open_pair(
+    path: str | Path | None = None,
+    draft: str | Path | bool | None = None,
+    *,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoints that `load` would read, checked one by one and not yet loaded. Arguments and errors are those of `load`."""
+    if path is None:
+        if draft is None or draft is True:
+            draft = shipped_pair() / "draft"
+        path = shipped_pair() / "target"
+    target = open_checkpoint(path, revision=revision)
+    if target.family.role != "target":
+        raise PairError(f"{path} is a drafter ({target.family.name}): load its target and name this one as draft=")
+    return target, _open_drafter(path, target, draft, draft_revision)
+
+
+def shipped_pair() -> Path:
+    """Folder of the pair that comes with the package."""
+    return Path(str(resources.files("dflash_jax"))) / "pair"
+
+
+def _open_drafter(
+    path: Any, target: Checkpoint, draft: str | Path | bool | None, revision: str | None
+) -> Checkpoint | None:
+    if draft is False:
+        return _no_drafter("none is wanted", revision)
+    published = None
+    if draft is None or draft is True:
+        beside = target.folder / "draft"
+        known = KNOWN_DRAFTERS.get(str(path))
+        if beside.is_dir():
+            draft = beside
+        elif known is not None:
+            draft = published = known
+        elif draft is True:
+            known_ids = ", ".join(f"{theirs} for {ours}" for ours, theirs in KNOWN_DRAFTERS.items())
+            raise PairError(f"no drafter is known for {path}; known: {known_ids}. Name one as draft=")
+        else:
+            return _no_drafter(f"none is known for {path}", revision)
+    try:
+        drafter = open_checkpoint(draft, revision=revision)
+    except CheckpointError as error:
+        if published is None:
+            raise
+        way_out = (
+            f"it was published for {path}; name another one with draft= or --draft, or say draft=False or --no-draft"
+        )
+        raise CheckpointError(published, [*error.problems, way_out]) from error
+    if drafter.family.role != "draft":
+        raise PairError(f"{draft} is a {drafter.family.name} target, not a DFlash drafter")
+    return drafter
+
+
+def drafter_notice(path: str | Path | None, draft: str | Path | bool | None, drafter: Checkpoint | None) -> list[str]:
+    """One sentence where no drafter was found and none was refused: the target decodes alone. Arguments are those of `load`."""
+    if drafter is not None or draft is False:
+        return []
+    name = Path(str(path)).name
+    named = next((theirs for ours, theirs in KNOWN_DRAFTERS.items() if ours.endswith(f"/{name}")), None)
+    known = f" ({named} was trained for a model of this name)" if named else ""
+    why = f"none lies in {path}/draft" if Path(str(path)).expanduser().exists() else f"none is known for {path}"
+    return [f"no drafter: {why}; name one with draft= or --draft{known}, or say draft=False or --no-draft"]
+
+
+def _no_drafter(why: str, revision: str | None) -> None:
+    if revision is not None:
+        raise PairError(f"draft_revision={revision!r} is for a drafter, and {why}: name one as draft=, or leave it out")
+
+
+def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
+    """Raises PairError, with every reason, unless `draft` can draft for `target`."""
+    wrong = []
+    if draft.target_hidden_size != target.hidden_size:
+        wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {target.hidden_size}")
+    if draft.num_target_layers not in (0, target.num_layers):
+        wrong.append(
+            f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}"
+        )
+    if max(draft.target_layer_ids) >= target.num_layers:
+        wrong.append(f"it taps layers {list(draft.target_layer_ids)}, the target has {target.num_layers}")
+    if draft.hidden_size != target.hidden_size and not (draft.own_embedding and draft.own_head):
+        wrong.append(
+            f"it borrows the target's embedding or head but is {draft.hidden_size} wide, not {target.hidden_size}"
+        )
+    if draft.vocab_size != target.vocab_size:
+        wrong.append(f"its vocabulary has {draft.vocab_size} tokens, the target's {target.vocab_size}")
+    if draft.mask_token_id >= draft.vocab_size and not draft.mask_embedding:
+        wrong.append(f"its mask_token_id {draft.mask_token_id} is outside the embedding table of {draft.vocab_size}")
+    if wrong:
+        raise PairError("target and drafter do not fit: " + "; ".join(wrong))

@@ -1,0 +1,211 @@
+"""Safetensors files, read without trust and without holding more than one chunk.
+
+The format is eight bytes of header length (little endian), a JSON header, and one buffer that the header's tensors tile
+exactly. `read_header` checks all of that before anything is believed; `chunks` then reads a tensor's values piece by
+piece into one buffer, with plain reads: mapped pages would count as this process's memory.
+
+    tensors = read_header(Path("model.safetensors"))
+    for piece in chunks(tensors["fc.weight"]):
+        ...
+"""
+
+import json
+import math
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dflash_jax.checkpoints.hub import POINTER, is_pointer
+from dflash_jax.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+CHUNK_BYTES = 16 << 20
+_MAX_SIZE = 2**63 - 1
+_MAX_RANK = 16
+_SHOWN = 20
+_DAMAGED = "the file is damaged, fetch or write it again"
+
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where one tensor lies: `nbytes` bytes at `offset` of `path`, row major, little endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    path: Path
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * DTYPES[self.dtype].itemsize
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file, by name.
+
+    Raises:
+      CheckpointError: the file is not a well-formed safetensors file; lists everything that is wrong with it.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(str(path), "is not a regular file; give a folder that holds the files themselves")
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if is_pointer(path):
+            raise CheckpointError(str(path), POINTER)
+        if len(prefix) == 8 and length > MAX_HEADER_BYTES:
+            problem = f"announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are permitted"
+            raise CheckpointError(str(path), f"{problem}; not a safetensors file")
+        if len(prefix) < 8 or length > status.st_size - 8:
+            wanted = f"a header of {length:,} bytes" if len(prefix) == 8 else "8 bytes of header length"
+            problem = f"is truncated: expected {wanted}, the file has {status.st_size:,} bytes; fetch it again"
+            raise CheckpointError(str(path), problem)
+        raw = file.read(length)
+    if not raw.startswith(b"{"):
+        problem = f"header must be a JSON object and start with '{{', got {raw[:8]!r}; not a safetensors file"
+        raise CheckpointError(str(path), problem)
+    try:
+        entries = strict_json(raw)
+    except ValueError as error:
+        raise CheckpointError(str(path), f"header is not usable: {error}; {_DAMAGED}") from None
+    entries.pop("__metadata__", None)
+    tensors, problems = {}, []
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _tensor(path, name, entry, 8 + length)
+        except ValueError as error:
+            problems.append(f"tensor {name!r} {error}")
+    if not problems:
+        problems = _tiling_problems(tensors, 8 + length, status.st_size)
+    if problems:
+        shown = [f"{problem}; {_DAMAGED}" for problem in problems[:_SHOWN]]
+        more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
+        raise CheckpointError(str(path), shown + more)
+    return tensors
+
+
+def strict_json(raw: bytes) -> Any:
+    """Parsed JSON in which no object names a key twice: two readers could disagree on which of the values counts.
+
+    Raises:
+      ValueError: not UTF-8, not JSON, nested too deeply, or a key appears twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise ValueError(f"keys appear twice: {', '.join(map(repr, twice[:_SHOWN]))}")
+        return entries
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+
+
+def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
+    """One header entry as a `Tensor`; ValueError says what is wrong with it."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"must have exactly dtype, shape and data_offsets, got {str(entry)[:80]}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"has dtype {str(dtype)[:40]!r}, known are {', '.join(DTYPES)}")
+    for values, what in ((shape, "shape"), (offsets, "data_offsets")):
+        numbers = isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+        if not numbers or len(values) > _MAX_RANK:
+            wanted = f"a list of at most {_MAX_RANK} integers from 0 to 2**63 - 1"
+            raise ValueError(f"has {what} {str(values)[:80]}, expected {wanted}")
+    if len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise ValueError(f"has data_offsets {offsets}, expected [begin, end] with begin <= end")
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if nbytes > _MAX_SIZE:
+        raise ValueError(f"has shape {shape}, whose size overflows 64 bits")
+    if nbytes != offsets[1] - offsets[0]:
+        raise ValueError(f"has {offsets[1] - offsets[0]:,} bytes of data, but {dtype} {shape} takes {nbytes:,}")
+    return Tensor(name, dtype, tuple(shape), path, start + offsets[0])
+
+
+def _tiling_problems(tensors: dict[str, Tensor], start: int, file_size: int) -> list[str]:
+    """Whether the tensors cover the buffer from `start` to the end of the file exactly once."""
+    problems, position, previous = [], start, "the header"
+    for tensor in sorted(tensors.values(), key=_place):
+        if tensor.offset < position:
+            problems.append(f"tensor {tensor.name!r} overlaps {previous} by {position - tensor.offset:,} bytes")
+        elif tensor.offset > position:
+            hole = tensor.offset - position
+            problems.append(f"a hole of {hole:,} bytes lies between {previous} and tensor {tensor.name!r}")
+        position, previous = tensor.offset + tensor.nbytes, f"tensor {tensor.name!r}"
+    if position > file_size:
+        problems.append(f"the tensors end at byte {position:,}, but the file is truncated at {file_size:,}")
+    elif position < file_size:
+        problems.append(f"{file_size - position:,} bytes follow the last tensor, which ends at byte {position:,}")
+    return problems
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.offset, tensor.nbytes
+
+
+def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """The tensor's values in order, as flat arrays of at most `chunk_bytes`.
+
+    Args:
+      into: a flat array of the tensor's dtype and size that is filled piece by piece. Without, all pieces share one buffer: each is
+        valid until the next is asked for.
+
+    Raises:
+      CheckpointError: the file became shorter since its header was read.
+    """
+    dtype = DTYPES[tensor.dtype]
+    step = max(1, min(tensor.size, chunk_bytes // dtype.itemsize))
+    buffer = np.empty(step, dtype) if into is None else into
+    with tensor.path.open("rb", buffering=0) as file:
+        file.seek(tensor.offset)
+        for begin in range(0, tensor.size, step):
+            first = 0 if into is None else begin
+            piece = buffer[first : first + min(step, tensor.size - begin)]
+            _fill(piece, file, tensor)
+            yield piece
+
+
+def _fill(array: np.ndarray, file: FileIO, tensor: Tensor) -> None:
+    view, filled = memoryview(array.view(np.uint8)), 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])
+        if not count:
+            problem = f"ended inside tensor {tensor.name!r}: it changed while it was read; convert again"
+            raise CheckpointError(str(tensor.path), problem)
+        filled += count

@@ -1,0 +1,80 @@
+"""What `dflash-jax demo` shows: text as it comes, then speed with and without drafting, and whether both texts are one."""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from dflash_jax.cli.report import acceptance_histogram, mean_acceptance, tokens_per_second
+from dflash_jax.cli.terminal import note, printable
+from dflash_jax.config import DecoderConfig
+from dflash_jax.generation import generate, stream
+from dflash_jax.model import Model, load
+from dflash_jax.models import FAMILIES, count
+from dflash_jax.sampling_params import SamplingParams
+
+# A prompt ends inside a line: the line break and the indent after it are one token.
+PROMPTS = ("def quicksort(", "class Matrix:\n    def __init__(self, rows, columns):", "def test_")
+
+
+def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *, bars: bool = True) -> int:
+    """Prints the demonstration; `options` are `load`'s. Exact float32 unless they say otherwise. Returns the exit code."""
+    model = load(**{**options, "dtype": options.get("dtype") or "float32", "max_batch": 1})
+    for notice in model.notices:
+        note(notice)
+    params = SamplingParams(max_tokens=max_tokens)
+    prompts = list(prompts) or list(PROMPTS)
+    stream(model, prompts, params).close()  # prompts that cannot run are refused before anything is compiled
+    introduce(model)
+    flags = (False,) if model.draft is None else (True, False)
+    # Once through everything, so that no figure below holds a compilation or a first run.
+    print("compiling ...", end=" ", flush=True)
+    compile_s = sum(generate(model, prompt, params, draft=flag).stats.compile_s for prompt in prompts for flag in flags)
+    print(f"{compile_s:.1f} s\n")
+
+    for prompt in prompts:
+        print(f"{'-' * 80}\n{prompt}", end="", flush=True)
+        for piece in stream(model, prompt, params, cycles=1):
+            print(printable(piece.text, sys.stdout), end="", flush=True)
+        print()
+    print("-" * 80)
+    *drafting, plain = ([generate(model, prompt, params, draft=flag) for prompt in prompts] for flag in flags)
+    if model.draft is None:
+        print(f"without drafting  {tokens_per_second(plain):8.0f} tokens/s")
+        return 0
+    drafted = drafting[0]
+    speeds = [tokens_per_second(completions) for completions in (drafted, plain)]
+    ratio = (
+        f"   ({speeds[0] / speeds[1]:.2f} times as fast)" if all(speeds) else ""
+    )  # one token each: no time was measured
+    print(f"with drafting     {speeds[0]:8.0f} tokens/s{ratio}")
+    print(f"without           {speeds[1]:8.0f} tokens/s")
+    longest = model.draft.num_drafts + 1
+    lengths = list(itertools.chain.from_iterable(completion.acceptance_lengths for completion in drafted))
+    print(f"mean acceptance   {mean_acceptance(drafted):8.2f} tokens in a cycle, of {longest} at most")
+    print(f"cycles by length  {acceptance_histogram(lengths, longest, bars=bars)}")
+    equal = sum(ours.token_ids == theirs.token_ids for ours, theirs in zip(drafted, plain, strict=True))
+    verdict = "yes" if equal == len(prompts) else "NO"
+    print(f"same text         {verdict}: {equal} of {len(prompts)} equal token for token")
+    if jax.default_backend() == "cpu":
+        print(
+            f"(on a CPU, checking {longest} tokens costs much more than one; a GPU checks them in about the time of one)"
+        )
+    exact = model.engine.dtype == "float32"
+    return 0 if equal == len(prompts) or not exact else 1
+
+
+def introduce(model: Model) -> None:
+    """One line: what runs, and where."""
+    device = jax.local_devices()[0]
+    about = f"{model.name} on {device.device_kind} in {model.engine.dtype}: a target of {_size(model.target)}"
+    if model.draft is not None:
+        about += f", a drafter of {_size(model.draft)}, blocks of {model.draft.block_size}"
+    print(about, flush=True)
+
+
+def _size(config: DecoderConfig) -> str:
+    family = next(family for family in FAMILIES if isinstance(config, family.config_class))
+    return f"{count(family.parameters(config)) / 1e6:.1f} million parameters"

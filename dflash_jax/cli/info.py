@@ -1,0 +1,213 @@
+"""What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+
+from dflash_jax.cache import CacheDtype
+from dflash_jax.checkpoints.converted import Checkpoint, Converted, open_converted
+from dflash_jax.checkpoints.pair import drafter_notice, open_pair
+from dflash_jax.checkpoints.weights import weight_bytes
+from dflash_jax.engine.memory import size
+from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
+from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.options import check_limits, plan_engine
+from dflash_jax.quantization.kv_formats import pool_dtype
+from dflash_jax.quantization.weights import WeightDtype
+from dflash_jax.text.tokenizer import tokenizer_notices
+
+PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
+
+
+def collect(
+    path: str | Path | None = None,
+    *,
+    draft: str | Path | bool | None = None,
+    dtype: DTypeLike | None = None,
+    max_model_len: int | None = None,
+    max_batch: int = 8,
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
+    cache_dtype: CacheDtype | None = None,
+    verify_length: int | str | None = None,
+    draft_window: int | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    hashes: bool = False,
+) -> dict[str, Any]:
+    """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights.
+
+    Args:
+      hashes: read every file of converted folders and compare it with what its conversion recorded.
+
+    Raises:
+      CheckpointError: a file is not what was recorded.
+    """
+    max_batch, _, _ = check_limits(max_batch)
+    target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
+    for one in compared:
+        open_converted(one.folder, hashes=True)
+    engine, memory = plan_engine(
+        target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype,
+        cache_dtype=cache_dtype, max_model_len=max_model_len, max_batch=max_batch, verify_length=verify_length,
+        draft_window=draft_window,
+    )  # fmt: skip
+    checkpoints = [target] if drafter is None else [target, drafter]
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    return {
+        "versions": {"python": platform.python_version()} | {name: installed_version(name) for name in PACKAGES},
+        "device": {
+            "platform": device.platform,
+            "kind": device.device_kind,
+            "count": jax.local_device_count(),
+            "memory_bytes": stats.get("bytes_limit"),
+        },
+        "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
+        "pages": {
+            "dtype": str(engine.dtype),
+            "target_dtype": str(pool_dtype(cache_dtype, engine.dtype)),
+            "max_model_len": engine.max_model_len,
+            "max_batch": engine.max_batch,
+            "page_size": engine.page_size,
+            "num_pages": engine.num_pages,
+            "pool_bytes": engine.pool_bytes,
+        },
+        "memory": {
+            "free_bytes": memory.free,
+            "weight_dtype": weight_dtype,
+            "draft_weight_dtype": draft_weight_dtype or weight_dtype if drafter is not None else None,
+            **{
+                key: weight_bytes({"": {name: engine.weights.get("draft", {}).get(name)}})
+                for key, name in (("shared_head_bytes", SHARED_HEAD), ("head_index_bytes", HEAD_INDEX))
+            },
+            "weight_bytes": memory.weights,
+            "reading_bytes": memory.reading,
+            "workspace_bytes": memory.workspace,
+            "pool_bytes": memory.pools,
+            "left_bytes": memory.left,
+            "pages_for_full_length": memory.full_pages,
+        },
+        "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
+        "notices": [
+            *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
+            *drafter_notice(path, draft, drafter),
+            *tokenizer_notices(target.folder),
+        ],
+    }
+
+
+def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
+    config, parameters = checkpoint.config, checkpoint.family.parameters(checkpoint.config)
+    facts = {
+        "role": checkpoint.family.role,
+        "family": checkpoint.family.name,
+        "folder": str(checkpoint.folder),
+        "parameters": count(parameters),
+        "weight_bytes": loaded,
+        "stored_dtype": checkpoint.dtype,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocabulary": config.vocab_size,
+        "max_position": config.max_position,
+    }
+    if isinstance(config, DFlashConfig):
+        facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
+    if isinstance(config, DeepseekConfig):
+        facts["latent_width"] = config.latent_width
+    if isinstance(config, DeepseekConfig | Qwen3MoeConfig):
+        facts |= {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
+    return facts
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def lines(facts: dict[str, Any]) -> list[str]:
+    """The facts as aligned text."""
+    device, pages, memory = facts["device"], facts["pages"], facts["memory"]
+    limit = "" if device["memory_bytes"] is None else f", {size(device['memory_bytes'])}"
+    rows = [
+        ("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())),
+        ("device", f"{device['count']} x {device['kind']} ({device['platform']}{limit})"),
+    ]
+    for model in facts["models"]:
+        keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
+        if "latent_width" in model:
+            keys = f"one latent row of {model['latent_width']}"
+        shape = (
+            f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
+            f"{keys}, vocabulary {model['vocabulary']}"
+        )
+        rows += [
+            (model["role"], f"{model['family']} from {model['folder']}"),
+            (
+                "",
+                f"{model['parameters']:,} parameters stored in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
+            ),
+            ("", shape),
+        ]
+        if "experts" in model:
+            rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
+        if "block_size" in model:
+            rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
+    kept = pages["dtype"]
+    if pages["target_dtype"] != kept:
+        kept = f"{pages['target_dtype']} (target)" + (f" and {kept} (drafter)" if len(facts["models"]) > 1 else "")
+    rows += [
+        (
+            "pages",
+            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+        ),
+        ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
+        *_shortage(pages, memory),
+        (
+            "memory",
+            f"{size(memory['free_bytes'])} free: {size(memory['weight_bytes'])} weights, {size(memory['workspace_bytes'])} "
+            f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
+        ),
+        *_rounding(memory),
+        *_hashes(facts["hashes"]),
+        *(("note", notice) for notice in facts["notices"]),
+    ]
+    return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
+    ours, theirs, head = memory["weight_dtype"], memory["draft_weight_dtype"], memory["shared_head_bytes"]
+    if ours is None and theirs is None:
+        index = memory["head_index_bytes"]
+        return (
+            [("", f"{size(index)} of the weights are the target's head in float8, to find proposals")] if index else []
+        )
+    which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
+    if ours is not None and theirs not in (ours, None):
+        which += f", the target's in {ours}"
+    copy = f", {size(head)} for its copy of the target's head" if head else ""
+    return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
+
+
+def _hashes(compared: int | None) -> list[tuple[str, str]]:
+    if compared is None:
+        return []
+    none = "none is recorded: only dflash-convert's folders have them"
+    return [("hashes", f"{compared} files are what their conversion recorded" if compared else none)]
+
+
+def _shortage(pages: dict[str, Any], memory: dict[str, Any]) -> list[tuple[str, str]]:
+    if pages["num_pages"] >= memory["pages_for_full_length"]:
+        return []
+    return [("", f"no room for the {memory['pages_for_full_length']} pages that all of them would fill at full length")]

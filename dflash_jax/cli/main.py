@@ -1,0 +1,276 @@
+"""The command `dflash-jax`.
+
+    dflash-jax demo
+    dflash-jax generate "def quicksort(" --max-tokens 128 --stats
+    echo "Why is the sky blue?" | dflash-jax generate - --model Qwen/Qwen3-4B --chat
+    dflash-jax bench --concurrency 1 8
+    dflash-jax info
+
+Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model not usable, 4 request not
+usable, 130 interrupted.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dflash_jax.cli.parser import build_parser
+from dflash_jax.cli.progress import announced, told_if_slow
+from dflash_jax.cli.signals import interrupts, was_interrupted
+from dflash_jax.cli.terminal import json_line, note, printable, shows_all
+from dflash_jax.completion import Completion, Piece
+from dflash_jax.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    DFlashError,
+    PairError,
+    ParameterError,
+    PromptError,
+    TokenizerError,
+)  # fmt: skip
+from dflash_jax.sampling_params import SamplingParams
+
+OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+
+class UsageError(DFlashError):
+    """The arguments contradict each other."""
+
+
+_EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
+    (UsageError, USAGE),
+    (CheckpointError, MODEL),
+    (ConfigError, MODEL),
+    (PairError, MODEL),
+    (TokenizerError, MODEL),
+    (PromptError, REQUEST),
+    (ParameterError, REQUEST),
+    (CapacityError, REQUEST),
+    (DFlashError, UNEXPECTED),
+)
+MOST_PROBLEMS = 6  # of a folder, in the one line that tells them
+
+
+def load_options(args: argparse.Namespace) -> dict:
+    """Arguments of `dflash_jax.load` as the command line gave them."""
+    options = {"path": args.model, "draft": False if args.no_draft else args.draft}
+    options |= {"revision": args.revision, "draft_revision": args.draft_revision}
+    options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
+    options |= {"draft_weight_dtype": args.draft_weight_dtype, "draft_window": args.draft_window}
+    options |= {"verify_length": args.verify_length, "max_model_len": args.max_model_len}
+    if args.calibration is not None:
+        from dflash_jax.bench.workload import read_prompts as read_texts
+
+        options["calibration"] = read_texts(args.calibration)
+    return options | ({"max_batch": args.max_batch} if "max_batch" in args else {})
+
+
+def begin(args: argparse.Namespace) -> None:
+    """Before anything slow is imported: files are read ahead, compiled programs are kept, the device starts."""
+    from dflash_jax.cli import startup as early
+
+    early.read_models(args.model, False if args.no_draft else args.draft)
+    from dflash_jax.compile.cache_folders import enable_compilation_cache
+
+    try:
+        enable_compilation_cache(note)
+    except OSError as error:
+        note(f"compiled programs are not kept: {error}")
+    early.start_device()
+
+
+def read_prompts(prompts: Sequence[str]) -> list[str]:
+    """The prompts of the command line; `-` is all of stdin without its final line break, of Unix or of Windows."""
+    if prompts.count("-") > 1:
+        raise UsageError("- may be given once: stdin holds one prompt")
+    if "-" in prompts and sys.stdin.isatty():
+        note("the prompt is read from the terminal; Ctrl-D on a line of its own ends it")
+    return [re.sub(r"\r?\n\Z", "", sys.stdin.read()) if prompt == "-" else prompt for prompt in prompts]
+
+
+def chat_options_of(args: argparse.Namespace) -> dict:
+    """What the chat template is told."""
+    if args.chat_option and not args.chat:
+        raise UsageError("--chat-option is for the chat template: add --chat")
+    return dict(args.chat_option)
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """`dflash-jax generate`: texts to stdout as they come."""
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
+        seed=args.seed, stop=args.stop,
+    )  # fmt: skip
+    chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
+    prompts = read_prompts(args.prompts)
+    with told_if_slow() as ready:
+        return _generate(args, prompts, params, chat, ready)
+
+
+def _generate(
+    args: argparse.Namespace, prompts: list[str], params: SamplingParams, chat: dict, ready: Callable[[], None]
+) -> int:
+    begin(args)
+    from dflash_jax.cli.report import stats_lines
+    from dflash_jax.engine import Run
+    from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, make_requests, stream
+    from dflash_jax.model import Model, load
+
+    cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
+
+    def first_run(model: Model) -> Run:
+        return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
+
+    model = load(**load_options(args), ahead=first_run)
+    for notice in model.notices:
+        note(notice)
+    pieces = stream(model, prompts, params, **chat, cycles=cycles)
+    longest = 1 if model.draft is None else model.draft.num_drafts + 1
+    for completion in show(announced(pieces, ready), prompts, as_json=args.json):
+        if args.stats:
+            for line in stats_lines(completion, longest, bars=shows_all(sys.stderr)):
+                print(line, file=sys.stderr)
+    return OK
+
+
+def show(pieces: Iterable[Piece], prompts: Sequence[str], *, as_json: bool) -> Iterator[Completion]:
+    """Prints texts in the prompts' order, the first unfinished one as it comes, and yields each completion when it is out."""
+    waiting: list[list[str]] = [[] for _ in prompts]
+    done: dict[int, Completion] = {}
+    current = 0
+    _header(prompts, current, as_json=as_json)
+    for piece in pieces:
+        waiting[piece.index].append(printable(piece.text, sys.stdout))
+        if piece.completion is not None:
+            done[piece.index] = piece.completion
+        while current in range(len(prompts)):
+            if not as_json:
+                print("".join(waiting[current]), end="", flush=True)
+                waiting[current].clear()
+            if current not in done:
+                break
+            row = {"prompt": prompts[current], **dataclasses.asdict(done[current])}
+            print(json_line(row, sys.stdout) if as_json else "", flush=True)
+            yield done[current]
+            current += 1
+            _header(prompts, current, as_json=as_json)
+
+
+def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
+    if not as_json and 1 < len(prompts) > index:
+        print(f"==> {prompts[index]!r:.70} <==", flush=True)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """`dflash-jax demo`: the same prompts with and without drafting."""
+    begin(args)
+    from dflash_jax.cli.demo import demo
+
+    return demo(args.prompts, args.max_tokens, load_options(args), bars=shows_all(sys.stdout))
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """`dflash-jax bench`: what users wait for, with and without drafting."""
+    made = {"--model": args.model, "--draft": args.draft, "--weight-dtype": args.weight_dtype}
+    made |= {"--draft-weight-dtype": args.draft_weight_dtype}
+    made |= {"--revision": args.revision, "--draft-revision": args.draft_revision}
+    made |= {"--cache-dtype": args.cache_dtype, "--calibration": args.calibration}
+    given = [name for name, value in made.items() if value is not None]
+    if args.shapes is not None and given:
+        raise UsageError(f"--shapes makes its own weights and pages, in --dtype: leave {', '.join(given)} out")
+    if args.imposed_acceptance is not None and args.shapes is None:
+        raise UsageError("--imposed-acceptance is for random weights: name --shapes")
+    if args.imposed_acceptance is not None and args.no_draft:
+        raise UsageError("--imposed-acceptance is for drafting: leave --no-draft out")
+    if args.shapes is not None and args.prompts is not None:
+        raise UsageError("--shapes has no tokenizer for the texts of --prompts: say --input-length")
+    chat_options_of(args)
+    with told_if_slow():
+        begin(args)
+        from dflash_jax.bench.command import bench
+
+        bench(args, load_options(args))
+    return OK
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """`dflash-jax info`: what `load` would do, without reading weights."""
+    from dflash_jax.cli.info import collect, lines
+
+    args.calibration = None  # sizes do not depend on it
+    facts = collect(**load_options(args), hashes=args.hashes)
+    print(json.dumps(facts, indent=2) if args.json else printable("\n".join(lines(facts)), sys.stdout))
+    return OK
+
+
+def run_version(_: argparse.Namespace) -> int:
+    """`dflash-jax --version`."""
+    from importlib.metadata import version
+
+    print(version("dflash-jax"))
+    return OK
+
+
+COMMANDS = {"generate": run_generate, "demo": run_demo, "bench": run_bench, "info": run_info, "--version": run_version}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; errors are one line on stderr."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    open_closed_streams()
+    command = "--version" if args.version else args.command
+    if command is None:
+        parser.print_help(sys.stderr)
+        return USAGE
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        with interrupts():
+            code = COMMANDS[command](args)
+            sys.stdout.flush()  # here, where a disk that is full can be told of
+            return code
+    except DFlashError as error:
+        head, *problems = str(error).split("\n  - ")
+        if (more := len(problems) - MOST_PROBLEMS) > 0:
+            problems[MOST_PROBLEMS:] = [f"and {more} more, which dflash-convert --dry-run lists"]
+        print(printable(f"error: {head} {'; '.join(problems)}".rstrip(), sys.stderr), file=sys.stderr)
+        return next(code for kind, code in _EXIT_CODES if isinstance(error, kind))
+    except (KeyboardInterrupt, ImportError) as error:
+        if not was_interrupted(error):
+            raise
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has left.
+        leave_stdout()
+        return UNEXPECTED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        leave_stdout()
+        return UNEXPECTED
+
+
+def open_closed_streams() -> None:
+    """Python has None in place of a stream that the shell has closed (`>&-`); what is written there goes nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def leave_stdout() -> None:
+    """Lets what is still to be written to stdout go nowhere if it cannot be written: Python would complain at exit once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The arguments of `dflash-jax`."""
+
+import argparse
+import json
+from typing import Any
+
+_WEIGHTS = "int8", "fp8", "fp8_dynamic"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command's arguments. `COMMANDS` in `dflash_jax.cli.main` runs what `command` names."""
+    parser = argparse.ArgumentParser(
+        prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
+        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model "
+        "not usable, 4 request not usable, 130 interrupted.",
+    )  # fmt: skip
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="continue prompts, showing text as it comes")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
+    _add_model(generate, "--model")
+    _add_chat(generate)
+    generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
+    generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
+    sampling = generate.add_argument_group("sampling")
+    sampling.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
+    )
+    _add_law(sampling)
+    sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
+    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+
+    demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
+    demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
+    _add_model(demo, "--model", max_batch=False)
+    demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
+
+    add_bench(commands)
+
+    info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
+    _add_model(info, "model")
+    info.add_argument("--json", action="store_true", help="one JSON object")
+    info.add_argument(
+        "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
+    )
+    return parser
+
+
+def add_bench(commands: Any) -> None:
+    """Arguments of `bench`."""
+    bench = commands.add_parser("bench", help="speed as users see it, with and without drafting")
+    _add_model(bench, "--model", max_batch=False)
+    bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
+    bench.add_argument(
+        "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
+    )
+    bench.add_argument("--input-length", type=int, default=128, metavar="N", help="of random prompts (default: 128)")
+    bench.add_argument(
+        "--output-length", type=int, default=128, metavar="N", help="tokens of each answer (default: 128)"
+    )
+    bench.add_argument("--requests", type=int, metavar="N", help="of each run (default: 4 for each user, at least 8)")
+    bench.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1], metavar="N", help="users at once (default: 1)"
+    )
+    _add_law(bench.add_argument_group("sampling"))
+    _add_chat(bench)
+    bench.add_argument(
+        "--imposed-acceptance",
+        type=float,
+        metavar="M",
+        help="with --shapes: each cycle gains M tokens; no model's text",
+    )
+    bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+
+
+def _add_law(group: Any) -> None:
+    """What a token is drawn from."""
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    for name, kind, default, value, about in (
+        ("--top-p", float, 1.0, "P", "among the likeliest tokens that make up P (default: 1, all)"),
+        ("--top-k", int, 0, "K", "among the K likeliest tokens (default: 0, all)"),
+        ("--min-p", float, 0.0, "P", "among tokens at least P times as likely as the likeliest (default: 0, all)"),
+    ):
+        group.add_argument(name, type=kind, default=default, metavar=value, help=about)
+
+
+def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:
+    """What `load` takes. `name` is an option's, or an argument's that may be left out."""
+    group = parser.add_argument_group("model")
+    about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
+    if name.startswith("-"):
+        group.add_argument(name, metavar="PATH", help=about)
+    else:
+        group.add_argument(name, metavar="PATH", help=about, nargs="?")
+    drafts = group.add_mutually_exclusive_group()
+    drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
+    drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target's hub id")
+    group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
+    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
+    group.add_argument(
+        "--weight-dtype", choices=_WEIGHTS,
+        help="large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-weight-dtype", choices=_WEIGHTS, help="the same for the drafter alone, which changes no text"
+    )
+    group.add_argument(
+        "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),
+        help="the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
+    )  # fmt: skip
+    group.add_argument(
+        "--calibration", metavar="FILE",
+        help="texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
+    )  # fmt: skip
+    group.add_argument(
+        "--verify-length", type=verify_length, metavar="N",
+        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-window", type=int, metavar="N",
+        help="tokens of a context that the drafter sees, the last ones (default: all); changes no text",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and produced tokens of a request at most (default: the model's own, at most 4096)",
+    )
+    if max_batch:
+        group.add_argument(
+            "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
+        )
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    parser.add_argument(
+        "--chat-option", type=chat_option, action="append", default=[], metavar="NAME=VALUE",
+        help="with --chat: a name for the template, such as enable_thinking=false; may be repeated",
+    )  # fmt: skip
+
+
+def chat_option(text: str) -> tuple[str, Any]:
+    """A name and its value: JSON where it is some, otherwise the text itself."""
+    name, sign, value = text.partition("=")
+    if not (name.isidentifier() and sign):
+        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def verify_length(text: str) -> int | str:
+    """An argument of the command line; `load` says what is wrong with others."""
+    return int(text) if text.lstrip("-").isdigit() else text

@@ -1,0 +1,212 @@
+"""What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
+from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
+from dflash_jax.compile.programs import Buckets, Programs, round_up
+from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.sampling import Mode
+from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.engine.cycle_costs import cycle_cost
+from dflash_jax.engine.requests import Request
+from dflash_jax.engine.verify_policy import VerifyLength
+from dflash_jax.errors import CapacityError, PromptError
+from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.quantization.weights import Weight
+
+MAX_CYCLES = 32
+# While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
+CYCLES_PER_CHUNK = 4
+# Tokens of prompts that one program takes: more of them at once gain no more.
+LARGEST_PART = 512
+# However short it is, a part of a prompt reads all weights: it costs as much as one of so many tokens.
+LEAST_TOKENS = 256
+STOP_WIDTH = 8
+
+
+@dataclass
+class Core:
+    """One target, its drafter where there is one, compiled programs, and page pools.
+
+    Attributes:
+      weights: flat parameters under "target" and "draft", on the device; their shapes until they are read, to compile ahead.
+      dtype: of activations and pages.
+      max_model_len: prompt and produced tokens of one request at most.
+      max_batch: slots.
+      max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
+      num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
+      latent_form: how prompts attend where the target's attention is latent.
+      cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
+      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
+        an integer stays, None is the whole block. A length up to 1 token drafts nothing.
+      draft_window: see `Setup`.
+      imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
+      share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
+      goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see `engine.ahead`. None
+        does so on GPUs, once calls have been seen to return while the device works.
+      allocator: the account of pages; all are free whenever nothing runs.
+    """
+
+    target: DecoderConfig
+    draft: DFlashConfig | None
+    weights: Mapping[str, Mapping[str, Weight | jax.ShapeDtypeStruct]] = field(repr=False)
+    dtype: jnp.dtype
+    max_model_len: int
+    max_batch: int = 8
+    page_size: int = 64
+    num_pages: int = 0
+    max_chunk: int = 2048
+    proposals: Proposals = "shared_noise"
+    # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
+    # such an average names the target's choice more often (measured in the shipped drafter's card: x 1.3 is best).
+    draft_temperature: float = 0.75
+    draft_window: int | None = None
+    latent_form: LatentForm = BY_ARITHMETIC
+    cache_dtype: str | None = None
+    cache_scales: CacheScales | None = None
+    share_prefixes: bool = True
+    verify_length: int | Literal["auto"] | None = None
+    imposed_acceptance: float | None = None
+    goes_ahead: bool | None = None
+    programs: Programs = field(default_factory=Programs)
+
+    def __post_init__(self):
+        # A cycle writes up to a block past the last committed token.
+        self.lookahead = 1 if self.draft is None else self.draft.block_size + 1
+        self.buckets = Buckets.build(
+            max_batch=self.max_batch,
+            max_tokens=self.max_model_len + self.lookahead,
+            page_size=self.page_size,
+            longest=self.max_model_len,
+            max_chunk=min(self.max_chunk, LARGEST_PART),
+        )
+        if self.num_pages == 0:
+            self.num_pages = self.max_batch * self.buckets.width[-1]
+        self.allocator = PageAllocator(self.num_pages)
+        self._pools: tuple[Pages, Pages] | None = None
+        # One thread may compile ahead, and make pools for it, while another one begins to serve.
+        self.taking, self.busy = threading.Lock(), False
+        self._filled_by = self.weights
+        self._lengths: VerifyLength | None = None
+        self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
+        self.returns_early = False  # as `engine.ahead` has seen it
+
+    def __copy__(self) -> "Core":
+        """Same weights and programs, pages of its own: what one finds in its pages the other's do not hold."""
+        return replace(self)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of both models."""
+        target = page_bytes(self.target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
+        return target + (0 if self.draft is None else page_bytes(self.draft, self.page_size, self.dtype))
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of a sequence with so many tokens before its next cycle, the cycle's own included."""
+        return -(-(tokens + self.lookahead) // self.page_size)
+
+    def width_of(self, tokens: int) -> int:
+        """Columns of a page table that holds so many tokens: a bucket."""
+        return round_up(-(-tokens // self.page_size), self.buckets.width)
+
+    def check(self, request: Request) -> None:
+        """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
+        prompt, wanted = len(request.prompt), request.params.max_tokens
+        if prompt == 0:
+            raise PromptError(
+                "the prompt is empty: give a text, or at least one token id (one that begins a text will do)"
+            )
+        ids = (*request.prompt, *request.params.stop_token_ids)
+        if not all(0 <= token < self.target.vocab_size for token in ids):
+            wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
+            raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        if prompt + wanted > self.max_model_len:
+            most = self.target.max_position
+            if self.max_model_len < most:
+                way_out = f": shorten the prompt, lower max_tokens, or load with a larger max_model_len, {most} at most"
+            else:
+                way_out = ", the model's own: shorten the prompt or lower max_tokens"
+            raise CapacityError(
+                f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
+                f"{way_out}"
+            )
+        if (pages := self.pages_for(prompt + wanted)) > self.num_pages:
+            raise CapacityError(
+                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
+                "larger num_pages"
+            )
+
+    def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:
+        """What the programs for such requests are compiled for."""
+        drafter = self.draft if draft else None
+        return Setup(
+            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
+            draft_window=None if drafter is None else self.draft_window,
+            imposed_acceptance=None if drafter is None else self.imposed_acceptance,
+        )  # fmt: skip
+
+    @property
+    def lengths(self) -> VerifyLength:
+        """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
+        if self.draft is None:
+            return VerifyLength(1, None)
+        if self._lengths is None or self._lengths.option != self.verify_length:
+            auto = self.verify_length == "auto"
+            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if auto else None
+            self._lengths = VerifyLength(self.draft.num_drafts + 1, cost, self.verify_length)
+        return self._lengths
+
+    def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
+        """Verified lengths that may be chosen with so many slots."""
+        return (setup.offered,) if setup.draft is None else self.lengths.candidates(slots, self.max_model_len / 2)
+
+    def take_pools(self) -> tuple[Pages, Pages]:
+        """The page pools, made on first use and again when an interrupted call has consumed them."""
+        with self.taking:
+            return self._newest_pools()
+
+    def ready_pools(self) -> None:
+        """Makes the page pools before anybody takes them; leaves them to a run that has them."""
+        with self.taking:
+            if not self.busy:
+                self._newest_pools()
+
+    def _newest_pools(self) -> tuple[Pages, Pages]:
+        lost = self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools))
+        if lost or self._filled_by is not self.weights:
+            # First of all: after an interrupt nobody may find in new pools what was in the old ones.
+            self.allocator.forget()
+            self._pools = self._make_pools() if lost else self._pools
+            self._filled_by = self.weights
+        assert self._pools is not None
+        return self._pools
+
+    def pool_shapes(self) -> tuple[Pages, Pages]:
+        """The page pools' shapes in place of the arrays."""
+        return jax.eval_shape(self._make_pools)
+
+    def _make_pools(self) -> tuple[Pages, Pages]:
+        options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
+        return (
+            make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
+            Pages((), ()) if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
+        )
+
+    def lose_pools(self) -> None:
+        """The device failed: what its last program returned may be its error in place of numbers, to whoever reads it."""
+        self._pools = None
+
+    def keep_pools(self, target: Pages, draft: Pages) -> None:
+        """The pools as the newest program returned them: it has consumed the ones before."""
+        self._pools = (target, draft)

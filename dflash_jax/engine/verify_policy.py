@@ -1,0 +1,137 @@
+"""How many tokens to verify in the next cycles: what they are expected to gain for each millisecond they are expected to take.
+
+The drafter fills the block it was trained on whatever is chosen here; the target verifies the first so many tokens of it. What is
+emitted is the target's own choice either way, so the choice moves time and nothing else.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from dflash_jax.compile.programs import Status
+from dflash_jax.engine.acceptance import Acceptance
+from dflash_jax.engine.cycle_costs import CycleCost
+from dflash_jax.engine.requests import Request
+
+Kind = Literal["greedy", "sampled"]
+
+# Another length must promise this much more before it takes over, and one that can never promise it over a longer one is left out.
+MARGIN = 1.03
+# Cycles between two looks while little is known: soon enough to stop drafting where it gains nothing.
+FIRST_CYCLES = 8
+# A program for a better length is compiled once its lack has cost this many seconds: about what compiling it takes.
+WORTH_COMPILING_S = 5.0
+
+
+class Choice(NamedTuple):
+    """What the next cycles verify.
+
+    Attributes:
+      wanted: what would be best if every program were there.
+      loss_s: seconds that its lack costs in each cycle.
+    """
+
+    length: int
+    wanted: int
+    loss_s: float = 0.0
+
+
+def kind_of(request: Request) -> Kind:
+    """Requests whose proposals stand about equally often are of one kind."""
+    return "sampled" if request.params.temperature > 0 else "greedy"
+
+
+class VerifyLength:
+    """Chooses among lengths, and learns from every cycle.
+
+    Args:
+      offered: the drafter's proposals and the pending token.
+      cost: milliseconds of a cycle, where `option` is "auto".
+      option: a length that is always chosen, up to `offered`; None is the whole block.
+    """
+
+    def __init__(self, offered: int, cost: CycleCost | None, option: int | Literal["auto"] | None = None):
+        self.offered, self.cost, self.option = offered, cost, option
+        self.acceptance: dict[Kind, Acceptance] = {
+            "greedy": Acceptance(offered - 1),
+            "sampled": Acceptance(offered - 1),
+        }
+        self.current = min(option, offered) if isinstance(option, int) else offered
+        self.cycles = Counter[int]()
+        self.missed: dict[object, float] = {}
+
+    def candidates(self, slots: int, context: float) -> tuple[int, ...]:
+        """Lengths worth having programs for, in ascending order: a quarter of the block, half of it and one token, where they save
+        time, and all of it."""
+        return tuple(self.costs(slots, context))
+
+    def costs(self, slots: int, context: float) -> dict[int, float]:
+        """Milliseconds of a cycle of each candidate; nothing is known of the only one where there is no choice."""
+        if self.cost is None:
+            return {self.current: math.nan}
+        kept = {self.offered: self.cost.ms(slots, self.offered, context)}
+        least = kept[self.offered]
+        for length in sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True):
+            spent = self.cost.ms(slots, length, context)
+            if spent * MARGIN < least:
+                kept[length] = least = spent
+        return dict(sorted(kept.items()))
+
+    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float]) -> dict[int, float]:
+        """Expected tokens a millisecond of each candidate, for so many running requests of each kind."""
+        gains = sum((n * self.acceptance[kind].expected() for kind, n in kinds.items()), start=np.zeros(self.offered))
+        return {length: float(gains[length - 1]) / spent for length, spent in costs.items()}
+
+    def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
+        """The length for the next cycles.
+
+        Args:
+          kinds: running requests of each kind, at least one.
+          slots: of the program, running or not.
+          context: mean tokens of a running sequence.
+          status: of a length's program, asked of others only where the best one's is not compiled. Where none is compiled or about
+            to be, the best length is chosen.
+        """
+        if self.cost is None:
+            return Choice(self.current, self.current)
+        costs = self.costs(slots, context)
+        rates = self.rates(kinds, costs)
+
+        def best(lengths: Sequence[int]) -> int:
+            top = max(lengths, key=lambda n: (rates[n], n))
+            held = self.current in lengths and rates[top] < MARGIN * rates[self.current]
+            return self.current if held else top
+
+        wanted = best(list(rates))
+        found = {wanted: status(wanted)}
+        if found[wanted] == "compiled":
+            self.current = wanted
+            return Choice(wanted, wanted)
+        found |= {length: status(length) for length in rates if length != wanted}
+        able = [length for length in rates if found[length] == "compiled"]
+        able = able or [length for length in rates if found[length] == "pending"]
+        self.current = best(able) if able else wanted
+        loss = costs[self.current] * max(0.0, 1 - rates[self.current] / rates[wanted])
+        return Choice(self.current, wanted, loss / 1e3)
+
+    def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
+        """Cycles until the next look, of `cycles` at most: few where little is known about the running requests."""
+        thin = any(self.acceptance[kind].evidence < FIRST_CYCLES for kind in kinds)
+        return min(cycles, FIRST_CYCLES) if thin and self.cost is not None and self.current > 1 else cycles
+
+    def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
+        """Takes in what `cycles` cycles accepted, for each kind one number for each live slot and cycle."""
+        self.cycles[verified] += cycles
+        for kind, acceptance in self.acceptance.items():
+            acceptance.fade(cycles)
+            if verified > 1 and len(accepted.get(kind, ())):
+                acceptance.observe(accepted[kind], verified)
+
+    def worth_compiling(self, key: object, seconds: float) -> bool:
+        """Adds time lost for want of the program `key`, and tells once when that has become too much."""
+        before = self.missed.get(key, 0.0)
+        self.missed[key] = before + seconds
+        return before < WORTH_COMPILING_S <= self.missed[key]

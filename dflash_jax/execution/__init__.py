@@ -1,0 +1,1 @@
+"""How a stack of layers runs: the plain layers, or one of the fused paths."""

@@ -1,0 +1,63 @@
+"""Layers whose weights are in float8 and round the rows they multiply: products with what follows them as one operation each.
+
+Rows are rounded by the operation that norms them, and by one of its own after attention and after the gate.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dflash_kernels import float8_dense, float8_gated, float8_onto
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
+from dflash_jax.quantization.weights import rounded, rounds
+
+
+def fits(layers: Sequence[nnx.Module], x: Any) -> bool:
+    """Whether `run_rounded` stands for calling the layers one by one."""
+    if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
+        return False
+    first: Any = layers[0]
+    weights = [projection.weight[...] for projection in _projections(first)]
+    if first.attn.config.attention_bias or not all(rounds(weight, math.prod(x.shape[:-1])) for weight in weights):
+        return False
+    return len({weight.paired for weight in weights}) == 1
+
+
+def run_rounded(
+    layers: Sequence[Any],
+    norm: RMSNorm,
+    x: Float[Array, "B T D"],
+    normed: Float[Array, "B T D"],
+    rotary: Rotary,
+    attend: Any,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
+    streams: list[Array] = []
+    stream = x.reshape(-1, x.shape[-1])
+    rows = rounded(normed.reshape(stream.shape), layers[0].attn.qkv_proj.weight[...])
+    for layer, later in zip(layers, (*layers[1:], None), strict=True):
+        qkv, o, gate_up, down = (projection.weight[...] for projection in _projections(layer))
+        projected = float8_dense(rows, qkv.values, qkv.scales, x.dtype)
+        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(stream.shape[0], -1)
+        stream, rows = _onto(rounded(heads, o), o, stream, layer.post_norm)
+        inner = rounded(float8_gated(rows, gate_up.values, gate_up.scales, x.dtype), down)
+        if later is None:
+            stream = stream + float8_dense(inner, down.values, down.scales, x.dtype)
+        else:
+            stream, rows = _onto(inner, down, stream, later.input_norm)
+        streams.append(stream.reshape(x.shape))
+    return streams, norm(streams[-1])
+
+
+def _projections(layer: Any) -> tuple[Any, ...]:
+    return layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+
+
+def _onto(rows: Any, weight: Any, stream: Array, norm: RMSNorm) -> tuple[Array, Any]:
+    """The stream with a product added, and its norm's rows."""
+    return float8_onto(
+        rows, weight.values, weight.scales, stream, norm.weight[...], eps=norm.eps, paired=weight.paired
+    )  # fmt: skip

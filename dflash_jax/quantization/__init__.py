@@ -1,0 +1,1 @@
+"""Weights and KV pages in eight bits."""

@@ -1,0 +1,118 @@
+"""How pools keep their numbers: in the model's dtype, or in eight bits on scales that calibration finds.
+
+    None           the model's dtype
+    "fp8"          float8_e4m3fn. Keys and values are divided by a scale of their head, latent rows by one scale of their layer.
+    "int8"         keys and values of heads only. A key is divided by a scale of its token and head, which stands beside the pages;
+                   values by one scale of their head and channel, which calibration has to find.
+    "fp8_packed"   latent rows only: float8_e4m3fn with a float32 scale for every 128 numbers of a row, the rotated part in
+                   bfloat16. Needs no calibration; 656 bytes for DeepSeek's 576 numbers.
+
+Whatever attends reads what the pool holds, new tokens included, so that a token's result does not depend on how its prompt was cut.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from dflash_kernels.kv_cache.latent.reference import TILE
+from jaxtyping import Float
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import ParameterError
+
+CacheDtype = Literal["fp8", "fp8_packed", "int8"]
+# Formats whose scales `calibrate` finds.
+CALIBRATED = ("fp8", "int8")
+
+# A scale puts the largest number seen in calibration here; e4m3 ends at 448, so twice as large ones still fit.
+CALIBRATED_TO = 200.0
+# The same for a channel of int8 values, which end at 127: a quarter more still fits, and finer steps are worth more than room.
+INT8_CALIBRATED_TO = 100.0
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """Scales of every layer's keys and values, each `[K]` float32; for a latent row one number `[]` in `k`, and none in `v`; for
+    int8 pools none in `k`, and `[K, H]` in `v`.
+    """
+
+    k: tuple[np.ndarray, ...]
+    v: tuple[np.ndarray, ...] = ()
+
+
+def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
+    """Raises ParameterError unless pools of `config` can be kept so."""
+    rank = getattr(config, "kv_lora_rank", 0)
+    if cache_dtype not in (None, "fp8", "fp8_packed", "int8"):
+        raise ParameterError(
+            f'cache_dtype must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers, got {cache_dtype!r}'
+        )
+    if cache_dtype == "int8" and rank:
+        raise ParameterError(
+            'cache_dtype="int8" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
+        )
+    if cache_dtype == "fp8_packed" and (not rank or rank % TILE):
+        kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"
+        raise ParameterError(
+            f'cache_dtype="fp8_packed" needs latent rows with a kv_lora_rank that is a multiple of {TILE}, this target has {kept}: '
+            'take cache_dtype="fp8"'
+        )
+
+
+def pool_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of a pool's arrays for a model that computes in `dtype`."""
+    return jnp.dtype(
+        {"fp8": jnp.float8_e4m3fn, "fp8_packed": jnp.uint8, "int8": jnp.int8}.get(cache_dtype or "", dtype)
+    )
+
+
+def default_scales(config: DecoderConfig, cache_dtype: str | None = "fp8") -> CacheScales:
+    """All 1: right where the norms before the cache keep numbers well below 448, as they do in the released models.
+
+    For int8 pools that is good for nothing but their shapes.
+    """
+    if cache_dtype == "int8":
+        return CacheScales((), (np.ones((config.num_kv_heads, config.head_dim), np.float32),) * config.num_layers)
+    if getattr(config, "latent_width", 0):
+        return CacheScales((np.ones((), np.float32),) * config.num_layers)
+    ones = (np.ones(config.num_kv_heads, np.float32),) * config.num_layers
+    return CacheScales(ones, ones)
+
+
+def scale_for(largest: Float[np.ndarray, "..."], what: str) -> Float[np.ndarray, "..."]:
+    """Scales for numbers up to `largest`: powers of two, so that dividing and multiplying by them is exact.
+
+    Where nothing but zeros was seen the scale is 1, never 0.
+
+    Raises:
+      ParameterError: a number is not finite.
+    """
+    largest = _finite(largest, what)
+    wanted = np.where(largest > 0, largest, CALIBRATED_TO) / CALIBRATED_TO
+    # Kept inside float32 whatever was seen.
+    exponents = np.clip([math.ceil(math.log2(value)) for value in wanted.reshape(-1)], -120, 120)
+    return np.asarray(np.exp2(exponents).reshape(largest.shape), np.float32)
+
+
+def channel_scales_for(largest: Float[np.ndarray, "K H"], what: str) -> Float[np.ndarray, "K H"]:
+    """Scales of int8 values up to `largest` in each channel; 1 where nothing but zeros was seen.
+
+    Raises:
+      ParameterError: a number is not finite.
+    """
+    largest = _finite(largest, what)
+    scales = np.where(largest > 0, largest, INT8_CALIBRATED_TO) / INT8_CALIBRATED_TO
+    # Kept inside float32, and above what it would count as zero.
+    return np.clip(scales, 2.0**-120, 2.0**120).astype(np.float32)
+
+
+def _finite(largest: Float[np.ndarray, "..."], what: str) -> Float[np.ndarray, "..."]:
+    largest = np.asarray(largest, np.float64)
+    if not np.isfinite(largest).all():
+        raise ParameterError(
+            f"{what}: calibration met a number that is not finite, whose scale would spoil the whole pool; check the weights "
+            "(dflash-convert --verify hash), or load in bfloat16 or float32"
+        )
+    return largest

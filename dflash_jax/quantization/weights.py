@@ -1,0 +1,128 @@
+"""Weights in eight bits: one scale for each row of a matrix, products in the activations' dtype.
+
+A decode step of a few rows takes as long as its weights take to read, so half the bytes are nearly half the time. What a row of the
+matrix multiplies is not rounded: `y_f = scale_f * sum_d x_d w_fd`, with w_fd a whole number (int8) or a float8 one.
+Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, section 2.1, with activations left alone.
+
+With many rows a step takes as long as its products, and float8 times float8 is twice as fast as anything times sixteen bits. So
+"fp8_dynamic" rounds what is multiplied as well where rows are many, each row by its own largest number; few rows are left alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, no_type_check
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import ColumnBlocks, Float8Rows, float8_best, float8_dense, float8_rows, quantised_linear
+from dflash_kernels.core.columns import BLOCK, in_pairs, out_of_pairs
+from jaxtyping import Array, Float, Int
+
+type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
+
+WEIGHT_DTYPES: Mapping[str, tuple[Any, float]] = {
+    "int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0), "fp8_dynamic": (jnp.float8_e4m3fn, 448.0)
+}  # fmt: skip
+MANY_ROWS = 64  # from which on "fp8_dynamic" rounds rows: fewer wait for the weights alone
+# Matrices that are only ever multiplied through `models.layers.linear`, or looked up by row. Norms, routers, experts and the
+# up-projections that latent attention takes apart stay as they are.
+_SUFFIXES = (
+    "qkv_proj.weight", "q_proj.weight", "q_b_proj.weight", "kv_a_proj.weight", "qkv_a_proj.weight", "o_proj.weight",
+    "mlp.gate_up_proj.weight", "mlp.down_proj.weight", "shared.gate_up_proj.weight", "shared.down_proj.weight",
+    "lm_head.weight", "embed.weight", "fc.weight", "context_kv_proj.weight",
+)  # fmt: skip
+
+
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix `[F, D]` in eight bits.
+
+    Attributes:
+      values: int8 or float8_e4m3fn.
+      scales: of each row.
+      dtype: of what is read from it.
+      paired: columns of `values` are stored in pairs, as the Hopper kernel of the product reads them best.
+      dynamic: rows that it multiplies are rounded to float8 where they are many.
+    """
+
+    values: Int[Array, "F D"] | Float[Array, "F D"]
+    scales: Float[Array, "F"]
+    dtype: jnp.dtype = field(metadata={"static": True})
+    paired: bool = field(default=False, metadata={"static": True})
+    dynamic: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, rows: Any) -> Any:
+        """Some rows, dequantised; the matrix itself for `...`, as a module's parameter is read."""
+        if rows is Ellipsis:
+            return self
+        values = out_of_pairs(self.values[rows]) if self.paired else self.values[rows]
+        wide = values.astype(jnp.float32) * self.scales[rows][..., None]
+        return wide.astype(self.dtype)
+
+
+type Weight = Array | Quantised | ColumnBlocks
+
+
+def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
+    """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one."""
+    dtype, largest = WEIGHT_DTYPES[kind]
+    wide = matrix.astype(jnp.float32)
+    top = jnp.max(jnp.abs(wide), axis=1)
+    scales = jnp.where(top > 0, top, 1.0) / largest
+    scaled = wide / scales[:, None]
+    values = jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype)
+    paired = matrix.shape[1] % BLOCK == 0
+    values = in_pairs(values) if paired else values
+    return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic")
+
+
+def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
+    """`x` times the dequantised rows: the product accumulates in float32 and is scaled before it is rounded.
+
+    `live`: so many rows from the first on are asked for: the others may be anything.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rounds(matrix, len(rows)):
+        products = float8_dense(rounded(rows, matrix), matrix.values, matrix.scales, x.dtype, live=live)
+    else:
+        products = quantised_linear(rows, matrix.values, matrix.scales, paired=matrix.paired)
+    return products.reshape(*x.shape[:-1], -1)
+
+
+def best_product(x: Float[Array, "... D"], matrix: Quantised) -> Int[Array, "..."]:
+    """The row of the matrix with the largest `product`, the first of equal ones."""
+    rows = x.reshape(-1, x.shape[-1])
+    if not rounds(matrix, len(rows)):
+        return jnp.argmax(product(x, matrix), axis=-1).astype(jnp.int32)
+    return float8_best(rounded(rows, matrix), matrix.values, matrix.scales, x.dtype).reshape(x.shape[:-1])
+
+
+def rounds(weight: Weight, rows: int) -> bool:
+    """Whether so many rows are rounded before they are multiplied with a weight."""
+    return isinstance(weight, Quantised) and weight.dynamic and rows >= MANY_ROWS
+
+
+def rounded(rows: Float[Array, "M D"], matrix: Quantised) -> Float8Rows:
+    """Rows as a matrix that rounds them takes them."""
+    return float8_rows(rows, paired=matrix.paired)
+
+
+def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:
+    """A model's parameters with its large matrices in eight bits, taken out of `params` one by one: no two copies at a time.
+
+    What stays as it is moves as well. Norms left between the places of large matrices would cut the memory that becomes free into
+    pieces, too small for the pages that are planned there.
+    """
+    jitted = jax.jit(quantise, static_argnames="kind")
+    result: dict[str, Weight] = {}
+    for name in list(params):
+        array = params.pop(name)
+        rounded = name.endswith(_SUFFIXES) and ".experts." not in name
+        result[name] = jitted(array, kind) if rounded else jnp.copy(array)
+    return result

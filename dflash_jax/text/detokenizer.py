@@ -1,0 +1,111 @@
+"""Text that is safe to show from a growing list of token ids: whole characters, nothing a stop string may still take back."""
+
+from collections.abc import Sequence
+
+from dflash_jax.text.tokenizer import Tokenizer
+
+# What decoders write for bytes that are no character, or not yet one.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# Tokens that wait for a character's end while each of the first and the last of them are kept: a character has four bytes at most,
+# and byte fallback gives every byte of a run up once four of them made none.
+_MOST_WAITING, _KEPT = 32, 8
+
+
+class TextStream:
+    """Text of one request, piece by piece.
+
+    What has been given out never changes: bytes of an unfinished character and a possible beginning of a stop string wait.
+
+    Args:
+      tokenizer: None for requests without text; every piece is then empty.
+      stops: strings that end the text: the first to be completed, the longest of several that are completed at once.
+      include_stop: keep the stop string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, include_stop: bool = False):
+        self.tokenizer, self.stops, self.include_stop = tokenizer, tuple(stops), include_stop
+        self.text = ""
+        self.found: str | None = None
+        self._given = 0
+        # Tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand alone.
+        self._ids: list[int] = []
+        self._read, self._known = 0, ""
+
+    def add(self, token: int, *, watch: bool = True) -> bool:
+        """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
+        if self.tokenizer is None or self.tokenizer.is_silent(token):
+            return False
+        self._ids.append(token)
+        return self._extend(self._decoded(self.tokenizer), watch=watch)
+
+    def finish(self, *, watch: bool = True) -> bool:
+        """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""
+        if self.tokenizer is None or self.found is not None:
+            return False
+        return self._extend(self._decoded(self.tokenizer, everything=True), watch=watch)
+
+    def take(self, *, everything: bool = False) -> str:
+        """The text not given out before that can no longer be taken back; all of it at the end."""
+        end = len(self.text)
+        if not everything and self.found is None:
+            end = max(end - self._held_back(), self._given)
+        piece, self._given = self.text[self._given : end], end
+        return piece
+
+    def _decoded(self, tokenizer: Tokenizer, *, everything: bool = False) -> str:
+        """What the newest tokens add to the text; nothing while the last character may be unfinished.
+
+        Decoded together with the piece before, because decoders treat a text's first token in ways of their own. A decoder that
+        changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.
+        """
+        text = tokenizer.decode(self._ids)
+        if len(text) <= len(self._known):
+            return ""
+        if text.endswith(REPLACEMENT) and not everything:
+            return self._shortened(tokenizer, text) if len(self._ids) - self._read > _MOST_WAITING else ""
+        piece = text[len(self._known) :]
+        del self._ids[: self._read]
+        self._read, self._known = len(self._ids), tokenizer.decode(self._ids)
+        return piece
+
+    def _shortened(self, tokenizer: Tokenizer, text: str) -> str:
+        """What many tokens that are no character add to the text, the last of it held back; those in their middle are dropped.
+
+        The first ones stay because byte fallback judges a run of bytes as a whole, the last ones because the next byte may end a
+        character with them. Without this, a request that never gets out of broken bytes would decode all of them for each new one.
+        """
+        first = self._read + _KEPT
+        shorter = [*self._ids[:first], *self._ids[-_KEPT:]]
+        left = tokenizer.decode(shorter)
+        if left[-2:] != text[-2:]:  # a decoder of another kind: it reads all
+            return ""
+        piece = text[len(self._known) : -1]
+        self._ids, self._known = shorter, left[:-1]
+        return piece
+
+    def _extend(self, piece: str, *, watch: bool) -> bool:
+        before = len(self.text)
+        self.text += piece
+        if not watch or not piece:
+            return False
+        hits = []
+        for stop in self.stops:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0:
+                hits.append((at + len(stop), at, stop))
+        if not hits:
+            return False
+        end, start, self.found = min(hits)
+        self.text = self.text[: end if self.include_stop else start]
+        return True
+
+    def _held_back(self) -> int:
+        """Characters at the end that a stop string could still begin with."""
+        longest = 0
+        for stop in self.stops:
+            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
+                if self.text.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest

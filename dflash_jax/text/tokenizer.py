@@ -1,0 +1,193 @@
+"""The boundary between strings and token ids: `tokenizer.json`, chat templates, end tokens."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from dflash_jax.checkpoints.hub import POINTER, is_pointer
+from dflash_jax.errors import ConfigError, PromptError, TokenizerError
+from dflash_jax.text.chat_template import render
+from dflash_jax.text.special_tokens import complete, named_tokens
+
+MAX_TEMPLATE_BYTES = 1 << 20
+
+
+class Tokenizer:
+    """A Hugging Face fast tokenizer with its chat template.
+
+    Attributes:
+      backend: the `tokenizers.Tokenizer`.
+      template: the chat template's source, or None.
+      special: named special tokens for the template (`bos_token`, `eos_token`, ...).
+      tool_template: a second template, for messages with tools, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: str | None = None,
+        special: Mapping[str, str] | None = None,
+        *,
+        tool_template: str | None = None,
+    ):
+        self.backend, self.template, self.special = backend, template, dict(special or {})
+        self.tool_template = tool_template
+        self._silent: dict[int, bool] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "Tokenizer | None":
+        """The tokenizer of a model folder, or None where it has no `tokenizer.json`.
+
+        Raises:
+          TokenizerError: a file is there and cannot be used.
+          ConfigError: `tokenizer_config.json` is no JSON object.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            if is_pointer(path):
+                raise TokenizerError(f"{path} {POINTER}") from error
+            raise TokenizerError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
+        # How somebody once prepared batches for training: here a prompt would be cut, or filled up, without a word.
+        backend.no_truncation()
+        backend.no_padding()
+        settings = read_json(folder / "tokenizer_config.json")
+        older = read_json(folder / "special_tokens_map.json")
+        complete(backend, settings, older, read_json(folder / "added_tokens.json"))
+        templates = _templates(folder, settings)
+        special = named_tokens(settings, older)
+        return cls(backend, templates.get("default"), special, tool_template=templates.get("tool_use"))
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, with the tokens its post-processor adds unless `special` is False.
+
+        Raises:
+          PromptError: a character has no UTF-8 form, as Python reads bytes that are no UTF-8 from a terminal or a file name.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            wrong = f"character {error.start} of the text is {text[error.start]!r}, which no UTF-8 text has"
+            raise PromptError(f"{wrong}: give UTF-8, or token ids") from None
+        return self.backend.encode(text, add_special_tokens=special).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether a token is no text among any others: a special one, or one that no vocabulary has."""
+        if (silent := self._silent.get(token)) is None:
+            # Alone, tokens such as a mark for a space may be empty as well.
+            special = bool(self.backend.decode([token], skip_special_tokens=False)) and not self.decode([token])
+            silent = self._silent[token] = special or self.backend.id_to_token(token) is None
+        return silent
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
+        """Token ids of messages through the chat template, ready for the answer.
+
+        The template runs in Jinja's immutable sandbox: it is data from a model folder.
+
+        Args:
+          messages: objects with at least `role` and `content`.
+          **options: further names for the template, for example `enable_thinking=False` or `tools=[...]`.
+
+        Raises:
+          PromptError: there is no template, or it refuses these messages.
+          ParameterError: the template asks for no such option.
+          TokenizerError: the template itself is broken.
+        """
+        template = self.template if options.get("tools") is None else self.tool_template or self.template
+        if template is None and self.tool_template is not None:
+            raise PromptError(
+                "this model's only chat template is for messages with tools: give chat_options tools=[...]"
+            )
+        if template is None:
+            raise PromptError(
+                "this model has no chat template and takes no messages: give a text to continue (without --chat or chat=True), or "
+                "a model whose folder has one (chat_template.jinja, or chat_template in tokenizer_config.json)"
+            )
+        text = render(template, messages, self.special, options)
+        return self.encode(text, special=False)
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name; "default" is the one without a name. A file of its own counts before `tokenizer_config.json`.
+
+    Raises:
+      TokenizerError: the file cannot be a template.
+    """
+    separate = folder / "chat_template.jinja"
+    if separate.is_file():
+        if separate.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
+        try:
+            return {"default": separate.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"{separate} must be UTF-8 text: {error}") from error
+    found = settings.get("chat_template")
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    named = found if isinstance(found, dict) else {"default": found}
+    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, empty where there is none.
+
+    Raises:
+      ConfigError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values
+
+
+def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """End-of-text ids: those of `generation_config.json`, otherwise of `config.json`, and the tokenizer's own `eos_token`.
+
+    Fine-tuning for conversation often changes the tokenizer's alone: the other files name the base model's, which never come.
+
+    Raises:
+      ConfigError: a file is not readable JSON, or says something that is no id.
+    """
+    ids: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        values = read_json(folder / name)
+        inner = values.get("text_config")
+        found = values.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, Mapping) else None)
+        found = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+            raise ConfigError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}")
+        ids = ids or found
+    if tokenizer is not None and (text := tokenizer.special.get("eos_token")):
+        token = tokenizer.backend.token_to_id(text)
+        ids = ids if token is None else [*ids, token]
+    return tuple(dict.fromkeys(ids))
+
+
+def tokenizer_notices(folder: Path) -> list[str]:
+    """What to say of a folder whose tokenizer is code, which nothing here runs."""
+    if (folder / "tokenizer.json").is_file():
+        return []
+    code = read_json(folder / "tokenizer_config.json").get("auto_map")
+    found = code.get("AutoTokenizer") if isinstance(code, Mapping) else code
+    names = [name for name in (found if isinstance(found, list) else [found]) if isinstance(name, str)]
+    if not names:
+        return []
+    return [
+        f"the tokenizer is code of its release ({names[0]} in tokenizer_config.json), which is never run, and there is no "
+        "tokenizer.json: prompts are token ids, and there is no text"
+    ]

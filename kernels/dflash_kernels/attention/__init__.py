@@ -1,0 +1,1 @@
+"""Attention over packed and paged keys and values, and over MLA latents."""

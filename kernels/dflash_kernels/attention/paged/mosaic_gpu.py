@@ -1,0 +1,159 @@
+"""Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+from dflash_kernels.attention.paged.launch import Tuning, plan, plan_narrow
+from dflash_kernels.attention.paged.schedule import PagedSchedule
+from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.tuning import choose
+
+HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
+NARROW_HEAD_DIMS = (64, 128, 192, 256)
+# Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
+KERNEL_MERGES = 8
+FEW_ROWS = 8
+FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
+
+
+def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
+    """See `paged_attention`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper(causal=options["causal"])
+    return tuned(*args, **options)
+
+
+def tuned(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`).
+
+    `tuning` None: from the table.
+    """
+    _refuse_call(q, k_pages, v_pages, soft_cap, scale)
+    exact, sizes = described(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
+    tuning = tuning or choose("attention/paged", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
+    return _attend(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
+        window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, tuning=tuning, interpret=interpret,
+    )  # fmt: skip
+
+
+def described(
+    q: Array, k_pages: Array, page_table: Array, causal: bool, *, dealt: bool = False
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the table of choices knows a call by; `dealt`: its parts are a schedule's."""
+    b, tokens, heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    exact = {"dtype": str(q.dtype), "stored": str(k_pages.dtype), "head_dim": head_dim, "causal": causal}
+    exact |= {"dealt": True} if dealt else {}
+    sizes = {"b": b, "rows": tokens * heads // kv_heads, "kv_heads": kv_heads}
+    return exact, sizes | {"page_size": page_size, "table_width": page_table.shape[1]}
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
+@functools.partial(
+    jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "alibi_sqrt", "tuning", "interpret")
+)  # fmt: skip
+def _attend(
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None,
+    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, schedule: PagedSchedule | None, *, tuning: Tuning,
+    interpret: Any, **mask: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.attention.paged import mosaic_gpu_items as dealing
+    from dflash_kernels.attention.paged import mosaic_gpu_pair as pairs
+    from dflash_kernels.attention.paged import mosaic_gpu_sm90 as wide
+    from dflash_kernels.attention.paged import mosaic_gpu_sm90_8bit as narrow
+    from dflash_kernels.mosaic_gpu import combine as merging
+
+    b, tokens, n, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    group = n // kv_heads
+    rows = tokens * group
+    dealt = {"items": schedule.items.shape[0]} if schedule is not None and k_scale is None else {}
+    launch = (plan if k_scale is None else plan_narrow)(
+        tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
+        table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
+    )  # fmt: skip
+    if interpret is not None:
+        # The interpreter has no shared memory of other CTAs, and no hints.
+        launch = dataclasses.replace(launch, together=False, once=False)
+    integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
+    if slopes is not None:
+        slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
+            kv_heads, rows
+        )
+        slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
+    grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
+    if launch.items and schedule is not None:
+        out, lse = dealing.attention_by_items(
+            launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
+        )
+        return out.reshape(q.shape), merging.merged_lse(lse, q_lens, None, tokens, group)
+    whole = launch.direct or launch.together
+    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
+    if k_scale is None or v_scale is None:
+        block = pairs.Pair if launch.pair else None
+        # Of few rows a part in token order is as quick: 9.7 us for one sequence of 4,096 keys, 9.8 by lanes.
+        if merge == "kernel" and not whole and interpret is None and rows > FEW_ROWS and head_dim % 16 == 0:
+            launch = dataclasses.replace(launch, by_lanes=True)
+        out, parts_lse = wide.attention(
+            launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret, block=block
+        )
+    else:
+        out, parts_lse = narrow.attention(
+            launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
+        )  # fmt: skip
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
+    if whole:
+        return out.reshape(q.shape), lse
+    if launch.by_lanes:
+        return merging.merge_by_lanes(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    if merge == "xla" or not merging.kernel_merges(group, head_dim):
+        return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
+
+
+def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+    given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
+    if k_pages.dtype in (jnp.float8_e4m3fn, jnp.int8):
+        if q.dtype not in (jnp.bfloat16, jnp.float16) or v_pages.dtype != k_pages.dtype:
+            raise NotImplementedError(f"takes pages of one byte, both alike, with queries of two, not {given}")
+        if q.shape[-1] not in NARROW_HEAD_DIMS:
+            raise NotImplementedError(f"takes head dims {NARROW_HEAD_DIMS} with pages of one byte, not {q.shape[-1]}")
+    elif q.dtype not in (jnp.bfloat16, jnp.float16) or k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, or pages of one byte, not {given}")
+    elif q.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
+    page_size = k_pages.shape[2]
+    refuse_page_size(page_size)
+    if k_pages.dtype == jnp.int8 and page_size < 32:
+        # The scales of a smaller page would land in shared memory where a copy may not start.
+        raise NotImplementedError(f"takes int8 pages of 32 tokens and more, not {page_size}")
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise NotImplementedError(f"takes a positive scale and soft cap, not {scale} and {soft_cap}")

@@ -1,0 +1,100 @@
+"""Paged attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its launch, and the merge."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int8
+
+from dflash_kernels.attention.paged.schedule import PagedSchedule
+from dflash_kernels.attention.paged.triton_merge import merged
+from dflash_kernels.attention.paged.triton_schedule import FIRST_WITH_FLOAT8, Tuning, plan
+from dflash_kernels.core.device import Target
+from dflash_kernels.core.triton_call import jax_triton, usable_target
+
+LARGEST_HEAD_DIM = 256
+CHOSEN = Tuning()
+
+
+def paged_attention_triton(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    page_table: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    q_lens: Int[Array, "B"],
+    *,
+    causal: bool,
+    window: tuple[int | None, int | None],
+    soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
+    scale: float,
+    alibi_slopes: Float[Array, "N"] | None = None,
+    alibi_sqrt: bool = False,
+    k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    schedule: PagedSchedule | None = None,
+    tuning: Tuning = CHOSEN,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """See `paged_attention`. Raises NotImplementedError for what it does not take; `tuning` is for benchmarks."""
+    _refuse_call(q, k_pages, v_pages, soft_cap)
+    alibi = None if alibi_slopes is None else "sqrt" if alibi_sqrt else "linear"
+    return _attend(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, causal=causal,
+        window=tuple(window), soft_cap=soft_cap, alibi=alibi, scale=scale, tuning=tuning, device=usable_target(),
+    )  # fmt: skip
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
+@functools.partial(jax.jit, static_argnames=("causal", "window", "soft_cap", "alibi", "scale", "tuning", "device"))
+def _attend(
+    q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, *options: Array | None,
+    causal: bool, window: tuple[int | None, int | None], soft_cap: float | None, alibi: str | None, scale: float, tuning: Tuning,
+    device: Target,
+) -> tuple[Array, Array]:  # fmt: skip
+    # Not at the top: Triton is an extra.
+    from dflash_kernels.attention.paged import triton_kernel as kernel
+
+    b, tokens, n, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    sinks, _, k_scale, v_scale = options
+    # Older GPUs have no float8: they take the bytes apart.
+    bits = k_pages.dtype == jnp.float8_e4m3fn and device.capability < FIRST_WITH_FLOAT8
+    if bits:
+        k_pages, v_pages = (jax.lax.bitcast_convert_type(pages, jnp.uint8) for pages in (k_pages, v_pages))
+    launch = plan(
+        tuning, b=b, tokens=tokens, group=n // kv_heads, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
+        table_width=page_table.shape[1], multiprocessors=device.multiprocessors, causal=causal, window=window,
+        soft_cap=soft_cap, scale=scale, sinks=sinks is not None, alibi=alibi, float8_bits=bits,
+        k_scale=None if k_scale is None else "head" if k_scale.ndim == 1 else "token",
+        v_scale=None if v_scale is None else "head" if v_scale.ndim == 1 else "channel",
+    )  # fmt: skip
+    seq_lens, q_lens, page_table = (array.astype(jnp.int32) for array in (seq_lens, q_lens, page_table))
+    # Something has to stand where this call leaves an option out; the kernel does not look at it.
+    given = [seq_lens if option is None else option.astype(jnp.float32) for option in options]
+    direct = launch.splits == 1
+    parts = (b, tokens, n, launch.splits)
+    out, lse = jax_triton().triton_call(
+        q, k_pages, v_pages, page_table, seq_lens, q_lens, *given, kernel=kernel.attend, grid=launch.grid,
+        out_shape=(
+            jax.ShapeDtypeStruct((*parts, head_dim), q.dtype if direct else jnp.float32),
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+        ),
+        num_warps=launch.warps, num_stages=launch.stages, compute_capability=device.capability, **launch.constants,
+    )  # fmt: skip
+    if direct:
+        return out[..., 0, :], lse[..., 0]
+    return merged(out, lse, q.dtype, sinks, q_lens)
+
+
+def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None) -> None:
+    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes queries in bfloat16 or float16, not {q.dtype}")
+    if k_pages.dtype not in (q.dtype, jnp.float8_e4m3fn, jnp.int8) or v_pages.dtype != k_pages.dtype:
+        given = f"{k_pages.dtype} and {v_pages.dtype}"
+        raise NotImplementedError(f"takes pages in the queries' {q.dtype}, float8_e4m3fn or int8, not {given}")
+    if q.shape[-1] > LARGEST_HEAD_DIM:
+        raise NotImplementedError(f"takes head dims up to {LARGEST_HEAD_DIM}, not {q.shape[-1]}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise NotImplementedError(f"takes a positive soft cap, not {soft_cap}")

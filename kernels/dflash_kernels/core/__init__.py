@@ -1,0 +1,1 @@
+"""What every op shares: dispatch, the target device, validation, tuning tables, layouts."""

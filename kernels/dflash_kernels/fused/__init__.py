@@ -1,0 +1,1 @@
+"""Several ops of a layer in one launch."""

@@ -1,0 +1,71 @@
+"""The arrays of attention from a projection on, which `qkv_attention` and `attention_chain` hand to their implementations."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from dflash_kernels.core.validation import check_axes, check_integers
+
+
+class Heads(NamedTuple):
+    """Pools, what is written to them and asked of them, and where; see `attention_chain`."""
+
+    k_pages: Shaped[Array, "P K p H"]
+    v_pages: Shaped[Array, "P K p H"]
+    qkv: Float[Array, "M E"]
+    page_table: Int[Array, "B W"]
+    seq_lens: Int[Array, "B"]
+    q_lens: Int[Array, "B"]
+    cos: Float[Array, "M half"]
+    sin: Float[Array, "M half"]
+    q_norm: Float[Array, "H"]
+    k_norm: Float[Array, "H"]
+    k_scale: Float[Array, "K"] | None = None
+    v_scale: Float[Array, "K"] | None = None
+
+    def check(self) -> None:
+        """Raises ValueError where shapes do not agree."""
+        of_sequences = {name: (getattr(self, name), "B") for name in ("seq_lens", "q_lens")}
+        check_axes(qkv=(self.qkv, "M E"), page_table=(self.page_table, "B W"), **of_sequences)
+        check_axes(cos=(self.cos, "M half"), sin=(self.sin, "M half"))
+        check_integers(page_table=self.page_table, seq_lens=self.seq_lens, q_lens=self.q_lens)
+        k, v, qkv, b = self.k_pages, self.v_pages, self.qkv, self.page_table.shape[0]
+        if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
+            raise ValueError(f"pools {k.dtype}{k.shape} and {v.dtype}{v.shape} must be alike and [P, K, p, H]")
+        (rows, width), (_, kv_heads, _, head_dim) = qkv.shape, k.shape
+        if width % (kv_heads * head_dim) or width <= 2 * kv_heads * head_dim:
+            raise ValueError(
+                f"qkv {qkv.shape} must be [M, (N + 2 * {kv_heads}) * {head_dim}], N a multiple of {kv_heads}"
+            )
+        if rows % b or self.seq_lens.shape != (b,) or self.q_lens.shape != (b,):
+            raise ValueError(
+                f"qkv {qkv.shape}, seq_lens {self.seq_lens.shape} and q_lens {self.q_lens.shape} do not fit {b} sequences of "
+                "page_table"
+            )
+        cos, sin = self.cos.shape, self.sin.shape
+        if cos != sin or cos[0] != rows or not 0 < 2 * cos[1] <= head_dim:
+            raise ValueError(f"cos {cos} and sin {sin} must be [{rows}, half] with at most {head_dim} dims to turn")
+        if self.q_norm.shape != (head_dim,) or self.k_norm.shape != (head_dim,):
+            raise ValueError(
+                f"q_norm {self.q_norm.shape} and k_norm {self.k_norm.shape} must be one weight for each of {head_dim} dims"
+            )
+        shapes = [None if scale is None else scale.shape for scale in (self.k_scale, self.v_scale)]
+        if shapes != [(kv_heads,) if k.dtype == jnp.float8_e4m3fn else None] * 2:
+            raise ValueError(
+                f"pools of {k.dtype} and scales {shapes} do not go together: [{kv_heads}] each for float8_e4m3fn"
+            )
+
+    def inputs(self) -> dict[str, Array]:
+        """All but the pools, as kernels call and take them."""
+        floats = {"cos": self.cos, "sin": self.sin}
+        ints = {"table": self.page_table, "seq_lens": self.seq_lens, "q_lens": self.q_lens}
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        floats |= {name: scale for name, scale in scales.items() if scale is not None}
+        return {
+            "qkv": self.qkv.reshape(self.qkv.shape[0], -1, self.k_pages.shape[3]),
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            **{name: array.astype(jnp.float32) for name, array in floats.items()},
+            **{name: array.astype(jnp.int32) for name, array in ints.items()},
+        }

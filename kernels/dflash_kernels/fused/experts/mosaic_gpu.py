@@ -1,0 +1,125 @@
+"""Experts for few rows on Hopper: what the kernel takes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.core.device import target
+from dflash_kernels.core.dflash_kernels_device import refuse_other_than_half, refuse_other_than_hopper
+from dflash_kernels.fused.experts.plan import (
+    MOST_CHOOSING,
+    MOST_GROUPS,
+    Choice,
+    Plan,
+    plan,
+)
+
+
+def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> None:
+    """Raises NotImplementedError, with the reason, where `routed_experts_mosaic_gpu` would."""
+    refuse_other_than_hopper()
+    refuse_other_than_half(dtype)
+    plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
+
+
+def routed_experts_mosaic_gpu(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate_up: Array,
+    down: Array,
+    *,
+    exchange: Any,
+) -> Array:
+    """See `routed_experts`. Raises NotImplementedError for what it does not take.
+
+    The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
+    that waits for the whole GPU may run beside it.
+    """
+    refuse_other_than_hopper()
+    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
+    return launch(x, experts, weights, gate_up, down, **how)
+
+
+def mixture_mosaic_gpu(
+    logits: Array,
+    x: Array,
+    gate_up: Array,
+    down: Array,
+    *,
+    taken: int,
+    choice: Choice,
+    exchange: Any,
+) -> Array:
+    """See `mixture`. Raises NotImplementedError for what it does not take."""
+    refuse_other_than_hopper()
+    how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
+    if x.shape[0] > MOST_CHOOSING:
+        experts, weights = _chosen(logits, taken, choice, down.shape, how["ctas"])
+        return launch(x, experts, weights, gate_up, down, **how)
+    return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, **how)
+
+
+def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], ctas: int) -> tuple[Array, Array]:
+    """`chosen` by a kernel: XLA would sort, in six launches."""
+    tokens, (count, hidden, inner) = logits.shape[0], sizes
+    schedule = plan(tokens, taken, count, hidden, inner, ctas, choice)
+    found = _choices(schedule, logits.reshape(-1).astype(jnp.float32))
+    return found[0].reshape(tokens, taken), found[1].reshape(tokens, taken)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _choices(schedule: Plan, logits: Array) -> tuple[Array, Array]:
+    from dflash_kernels.fused.experts import mosaic_gpu_choose as kernel
+
+    assert schedule.choice is not None
+    return kernel.choices(schedule, schedule.choice, logits)
+
+
+def launch(
+    x: Float[Array, "T D"],
+    experts: Array,
+    weights: Array | None,
+    gate_up: Float[Array, "E twoF D"],
+    down: Float[Array, "E D F"],
+    *,
+    exchange: Any = None,
+    taken: int | None = None,
+    choice: Choice | None = None,
+    ctas: int,
+    interpret: Any = None,
+) -> Float[Array, "k T D"]:
+    """The implementation without the device check: for tests on the CPU (`interpret`).
+
+    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken.
+    """
+    refuse_other_than_half(x.dtype, gate_up.dtype, down.dtype)
+    taken = experts.shape[1] if taken is None else taken
+    count, hidden, inner = down.shape
+    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)
+    gate_up, down = (matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down))
+    exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
+    experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
+    weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
+    return _run(schedule, x, experts, weights, gate_up, down, exchange, interpret)
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnums=(0, 7))
+def _run(
+    schedule: Plan,
+    x: Array,
+    experts: Array,
+    weights: Array | None,
+    gate_up: Array,
+    down: Array,
+    exchange: Any,
+    interpret: Any,
+) -> Array:
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.fused.experts import mosaic_gpu_sm90 as kernel
+
+    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, interpret)

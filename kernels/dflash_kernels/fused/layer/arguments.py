@@ -1,0 +1,62 @@
+"""A layer's arrays from its attention on, which `layer_chain` and `attention_chain` hand to their implementations."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Float, Shaped
+
+from dflash_kernels.core.layouts import ColumnBlocks, as_stored
+
+
+class Layer(NamedTuple):
+    """The stream that the layer adds to, and its weights; see `layer_chain`."""
+
+    stream: Float[Array, "D n"]
+    o: Shaped[Array, "D A"] | ColumnBlocks
+    post_norm: Float[Array, "D"]
+    gate_up: Shaped[Array, "twoF D"] | ColumnBlocks
+    down: Shaped[Array, "D F"] | ColumnBlocks
+    next_norm: Float[Array, "D"] | None = None
+    following: Shaped[Array, "G D"] | ColumnBlocks | None = None
+    scales: Sequence[Array | None] | None = None
+
+    def check(self, rows: int, heads: int) -> None:
+        """Raises ValueError where shapes do not agree, for outputs of attention `[rows, heads]`."""
+        (hidden, columns), inner = self.stream.shape, self.down.shape[1]
+        shapes = (self.o.shape, self.gate_up.shape, self.down.shape)
+        if shapes != ((hidden, heads), (2 * inner, hidden), (hidden, inner)):
+            raise ValueError(
+                f"o {self.o.shape}, gate_up {self.gate_up.shape} and down {self.down.shape} do not fit {heads} columns of heads "
+                f"and stream {self.stream.shape}"
+            )
+        following = self.following
+        if (self.next_norm is None) != (following is None) or (following is not None and following.shape[1] != hidden):
+            raise ValueError(f"following must be [G, {hidden}] and come with the weight of its norm")
+        norms = [None if norm is None else norm.shape for norm in (self.post_norm, self.next_norm)]
+        if any(shape not in (None, (hidden,)) for shape in norms):
+            raise ValueError(f"weights of norms {norms} must be one for each of {hidden} rows of the stream")
+        weights = (self.o, self.gate_up, self.down, following)
+        if self.scales is not None and any(isinstance(weight, ColumnBlocks) for weight in weights):
+            raise ValueError("weights in eight bits have their columns in pairs, not in blocks")
+        for weight, scale in zip(weights, self.scales or (None,) * 4, strict=True):
+            if weight is not None and scale is not None and scale.shape != weight.shape[:1]:
+                raise ValueError(f"scales {scale.shape} must be one for each row of a weight {weight.shape}")
+        if columns < rows:
+            raise ValueError(f"stream {self.stream.shape} must have a column for each of {rows} rows")
+
+    def sizes(self) -> dict[str, Any]:
+        """What a plan of its products has to know."""
+        (hidden, heads_width), inner = self.o.shape, self.down.shape[1]
+        next_width = None if self.following is None else self.following.shape[0]
+        widths = {"hidden": hidden, "heads_width": heads_width, "inner": inner, "next_width": next_width}
+        return widths | {"itemsize": self.o.dtype.itemsize}
+
+    def inputs(self) -> dict[str, Array]:
+        """Those that are there, as kernels call them, and matrices as they are stored."""
+        weights = {"o": self.o, "gate_up": self.gate_up, "down": self.down, "next": self.following}
+        stored = {name: as_stored(weight) for name, weight in weights.items()}
+        given = {"before": self.stream, "post_norm": self.post_norm, "next_norm": self.next_norm, **stored}
+        if self.scales is not None:
+            pairs = zip(weights, self.scales, strict=True)
+            given |= {f"{name}_scales": scale for name, scale in pairs if weights[name] is not None}
+        return {name: array for name, array in given.items() if array is not None}

@@ -1,0 +1,41 @@
+"""The definition in jnp, each result rounded to the activations' dtype as separate operations round it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.core.columns import out_of_pairs
+from dflash_kernels.fused.layer.arguments import Layer
+from dflash_kernels.matmul.dense.reference import dense_reference
+
+
+def layer_chain_reference(
+    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, *, eps: float
+) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
+    """See `layer_chain`."""
+    del ahead, exchange
+    stream, o, post_norm, gate_up, down, next_norm, following, scales = layer
+    if scales is not None:
+        o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
+        following = None if following is None else _dequantised(following, scales[3], x.dtype)
+    rows, wide = x.shape[0], stream[:, : x.shape[0]].T
+    wide = wide + dense_reference(x, o)
+    gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
+    wide = wide + dense_reference(jax.nn.silu(gate) * up, down)
+    projected = None
+    if next_norm is not None and following is not None:
+        projected = dense_reference(_norm(wide, next_norm, eps), following)
+    return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
+
+
+def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
+    """Its rows in eight bits, columns in pairs, times their scales."""
+    wide = out_of_pairs(weight).astype(jnp.float32)
+    return (wide if scales is None else wide * scales[:, None]).astype(dtype)
+
+
+def _norm(wide: Array, weight: Array, eps: float) -> Array:
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(weight.dtype)

@@ -1,0 +1,1 @@
+"""Writes to and reads from KV pages and MLA latent pages."""

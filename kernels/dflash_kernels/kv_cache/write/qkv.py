@@ -1,0 +1,188 @@
+"""The public functions between a projection and attention: norm, rotation and the write to the pages, in one operation."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.validation import check_axes, check_integers
+from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.qkv_reference import kv_write_reference, qkv_write_reference
+
+QKV_IMPLEMENTATIONS = {"mosaic_gpu": qkv_write_mosaic_gpu, "xla": qkv_write_reference}
+KV_IMPLEMENTATIONS = {"mosaic_gpu": kv_write_mosaic_gpu, "xla": kv_write_reference}
+
+
+class QkvWritten(NamedTuple):
+    """What `qkv_write` returns: queries `[T, N, H]`, the pools, and keys' scales, new ones for int8 pools."""
+
+    q: Array
+    k_pages: Array
+    v_pages: Array
+    k_scale: Array | None
+
+
+class KvWritten(NamedTuple):
+    """What `kv_write` returns: every layer's pools, and its keys' scales, new ones for int8 pools."""
+
+    k_pages: tuple[Array, ...]
+    v_pages: tuple[Array, ...]
+    k_scale: tuple[Array, ...] | None
+
+
+def qkv_write(
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    qkv: Float[Array, "T F"],
+    slots: Int[Array, "T"],
+    cos: Float[Array, "T half"] | None = None,
+    sin: Float[Array, "T half"] | None = None,
+    *,
+    q_norm: Float[Array, "H"] | None = None,
+    k_norm: Float[Array, "H"] | None = None,
+    eps: float = 1e-6,
+    k_scale: float | Float[Array, "..."] | None = None,
+    v_scale: float | Float[Array, "..."] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> QkvWritten:
+    """Norms and rotates every head's query and key, writes keys and values to their slots, and returns the queries.
+
+    A head is normed (root mean square in float32, rounded to the projection's dtype, then times the weight), then its first
+    `2 * half` dims turn, dim i with dim `half + i` (products in float32, rounded to the projection's dtype). Values are
+    written as they are.
+
+    Args:
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
+        pools take scales.
+      qkv: the projection's output, `F = (N + 2 K) * H`: query heads, key heads, value heads.
+      slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
+      cos, sin: float32, of each token's angles and times any factor; None where nothing turns.
+      q_norm, k_norm: weights, or None for no norm.
+      eps: added to the mean square.
+      k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`, 1 where None; for int8 pools the
+        scales `[P, K, p]` float32 of all rows, written in place: a key's largest magnitude over 127.
+      v_scale: for float8 pools as for keys; for int8 pools one for each channel `[K, H]`, read only.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree, or scales and the pools' dtype do not.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    scales = _checked_scales(k_pages, v_pages, k_norm, k_scale, v_scale)
+    _check_tokens(qkv, slots, cos, sin, k_pages.shape[3])
+    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
+    if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads:
+        raise ValueError(f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}) * {head_dim}] with a query head or more")
+    if q_norm is not None and q_norm.shape != (head_dim,):
+        raise ValueError(f"q_norm {q_norm.shape} must be one weight for each of {head_dim} dims")
+    with jax.named_scope("qkv_write"):
+        written = first_fitting(
+            "qkv_write", QKV_IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm,
+            *scales, eps=eps,
+        )  # fmt: skip
+    return QkvWritten(*written)
+
+
+def kv_write(
+    k_pages: tuple[Shaped[Array, "P K p H"], ...],
+    v_pages: tuple[Shaped[Array, "P K p H"], ...],
+    kv: Float[Array, "T F"],
+    slots: Int[Array, "T"],
+    cos: Float[Array, "T half"] | None = None,
+    sin: Float[Array, "T half"] | None = None,
+    *,
+    k_norm: tuple[Float[Array, "H"], ...] | None = None,
+    eps: float = 1e-6,
+    k_scale: tuple[float | Float[Array, "..."], ...] | None = None,
+    v_scale: tuple[float | Float[Array, "..."], ...] | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> KvWritten:
+    """`qkv_write` without queries and for several layers at once, whose keys and values one projection gave.
+
+    Args:
+      k_pages, v_pages: one pool for each layer, all of one shape and dtype.
+      kv: `F = L * 2 * K * H`: the first layer's key heads, its value heads, then the next layer's.
+      slots, cos, sin, eps: as for `qkv_write`; the same for all layers.
+      k_norm, k_scale, v_scale: as for `qkv_write`, one for each layer.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree, or scales and the pools' dtype do not.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    layers = len(k_pages)
+    lengths = [len(given) for given in (v_pages, k_norm, k_scale, v_scale) if given is not None]
+    if not layers or any(length != layers for length in lengths):
+        raise ValueError(f"k_pages hold {layers} layers, the other arguments {lengths}; all must be one for each layer")
+    scales = []
+    for i in range(layers):
+        given = (None if values is None else values[i] for values in (k_scale, v_scale))
+        scales.append(_checked_scales(k_pages[i], v_pages[i], None if k_norm is None else k_norm[i], *given))
+        if k_pages[i].shape != k_pages[0].shape or k_pages[i].dtype != k_pages[0].dtype:
+            raise ValueError(f"the pools of layer {i}, {k_pages[i].shape}, are not like layer 0's, {k_pages[0].shape}")
+    _, kv_heads, _, head_dim = k_pages[0].shape
+    _check_tokens(kv, slots, cos, sin, head_dim)
+    if kv.shape[1] != layers * 2 * kv_heads * head_dim:
+        raise ValueError(f"kv {kv.shape} must be [T, {layers} layers * 2 * {kv_heads} heads * {head_dim}]")
+    columns = [None if column[0] is None else column for column in zip(*scales, strict=True)]
+    with jax.named_scope("kv_write"):
+        written = first_fitting(
+            "kv_write", KV_IMPLEMENTATIONS, implementation, tuple(k_pages), tuple(v_pages), kv, slots, cos, sin, k_norm,
+            *columns, eps=eps,
+        )  # fmt: skip
+    return KvWritten(*written)
+
+
+def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, head_dim: int) -> None:
+    check_axes(projection=(x, "T F"), slots=(slots, "T"))
+    check_integers(slots=slots)
+    if slots.shape != x.shape[:1]:
+        raise ValueError(f"slots {slots.shape} must hold one slot for each of {x.shape[0]} tokens")
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin go together: give both or neither")
+    if cos is None or sin is None:
+        return
+    check_axes(cos=(cos, "T half"), sin=(sin, "T half"))
+    if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"
+        )
+
+
+def _checked_scales(
+    k_pages: Array,
+    v_pages: Array,
+    k_norm: Array | None,
+    k_scale: float | Array | None,
+    v_scale: float | Array | None,
+) -> tuple[Array | None, Array | None]:
+    """A layer's scales as implementations get them: `[1]` or `[K]` with float8 pools, None with pools of plain numbers."""
+    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(
+            f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
+        )
+    pages, kv_heads, page_size, head_dim = k_pages.shape
+    if k_norm is not None and k_norm.shape != (head_dim,):
+        raise ValueError(f"k_norm {k_norm.shape} must be one weight for each of {head_dim} dims")
+    if k_pages.dtype == jnp.float8_e4m3fn:
+        given = [jnp.asarray(1.0 if scale is None else scale, jnp.float32) for scale in (k_scale, v_scale)]
+        if any(scale.shape not in ((), (kv_heads,)) for scale in given):
+            shapes = [scale.shape for scale in given]
+            raise ValueError(f"float8 pools take k_scale and v_scale of one number or ({kv_heads},), got {shapes}")
+        return given[0].reshape(-1), given[1].reshape(-1)
+    shapes = tuple(None if scale is None else jnp.shape(scale) for scale in (k_scale, v_scale))
+    if k_pages.dtype == jnp.int8:
+        wanted = ((pages, kv_heads, page_size), (kv_heads, head_dim))
+        if shapes != wanted:
+            raise ValueError(f"int8 pools take k_scale {wanted[0]} and v_scale {wanted[1]}, got {shapes}")
+        return jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)
+    if not jnp.issubdtype(k_pages.dtype, jnp.floating) or jnp.dtype(k_pages.dtype).itemsize < 2:
+        raise ValueError(
+            f"pools of {k_pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn or int8"
+        )
+    if shapes != (None, None):
+        raise ValueError(f"pools of {k_pages.dtype} take no scales, got {shapes}")
+    return None, None

@@ -1,1 +1,0 @@
-"""Rows of a chunk of several sequences' contexts, out of their pages, one sequence after the other."""

@@ -1,0 +1,1 @@
+"""Matrix products: dense, float8, weight-only eight-bit, grouped by expert."""

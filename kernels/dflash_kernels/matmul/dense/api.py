@@ -1,0 +1,154 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.layouts import ColumnBlocks
+from dflash_kernels.core.validation import check_axes, check_floats
+from dflash_kernels.matmul.dense import mosaic_gpu, reference
+
+IMPLEMENTATIONS = {
+    "dense": {"mosaic_gpu": mosaic_gpu.dense_mosaic_gpu, "xla": reference.dense_reference},
+    "dense_gated": {"mosaic_gpu": mosaic_gpu.dense_gated_mosaic_gpu, "xla": reference.dense_gated_reference},
+    "dense_parts": {"mosaic_gpu": mosaic_gpu.dense_parts_mosaic_gpu, "xla": reference.dense_parts_reference},
+    "dense_onto": {"mosaic_gpu": mosaic_gpu.dense_onto_mosaic_gpu, "xla": reference.dense_onto_reference},
+    "dense_best": {"mosaic_gpu": mosaic_gpu.dense_best_mosaic_gpu, "xla": reference.dense_best_reference},
+    "add_norm": {"mosaic_gpu": mosaic_gpu.add_norm_mosaic_gpu, "xla": reference.add_norm_reference},
+    "add_norm_scores": {
+        "mosaic_gpu": mosaic_gpu.add_norm_scores_mosaic_gpu,
+        "xla": reference.add_norm_scores_reference,
+    },
+}
+
+type Implementation = str | Sequence[str] | None
+
+
+def dense(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "F D"] | ColumnBlocks,
+    *,
+    live: Int[Array, ""] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`x @ weight.T`, summed in float32.
+
+    Args:
+      weight: an array, or `ColumnBlocks`, which `dense_gated`, `dense_parts` and `dense_onto` take as well.
+      live: so many rows from the first on are asked for: the others may be anything. None for all.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    return _call("dense", implementation, x, weight, live=live)
+
+
+def dense_gated(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "twoF D"] | ColumnBlocks,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`silu(x @ gate.T) * (x @ up.T)` for a weight of gate rows before up rows. Arguments and errors: see `dense`."""
+    check_axes(weight=(weight, "twoF D"))
+    if weight.shape[0] % 2:
+        raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
+    return _call("dense_gated", implementation, x, weight)
+
+
+def dense_parts(
+    x: Float[Array, "M D"],
+    weight: Float[Array, "F D"] | ColumnBlocks,
+    *,
+    live: Int[Array, ""] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "S M F"]:
+    """Parts whose sum is `x @ weight.T`, for `add_norm`, each rounded to x's dtype. Arguments and errors: see `dense`."""
+    return _call("dense_parts", implementation, x, weight, live=live)
+
+
+def dense_onto(
+    x: Float[Array, "M F"], weight: Float[Array, "D F"] | ColumnBlocks, stream: Float[Array, "M D"], norm: Float[Array, "D"], *,
+    eps: float, implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`.
+
+    On Hopper up to four parts of the product are rounded to x's dtype before they are added. Arguments and errors: see `dense`.
+    """
+    check_axes(x=(x, "M F"), weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
+    check_floats(stream=stream, norm=norm)
+    if stream.shape != (x.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:
+        raise ValueError(f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.shape} @ {weight.shape}.T")
+    return _call("dense_onto", implementation, x, weight, stream, norm, eps=eps)
+
+
+def dense_best(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"], *, implementation: Implementation = None
+) -> Int[Array, "M"]:
+    """The row of the weight with the largest product in x's dtype, the first of equal ones. Errors: see `dense`."""
+    return _call("dense_best", implementation, x, weight)
+
+
+def add_norm(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
+    implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """`stream + sum(parts)` in stream's dtype, and its root-mean-square norm times `weight`.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"))
+    check_floats(parts=parts, stream=stream, weight=weight)
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:]:
+        raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
+    with jax.named_scope("add_norm"):
+        return first_fitting("add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps)
+
+
+def add_norm_scores(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
+    eps: float, implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
+    """`add_norm`, and the norm's products with the rows of `scorer` in float32, as a choice of experts needs them.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"), scorer=(scorer, "E D"))
+    check_floats(parts=parts, stream=stream, weight=weight, scorer=scorer)
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:] or scorer.shape[1:] != weight.shape:
+        raise ValueError(
+            f"parts {parts.shape}, weight {weight.shape} and scorer {scorer.shape} do not fit a stream {stream.shape}"
+        )
+    implementations = IMPLEMENTATIONS["add_norm_scores"]
+    with jax.named_scope("add_norm_scores"):
+        return first_fitting(
+            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps
+        )  # fmt: skip
+
+
+def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
+    """Why `dense` and its kin have nothing faster than XLA for products of these sizes; None where they have."""
+    try:
+        mosaic_gpu.refuse_other_than_hopper()
+        mosaic_gpu.refuse(rows, dtype, depth)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def _call(op: str, implementation: Implementation, x: Any, weight: Any, *rest: Any, **named: Any) -> Any:
+    check_axes(x=(x, "M D"), weight=(weight, "F D"))
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x must be [M, D] and the weight [F, D], not {x.shape} and {weight.shape}")
+    check_floats(x=x, weight=weight)
+    with jax.named_scope(op):
+        return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, *rest, **named)

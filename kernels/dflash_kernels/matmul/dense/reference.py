@@ -1,0 +1,77 @@
+"""The definitions in jnp, each result rounded as separate operations round it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.core.layouts import ColumnBlocks, row_by_row
+
+
+def dense_reference(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"] | ColumnBlocks, *, live: Int[Array, ""] | None = None
+) -> Float[Array, "M F"]:
+    """See `dense`. Of all rows."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("md,fd->mf", x, row_by_row(weight), precision=precision)
+
+
+def dense_gated_reference(x: Float[Array, "M D"], weight: Float[Array, "twoF D"] | ColumnBlocks) -> Float[Array, "M F"]:
+    """See `dense_gated`."""
+    gate, up = jnp.split(dense_reference(x, weight), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def dense_parts_reference(
+    x: Float[Array, "M D"], weight: Float[Array, "F D"] | ColumnBlocks, *, live: Int[Array, ""] | None = None
+) -> Float[Array, "S M F"]:
+    """See `dense_parts`."""
+    return dense_reference(x, weight)[None]
+
+
+def dense_onto_reference(
+    x: Float[Array, "M F"],
+    weight: Float[Array, "D F"] | ColumnBlocks,
+    stream: Float[Array, "M D"],
+    norm: Float[Array, "D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `dense_onto`."""
+    return add_norm_reference(dense_parts_reference(x, weight), stream, norm, eps=eps)
+
+
+def dense_best_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Int[Array, "M"]:
+    """See `dense_best`."""
+    return jnp.argmax(dense_reference(x, weight), axis=-1).astype(jnp.int32)
+
+
+def add_norm_reference(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `add_norm`."""
+    stream = (stream + jnp.sum(parts, axis=0)).astype(stream.dtype)
+    wide = stream.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return stream, weight * (wide * factor).astype(stream.dtype)
+
+
+def add_norm_scores_reference(
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    scorer: Float[Array, "E D"],
+    *,
+    eps: float,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:
+    """See `add_norm_scores`."""
+    stream, normed = add_norm_reference(parts, stream, weight, eps=eps)
+    return stream, normed, dense_scores(normed, scorer)
+
+
+def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "M E"]:
+    """Products in float32, whatever the arguments' dtypes."""
+    if x.dtype != scorer.dtype:
+        x, scorer = x.astype(jnp.float32), scorer.astype(jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    # Products of sixteen-bit numbers are exact in float32: widening them first would only move more bytes.
+    return jnp.einsum("md,ed->me", x, scorer, precision=precision, preferred_element_type=jnp.float32)

@@ -1,0 +1,171 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.core.columns import BLOCK
+from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.validation import check_axes, check_floats
+from dflash_kernels.matmul.float8 import mosaic_gpu, reference
+from dflash_kernels.matmul.float8.reference import Float8Rows
+
+IMPLEMENTATIONS = {
+    "float8_rows": {"mosaic_gpu": mosaic_gpu.float8_rows_mosaic_gpu, "xla": reference.float8_rows_reference},
+    "float8_dense": {"mosaic_gpu": mosaic_gpu.float8_dense_mosaic_gpu, "xla": reference.float8_dense_reference},
+    "float8_gated": {"mosaic_gpu": mosaic_gpu.float8_gated_mosaic_gpu, "xla": reference.float8_gated_reference},
+    "float8_onto": {"mosaic_gpu": mosaic_gpu.float8_onto_mosaic_gpu, "xla": reference.float8_onto_reference},
+    "float8_best": {"mosaic_gpu": mosaic_gpu.float8_best_mosaic_gpu, "xla": reference.float8_best_reference},
+    "float8_candidates": {
+        "mosaic_gpu": mosaic_gpu.float8_candidates_mosaic_gpu,
+        "xla": reference.float8_candidates_reference,
+    },
+}
+
+type Implementation = str | Sequence[str] | None
+
+
+def float8_rows(x: Float[Array, "M D"], *, paired: bool = False, implementation: Implementation = None) -> Float8Rows:
+    """Rows in float8_e4m3fn, each with a scale of its own that brings its largest number to 448.
+
+    A row of zeros stays one, NaN stays where it is; a row that holds an infinity becomes zeros and NaN.
+    Source: the scale of a tensor, "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3, taken for each row when it is
+    there (as for activations in arXiv 2206.01861, section 4, in eight bits).
+
+    Args:
+      paired: values are given with columns in pairs, see `quantised_linear.columns.in_pairs`; D in sixteens.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: x is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(x=(x, "M D"))
+    check_floats(x=x)
+    if paired and x.shape[1] % BLOCK:
+        raise ValueError(f"columns are stored in pairs where there are a multiple of {BLOCK}, not {x.shape[1]}")
+    with jax.named_scope("float8_rows"):
+        return first_fitting("float8_rows", IMPLEMENTATIONS["float8_rows"], implementation, x, paired=paired)
+
+
+def float8_dense(
+    x: Float8Rows,
+    weight: Float[Array, "F D"],
+    scales: Float[Array, "F"],
+    dtype: Any = jnp.bfloat16,
+    *,
+    live: Int[Array, ""] | None = None,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`y_mf = scale_m scales_f sum_d x_md weight_fd` in `dtype`, scaled before it is rounded.
+
+    On Hopper sums are those of its matrix units, which keep about 14 bits while they add a product's depth.
+
+    Args:
+      x: of `float8_rows`; columns in the weight's order.
+      weight: float8_e4m3fn.
+      scales: float32, of each row of the weight.
+      live: so many rows from the first on are asked for: the others may be anything. None for all.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree, or an array is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    return _call("float8_dense", implementation, x, weight, scales, jnp.dtype(dtype), live=live)
+
+
+def float8_gated(
+    x: Float8Rows,
+    weight: Float[Array, "twoF D"],
+    scales: Float[Array, "twoF"],
+    dtype: Any = jnp.bfloat16,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "M F"]:
+    """`silu(gate) * up` of products with gate's rows and, after these, up's. Arguments and errors: see `float8_dense`."""
+    check_axes(weight=(weight, "twoF D"))
+    if weight.shape[0] % 2:
+        raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
+    return _call("float8_gated", implementation, x, weight, scales, jnp.dtype(dtype))
+
+
+def float8_onto(
+    x: Float8Rows, weight: Float[Array, "D F"], scales: Float[Array, "D"], stream: Float[Array, "M D"],
+    norm: Float[Array, "D"], *, eps: float, paired: bool = False, implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float8Rows]:  # fmt: skip
+    """The stream with a product added, in its dtype, and `float8_rows` of its root-mean-square norm times `norm`.
+
+    Arguments and errors: see `float8_dense`, `float8_rows`.
+    """
+    check_axes(weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
+    check_floats(stream=stream, norm=norm)
+    if stream.shape != (x.values.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:
+        raise ValueError(
+            f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.values.shape} @ {weight.shape}.T"
+        )
+    if paired and stream.shape[1] % BLOCK:
+        raise ValueError(f"columns are stored in pairs where there are a multiple of {BLOCK}, not {stream.shape[1]}")
+    return _call("float8_onto", implementation, x, weight, scales, stream, norm, eps=eps, paired=paired)
+
+
+def float8_best(
+    x: Float8Rows,
+    weight: Float[Array, "F D"],
+    scales: Float[Array, "F"],
+    dtype: Any = jnp.bfloat16,
+    *,
+    implementation: Implementation = None,
+) -> Int[Array, "M"]:
+    """The row of the weight with the largest product in `dtype`, the first of equal ones. Errors: see `float8_dense`."""
+    return _call("float8_best", implementation, x, weight, scales, jnp.dtype(dtype))
+
+
+def float8_candidates(
+    x: Float8Rows,
+    weight: Float[Array, "F D"],
+    scales: Float[Array, "F"],
+    count: int,
+    *,
+    implementation: Implementation = None,
+) -> Int[Array, "M C"]:
+    """Rows of the weight among which the one with the largest product is: the best of `count` groups that all rows are dealt into.
+
+    Which rows a group has is the implementation's. Products are compared in float32. Where there are fewer groups than `count`,
+    row 0 stands for those that are missing.
+
+    Raises:
+      ValueError: `count` is less than 1; and see `float8_dense`.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    return _call("float8_candidates", implementation, x, weight, scales, count)
+
+
+def float8_refusal(rows: int, dtype: Any, depth: int) -> str | None:
+    """Why there is nothing faster than XLA for products of these sizes, rows of `dtype`; None where there is."""
+    try:
+        mosaic_gpu.refuse_other_than_hopper()
+        mosaic_gpu.refuse(rows, dtype, depth)
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
+
+
+def _call(
+    op: str, implementation: Implementation, x: Float8Rows, weight: Any, scales: Any, *rest: Any, **named: Any
+) -> Any:
+    check_axes(values=(x.values, "M D"), of_rows=(x.scales, "M"), weight=(weight, "F D"), scales=(scales, "F"))
+    check_floats(of_rows=x.scales, scales=scales)
+    for name, array in (("values", x.values), ("weight", weight)):
+        if array.dtype != jnp.float8_e4m3fn:
+            raise ValueError(f"{name} must be float8_e4m3fn, not {array.dtype}")
+    sizes = x.values.shape, x.scales.shape, weight.shape, scales.shape
+    if (x.values.shape[1], *x.scales.shape, *scales.shape) != (weight.shape[1], x.values.shape[0], weight.shape[0]):
+        raise ValueError(f"x {sizes[:2]} and a weight {sizes[2:]} must be [M, D], [M], [F, D] and [F]")
+    with jax.named_scope(op):
+        return first_fitting(op, IMPLEMENTATIONS[op], implementation, x, weight, scales, *rest, **named)

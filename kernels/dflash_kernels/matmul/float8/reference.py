@@ -1,0 +1,77 @@
+"""The definitions in jnp, each result rounded as separate operations round it."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.matmul.dense.reference import add_norm_reference
+
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST = 2.0**-100  # that a row is brought to `LARGEST` from: a row of zeros stays one
+
+
+class Float8Rows(NamedTuple):
+    """Rows in float8: `values [M, D]` float8_e4m3fn times `scales [M]` float32, columns in the order of the weights they meet."""
+
+    values: Array
+    scales: Array
+
+
+def float8_rows_reference(x: Float[Array, "M D"], *, paired: bool = False) -> Float8Rows:
+    """See `float8_rows`."""
+    wide = x.astype(jnp.float32)
+    top = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), SMALLEST)
+    scaled = wide * (LARGEST / top)[:, None]
+    # Past the largest number there is none but NaN: a quotient may round to above it.
+    values = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn)
+    return Float8Rows(in_pairs(values) if paired else values, top * (1 / LARGEST))
+
+
+def float8_dense_reference(
+    x: Float8Rows, weight: Float[Array, "F D"], scales: Float[Array, "F"], dtype: jnp.dtype, *,
+    live: Int[Array, ""] | None = None,
+) -> Float[Array, "M F"]:  # fmt: skip
+    """See `float8_dense`. Of all rows."""
+    # bfloat16 holds every number of float8, float32 every product of two.
+    wide = x.values.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+    product = jnp.einsum("md,fd->mf", *wide, preferred_element_type=jnp.float32)
+    return (product * x.scales[:, None] * scales[None]).astype(dtype)
+
+
+def float8_gated_reference(
+    x: Float8Rows, weight: Float[Array, "twoF D"], scales: Float[Array, "twoF"], dtype: jnp.dtype
+) -> Float[Array, "M F"]:
+    """See `float8_gated`."""
+    gate, up = jnp.split(float8_dense_reference(x, weight, scales, dtype), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def float8_onto_reference(
+    x: Float8Rows, weight: Float[Array, "D F"], scales: Float[Array, "D"], stream: Float[Array, "M D"],
+    norm: Float[Array, "D"], *, eps: float, paired: bool,
+) -> tuple[Float[Array, "M D"], Float8Rows]:  # fmt: skip
+    """See `float8_onto`."""
+    parts = float8_dense_reference(x, weight, scales, jnp.dtype(jnp.float32))[None]
+    stream, normed = add_norm_reference(parts, stream, norm, eps=eps)
+    return stream, float8_rows_reference(normed, paired=paired)
+
+
+def float8_best_reference(
+    x: Float8Rows, weight: Float[Array, "F D"], scales: Float[Array, "F"], dtype: jnp.dtype
+) -> Int[Array, "M"]:
+    """See `float8_best`."""
+    return jnp.argmax(float8_dense_reference(x, weight, scales, dtype), axis=-1).astype(jnp.int32)
+
+
+def float8_candidates_reference(
+    x: Float8Rows, weight: Float[Array, "F D"], scales: Float[Array, "F"], count: int
+) -> Int[Array, "M C"]:
+    """See `float8_candidates`. A group has every `count`-th row."""
+    products = float8_dense_reference(x, weight, scales, jnp.dtype(jnp.float32))
+    groups = -(-weight.shape[0] // count)
+    products = jnp.pad(products, ((0, 0), (0, groups * count - weight.shape[0])), constant_values=-jnp.inf)
+    best = jnp.argmax(products.reshape(-1, groups, count), axis=1) * count + jnp.arange(count)
+    return jnp.where(best < weight.shape[0], best, 0).astype(jnp.int32)

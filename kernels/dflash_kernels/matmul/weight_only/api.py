@@ -1,0 +1,54 @@
+"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from dflash_kernels.core.columns import BLOCK
+from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.validation import check_axes, check_floats
+from dflash_kernels.matmul.weight_only.mosaic_gpu import quantised_linear_mosaic_gpu
+from dflash_kernels.matmul.weight_only.reference import quantised_linear_reference
+
+IMPLEMENTATIONS = {"mosaic_gpu": quantised_linear_mosaic_gpu, "xla": quantised_linear_reference}
+
+
+def quantised_linear(
+    x: Float[Array, "M D"],
+    values: Shaped[Array, "F D"],
+    scales: Float[Array, "F"],
+    *,
+    paired: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "M F"]:
+    """`y_mf = scales_f * sum_d x_md values_fd`: a linear map whose weights are eight bits, with activations left alone.
+
+    Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, section 2.1.
+
+    Args:
+      x: activations.
+      values: int8 or float8_e4m3fn.
+      scales: float32, of each row of `values`.
+      paired: columns of `values` are stored in pairs, see `columns.in_pairs`; D in sixteens. Spares the Hopper kernel a launch that
+        orders x.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      In x's dtype; sums are float32 and are scaled before they are rounded.
+
+    Raises:
+      ValueError: shapes do not agree, or an array is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(x=(x, "M D"), values=(values, "F D"), scales=(scales, "F"))
+    check_floats(x=x, scales=scales)
+    if values.dtype not in (jnp.int8, jnp.float8_e4m3fn):
+        raise ValueError(f"values must be int8 or float8_e4m3fn, not {values.dtype}")
+    if x.shape[1:] != values.shape[1:] or scales.shape != values.shape[:1]:
+        raise ValueError(f"x {x.shape}, values {values.shape} and scales {scales.shape} must be [M, D], [F, D] and [F]")
+    if paired and x.shape[1] % BLOCK:
+        raise ValueError(f"columns are stored in pairs where there are a multiple of {BLOCK}, not {x.shape[1]}")
+    with jax.named_scope("quantised_linear"):
+        return first_fitting("quantised_linear", IMPLEMENTATIONS, implementation, x, values, scales, paired=paired)

@@ -1,0 +1,1 @@
+"""The device toolkit of the Mosaic GPU kernels. Knows no op."""

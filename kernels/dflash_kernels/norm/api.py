@@ -1,0 +1,61 @@
+"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+
+from collections.abc import Sequence
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.validation import check_axes, check_count, check_filled, check_floats, check_integers
+from dflash_kernels.norm import mosaic_gpu, reference
+
+EMBED = {"mosaic_gpu": mosaic_gpu.embed_norm_mosaic_gpu, "xla": reference.embed_norm_reference}
+STREAM = {"mosaic_gpu": mosaic_gpu.stream_norm_mosaic_gpu, "xla": reference.stream_norm_reference}
+
+
+def embed_norm(
+    table: Float[Array, "V D"],
+    ids: Int[Array, "M"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """Rows of a table and their root-mean-square norms times `weight`. Ids outside the table give some row of it.
+
+    Args:
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: shapes do not agree, or an array is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(table=(table, "V D"), ids=(ids, "M"), weight=(weight, "D"))
+    check_filled(table=table)
+    check_floats(table=table, weight=weight)
+    check_integers(ids=ids)
+    if weight.shape != table.shape[1:]:
+        raise ValueError(f"table {table.shape}, ids {ids.shape} and weight {weight.shape} must be [V, D], [M] and [D]")
+    with jax.named_scope("embed_norm"):
+        return first_fitting("embed_norm", EMBED, implementation, table, ids, weight, eps=eps)
+
+
+def stream_norm(
+    stream: Float[Array, "D n"],
+    rows: int,
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "M D"]:
+    """The first `rows` columns of a residual stream as `layer_chain` keeps it, in weight's dtype, normed as in `embed_norm`.
+
+    Arguments and errors: see `embed_norm`.
+    """
+    check_axes(stream=(stream, "D n"), weight=(weight, "D"))
+    check_floats(stream=stream, weight=weight)
+    check_count(rows=rows)
+    if weight.shape != stream.shape[:1] or not 0 < rows <= stream.shape[1]:
+        raise ValueError(f"{rows} rows of a stream {stream.shape} and weight {weight.shape} must be of [D, n] and [D]")
+    with jax.named_scope("stream_norm"):
+        return first_fitting("stream_norm", STREAM, implementation, stream, rows, weight, eps=eps)

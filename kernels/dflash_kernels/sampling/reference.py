@@ -1,0 +1,49 @@
+"""The definition in jnp."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_kernels.sampling.search import kept
+
+
+def filtered_choice_reference(
+    logits: Float[Array, "R V"],
+    noise: Float[Array, "R V"],
+    *,
+    temperature: Float[Array, "R"],
+    min_p: Float[Array, "R"],
+    top_k: Int[Array, "R"],
+    top_p: Float[Array, "R"],
+) -> Int[Array, "R"]:
+    """See `filtered_choice`."""
+    limits = {"min_p": min_p[:, None], "top_k": top_k[:, None], "top_p": top_p[:, None]}
+    left = filtered(logits.astype(jnp.float32), temperature[:, None], **limits, rounded=logits.dtype)
+    return jnp.argmax(left + jnp.where(temperature[:, None] > 0, noise, 0.0), axis=-1).astype(jnp.int32)
+
+
+def filtered(
+    logits: Float[Array, "*R V"],
+    temperature: Float[Array, "*#R 1"],
+    *,
+    min_p: Float[Array, "*#R 1"],
+    top_k: Int[Array, "*#R 1"],
+    top_p: Float[Array, "*#R 1"],
+    rounded: Any,
+) -> Float[Array, "*R V"]:
+    """`scaled_logits` that min_p, then top_k, then top_p leave; -inf elsewhere. `rounded`: dtype that holds every logit."""
+    if rounded != jnp.float32:
+        # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
+        logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
+    scaled = scaled_logits(logits, temperature)
+    stays = kept(logits, scaled, min_p=min_p, top_k=top_k, top_p=top_p, rounded=jnp.dtype(rounded))
+    return jnp.where(stays, scaled, -jnp.inf)
+
+
+def scaled_logits(logits: Float[Array, "*R V"], temperature: Float[Array, "*#R 1"]) -> Float[Array, "*R V"]:
+    """Less the largest of the row and over the temperature; as they are where that is 0."""
+    # Shifted before it is divided: at a very small temperature every logit would become infinite, and none the greatest.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)
