@@ -177,7 +177,7 @@ def test_dry_run(op: str, tune: Any, tmp_path: Path) -> None:
 
 
 def test_every_table_can_be_written_again(tune: Any) -> None:
-    assert {path.parent.name for path in TABLES} <= set(tune.tune_subjects.SUBJECTS) == set(CALLS)
+    assert {str(path.parent.relative_to(KERNELS)) for path in TABLES} <= set(tune.tune_subjects.SUBJECTS) == set(CALLS)
 
 
 @dataclasses.dataclass(frozen=True)
