@@ -13,7 +13,7 @@ from dflash_jax.checkpoints.converted import Checkpoint, Converted, open_convert
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine.memory import size
-from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
+from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import check_limits, plan_engine
 from dflash_jax.quantization.kv_formats import pool_dtype
@@ -104,7 +104,7 @@ def collect(
 
 def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
     config, parameters = checkpoint.config, checkpoint.family.parameters(checkpoint.config)
-    facts = {
+    return {
         "role": checkpoint.family.role,
         "family": checkpoint.family.name,
         "folder": str(checkpoint.folder),
@@ -119,14 +119,7 @@ def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "max_position": config.max_position,
-    }
-    if isinstance(config, DFlashConfig):
-        facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
-    if isinstance(config, DeepseekConfig):
-        facts["latent_width"] = config.latent_width
-    if isinstance(config, DeepseekConfig | Qwen3MoeConfig):
-        facts |= {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
-    return facts
+    } | checkpoint.family.facts(config)
 
 
 def installed_version(package: str) -> str | None:
