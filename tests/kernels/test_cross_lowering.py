@@ -157,9 +157,7 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "attention_chain": attention_chain,
     "linear_chain": linear_chain,
     "filtered_choice": filtered_choice,
-    "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(
-        *arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]
-    ),
+    "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
 }
 
