@@ -18,7 +18,7 @@ from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import cycle_cost
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.verify_policy import VerifyPolicy
-from dflash_jax.errors import CapacityError, PromptError
+from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.quantization.weights import Weight
 
@@ -122,7 +122,7 @@ class Resources:
         return round_up(-(-tokens // self.page_size), self.buckets.width)
 
     def check(self, request: Request) -> None:
-        """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
+        """Raises PromptError, ParameterError or CapacityError for a request that can never run, with the numbers that say why."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise PromptError(
@@ -132,6 +132,14 @@ class Resources:
         if not all(0 <= token < self.target.vocab_size for token in ids):
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
             raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        vocabulary = range(self.target.vocab_size)
+        if request.params.min_tokens > 0 and len({token for token in request.stop_ids if token in vocabulary}) == len(
+            vocabulary
+        ):
+            raise ParameterError(
+                f"min_tokens={request.params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each "
+                "ends a text: lower it to 0, or name fewer stop_token_ids"
+            )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
