@@ -73,7 +73,7 @@ def test_templates_find_what_transformers_gives_them(template: str, text: str) -
 def test_tools_reach_the_template() -> None:
     template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     assert chat(template, tools=[{"name": "f"}, {"name": "g"}]) == '{"name": "f"}{"name": "g"}'
-    with pytest.raises(TokenizerError, match="type function is not JSON serializable"):
+    with pytest.raises(ParameterError, match=r"function .* is none of these; give its JSON form"):
         chat(template, tools=[chat])
 
 
