@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -26,7 +26,7 @@ _MOST_OF_A_REASON = 2000
 _KEPT_TEMPLATES = 8
 
 
-def main(stdin: BinaryIO, stdout: BinaryIO, *, seconds: int, memory: int, most: int) -> None:
+def main(stdin: IO[bytes], stdout: IO[bytes], *, seconds: int, memory: int, most: int) -> None:
     """Answers requests until stdin ends.
 
     Args:
@@ -44,14 +44,14 @@ def main(stdin: BinaryIO, stdout: BinaryIO, *, seconds: int, memory: int, most: 
         send(stdout, answer(request, most))
 
 
-def send(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+def send(stream: IO[bytes], message: Mapping[str, Any]) -> None:
     """Writes one message; half of a surrogate pair stays what it is."""
     data = json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass")
     stream.write(len(data).to_bytes(HEADER_BYTES, "big") + data)
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> bytes | None:
+def receive(stream: IO[bytes]) -> bytes | None:
     """The bytes of one message, None at the end."""
     size = int.from_bytes(stream.read(HEADER_BYTES), "big")
     data = stream.read(size)
