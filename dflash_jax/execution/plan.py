@@ -98,7 +98,7 @@ def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> Weight
     """The format of a model's flat parameters, which may be shapes, read off its first layer."""
     found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in _MATRICES) if name in params]
     others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
-    plain = {leaf.dtype for leaf in jax.tree.leaves(others)} == {jnp.dtype("bfloat16")}
+    plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
     if not found:
         return WeightFormat("mixed", plain=plain)
     dtypes = {str(one.values.dtype if isinstance(one, Quantised) else one.dtype) for one in found}

@@ -13,9 +13,9 @@ from dflash_convert import cli, verify, write
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax.models import registry
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import assemble, open_checkpoint
+from dflash_jax.models import registry
 from dflash_jax.models.parameters import single, to_huggingface
 
 

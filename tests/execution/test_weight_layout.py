@@ -9,6 +9,7 @@ import pytest
 from dflash_kernels import ColumnBlocks, in_column_blocks
 
 import dflash_jax as dj
+from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints import weights
 from dflash_jax.checkpoints.weights import (
     reading_bytes,
@@ -24,15 +25,14 @@ from dflash_jax.execution import plan
 from dflash_jax.execution.plan import CallShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import block_columns, blocks_pay, cycle_rows
-from dflash_jax.attention.dense import dense_attend
 from dflash_jax.models import bind, family_named, fuse_context_projection, init_params, layer_traits
 from dflash_jax.models.dflash import HEAD_INDEX
 from dflash_jax.models.layers import ONE_BY_ONE, linear
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 
 from ..devices import on
-from ..small_pair import small_pair
 from ..models.golden_files import cases, golden
+from ..small_pair import small_pair
 
 PAIR = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
