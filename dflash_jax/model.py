@@ -158,7 +158,8 @@ def load(
     notices += tokenizer_notices(target.folder)
     if memory.num_pages < memory.full_pages and asked.num_pages is None:
         notices.append(
-            f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill {memory.full_pages}"
+            f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill "
+            f"{memory.full_pages}"
         )
     name = "the shipped pair" if path is None else str(path)
     model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)

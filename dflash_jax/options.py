@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args, no_type_check
 
 from dflash_jax._scalars import as_integer
 from dflash_jax.errors import ParameterError
@@ -81,6 +81,7 @@ FLAGS: dict[str, Flag] = {
 }
 
 
+@no_type_check  # it says itself what is wrong with a value
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """What `load` takes beside the path. Scalars of numpy or JAX count as the numbers that they are.
@@ -140,6 +141,9 @@ class LoadOptions:
             value = getattr(self, name)
             if not (name == "num_pages" and value is None):
                 object.__setattr__(self, name, _count(name, value, most))
+        for name in ("max_model_len", "verify_length", "draft_window"):
+            if (number := as_integer(getattr(self, name))) is not None:
+                object.__setattr__(self, name, number)
         _one_of("proposals", self.proposals, PROPOSALS)
         for name in ("weight_dtype", "draft_weight_dtype"):
             check_weight_dtype(getattr(self, name), name)

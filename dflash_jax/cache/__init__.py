@@ -4,7 +4,6 @@ from dflash_jax.cache.allocator import PageAllocator
 from dflash_jax.cache.pages import Pages, make_pages, page_bytes, slots_of
 from dflash_jax.cache.prefix import extend_keys
 from dflash_jax.cache.specs import LayerSpec, layer_specs
-from dflash_jax.options import CacheDtype
 from dflash_jax.quantization.kv_formats import CacheScales, check_cache_dtype
 
 __all__ = [
