@@ -10,13 +10,14 @@ import jax.numpy as jnp
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
-from dflash_jax.compile.programs import Buckets, Programs, round_up
+from dflash_jax.compile.programs import Programs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import cycle_cost
 from dflash_jax.engine.requests import Request
-from dflash_jax.engine.verify_policy import VerifyLength
+from dflash_jax.engine.verify_policy import VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.quantization.weights import Weight
@@ -32,7 +33,7 @@ STOP_WIDTH = 8
 
 
 @dataclass
-class Core:
+class Resources:
     """One target, its drafter where there is one, compiled programs, and page pools.
 
     Attributes:
@@ -94,11 +95,11 @@ class Core:
         # One thread may compile ahead, and make pools for it, while another one begins to serve.
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
-        self._lengths: VerifyLength | None = None
+        self._lengths: VerifyPolicy | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
         self.returns_early = False  # as `engine.ahead` has seen it
 
-    def __copy__(self) -> "Core":
+    def __copy__(self) -> "Resources":
         """Same weights and programs, pages of its own: what one finds in its pages the other's do not hold."""
         return replace(self)
 
@@ -165,14 +166,14 @@ class Core:
         )  # fmt: skip
 
     @property
-    def lengths(self) -> VerifyLength:
+    def lengths(self) -> VerifyPolicy:
         """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
         if self.draft is None:
-            return VerifyLength(1, None)
+            return VerifyPolicy(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
             auto = self.verify_length == "auto"
             cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if auto else None
-            self._lengths = VerifyLength(self.draft.num_drafts + 1, cost, self.verify_length)
+            self._lengths = VerifyPolicy(self.draft.num_drafts + 1, cost, self.verify_length)
         return self._lengths
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
