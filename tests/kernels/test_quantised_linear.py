@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, quantised_linear
-from dflash_kernels.core.columns import in_pairs, out_of_pairs
+from dflash_kernels.core.layouts import deinterleaved, interleaved
 from dflash_kernels.matmul.weight_only.mosaic_gpu import ROWS, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -57,9 +57,9 @@ def test_columns_stored_in_pairs(kind: Any) -> None:
     """The same product whichever way the columns lie, in the kernel and in the definition."""
     x, values, scales = call = make(3, 136, 256, kind)
     places = [16 * block + 8 * half + i for block in range(16) for i in range(8) for half in range(2)]
-    stored = in_pairs(values)
+    stored = interleaved(values)
     assert (np.asarray(stored, np.float32) == np.asarray(values, np.float32)[:, places]).all()
-    assert (np.asarray(out_of_pairs(stored), np.float32) == np.asarray(values, np.float32)).all()
+    assert (np.asarray(deinterleaved(stored), np.float32) == np.asarray(values, np.float32)).all()
     check(call, quantised_linear(x, stored, scales, paired=True, implementation="xla"))
     check(call, launch(x, stored, scales, paired=True, multiprocessors=4, interpret=plgpu.InterpretGPUParams()))
 
@@ -136,7 +136,7 @@ def test_other_devices_are_refused() -> None:
 def test_full_size_agrees_with_float64(rows: int, features: int, depth: int, kind: Any, paired: bool) -> None:
     call = x, values, scales = make(rows, features, depth, kind)
     product = jax.jit(lambda *call: quantised_linear(*call, paired=paired, implementation="mosaic_gpu"))
-    stored = in_pairs(values) if paired else values
+    stored = interleaved(values) if paired else values
     found = product(x, stored, scales)
     check(call, found)
     assert np.asarray(found).tobytes() == np.asarray(product(x, stored, scales)).tobytes()

@@ -1,8 +1,16 @@
-"""Matrices that lie in memory in blocks of 64 columns, as copies to shared memory take them: each block in one piece.
+"""Layouts of arrays in global memory: matrices in column blocks, interleaved columns, words of a mailbox, aliased Refs.
 
-A copy of 64 columns of some rows takes 128 bytes of every row. Where rows lie one after the other these are as far apart as a row
-is long; in blocks they are neighbours, and memory gives them faster and with less energy. What that brings to a cycle is said at
-`dflash_jax.execution.weight_layout`.
+Column blocks: a copy of 64 columns of some rows takes 128 bytes of every row. Row by row these are as far apart as a row is long;
+in blocks they are neighbours, and memory gives them faster and with less energy (`dflash_jax.execution.weight_layout`).
+
+Interleaved columns: four bytes of a row widen to two pairs of sixteen bits, the even columns in one and the odd ones in the other.
+A row whose columns are interleaved, each of a block's first eight beside one of its last, widens to its own order, and what it is
+multiplied with can stay in its own.
+
+Aliased Refs: XLA hands a kernel the place of a slice where it would hand it a copy of one, and the place in a larger array where
+its result is to be put (dynamic slice fusion). It does so for an array that the kernel writes, too, and leaves the copy out which
+that one needs: of a stack of pools the caller's own was written, and the result was not. Barriers keep slices out of such a call;
+they are gone from the finished program, and nothing is copied that was not a slice.
 """
 
 from dataclasses import dataclass
@@ -13,6 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 COLUMNS = 64  # of a block: 128 bytes of numbers of two
+INTERLEAVED = 16  # columns that are interleaved with one another
+EMPTY = -1  # a word of a mailbox that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -82,3 +92,23 @@ def as_stored(weight: Any) -> Any:
     if isinstance(weight, ColumnBlocks) and weight.blocks.shape[-1] != COLUMNS:
         raise NotImplementedError(f"takes blocks of {COLUMNS} columns, not of {weight.blocks.shape[-1]}")
     return weight.stacked if isinstance(weight, ColumnBlocks) else weight
+
+
+def interleaved(matrix: jax.Array) -> jax.Array:
+    """`[..., D]` with its columns interleaved, D in sixteens: columns 0, 8, 1, 9, ... 7, 15 of each block."""
+    return matrix.reshape(*matrix.shape[:-1], -1, 2, INTERLEAVED // 2).swapaxes(-1, -2).reshape(matrix.shape)
+
+
+def deinterleaved(stored: jax.Array) -> jax.Array:
+    """The other way round: the even columns of each block, then the odd ones."""
+    return stored.reshape(*stored.shape[:-1], -1, INTERLEAVED // 2, 2).swapaxes(-1, -2).reshape(stored.shape)
+
+
+def aliased_ref(array: jax.Array) -> Any:
+    """A Ref for a kernel that writes the array in place."""
+    return jax.new_ref(jax.lax.optimization_barrier(array))
+
+
+def ref_value(ref: Any) -> jax.Array:
+    """The array of an `aliased_ref` once the kernel has run."""
+    return jax.lax.optimization_barrier(jax.freeze(ref))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.attention.ragged.launch import BLOCK, Tuning, block_counts, block_table, plan
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import refuse_other_than_hopper, refuse_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes

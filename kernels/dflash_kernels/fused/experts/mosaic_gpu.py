@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_half, refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_half, refuse_other_than_hopper, target
 from dflash_kernels.fused.experts.plan import (
     MOST_CHOOSING,
     MOST_GROUPS,

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper, target
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer import mosaic_gpu as products
 from dflash_kernels.fused.layer.arguments import Layer

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.plan import Plan, plan

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from dflash_kernels.attention.paged.launch import MULTIPROCESSORS, Launch, Tuning, plan
 from dflash_kernels.attention.paged.mosaic_gpu import KERNEL_MERGES
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper
 
 
 def qkv_write_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array, Array, Array | None]:

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
 from dflash_kernels.matmul.dense.reference import dense_reference, dense_scores
 from dflash_kernels.matmul.dense.tiling import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan, pays_onto

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_hopper, target
 from dflash_kernels.matmul.dense.mosaic_gpu import FEWEST, better_of, first_of_best
 from dflash_kernels.matmul.dense.tiling import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan
 from dflash_kernels.matmul.float8.reference import Float8Rows

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_half, refuse_other_than_hopper
+from dflash_kernels.core.device import refuse_other_than_half, refuse_other_than_hopper
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
 FEATURES = 256  # weight rows of a tile; with a gate, half of them are up rows

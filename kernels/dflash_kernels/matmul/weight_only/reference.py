@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleaved
 
 
 def quantised_linear_reference(
@@ -12,6 +12,6 @@ def quantised_linear_reference(
 ) -> Float[Array, "M F"]:
     """See `quantised_linear`."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    x = in_pairs(x) if paired else x
+    x = interleaved(x) if paired else x
     wide = jnp.einsum("md,fd->mf", x, values.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
     return (wide * scales).astype(x.dtype)
