@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import quantised_linear
 from record import Record, arguments
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 SHAPES = {
     "qkv": (6144, 2560),
     "o": (2560, 4096),
@@ -89,7 +89,7 @@ def main() -> None:
                     times = measure(product, x, matrices, scales)
                     record.add(
                         f"{name} {kind} M{rows} {path}", "time per product", round(statistics.median(times), 2), "us",
-                        floor=round(size / BANDWIDTH * 1e6, 2), spread=[round(min(times), 2), round(max(times), 2)],
+                        floor=round(size / card().bandwidth * 1e6, 2), spread=[round(min(times), 2), round(max(times), 2)],
                     )  # fmt: skip
             del matrices
 

@@ -1,6 +1,5 @@
 """The boundary between strings and token ids: `tokenizer.json`, chat templates, end tokens."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import tokenizers
 
 from dflash_jax.checkpoints.hub import POINTER, is_pointer
+from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.text.chat_template import render
 from dflash_jax.text.special_tokens import complete, named_tokens
@@ -144,15 +144,12 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       ConfigError: the file is not a JSON object.
     """
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
-    return values
+        return read_object(path)
+    except ValueError as error:
+        raise ConfigError(f"{path.parent}: {error}") from error
 
 
 def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:

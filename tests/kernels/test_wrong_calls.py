@@ -99,5 +99,5 @@ def test_no_rows_at_all() -> None:
 
 
 def test_a_count_that_is_a_plain_number() -> None:
-    call = inspect.unwrap(dflash_kernels.matmul.grouped)
+    call = inspect.unwrap(dflash_kernels.grouped_linear)
     np.testing.assert_array_equal(call(**CALLS["grouped_linear"] | {"count": 2}), call(**CALLS["grouped_linear"]))
