@@ -141,6 +141,11 @@ def below(a, bound: int):
     return arith.cmpi(arith.CmpIPredicate.slt, a, utils.c(bound, i32()))
 
 
+def under(a, bound: int):
+    """`below` of numbers without a sign."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))
+
+
 def add(a, b):
     return arith.addi(a, constant(b, a))
 
@@ -170,7 +175,7 @@ def shift_left(a, bits: int):
 
 
 def widen_index(a):
-    return arith.extui(ir.IntegerType.get_signless(64), a)
+    return arith.extui(i64(), a)
 
 
 def as_array(words):
@@ -187,3 +192,7 @@ def as_words(array):
 
 def i32():
     return ir.IntegerType.get_signless(32)
+
+
+def i64():
+    return ir.IntegerType.get_signless(64)
