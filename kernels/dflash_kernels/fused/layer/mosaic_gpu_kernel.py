@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.layouts import aliased_ref, ref_value
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused.layer import mosaic_gpu_sm90 as products
 from dflash_kernels.fused.layer.attention_chain_mosaic_gpu_share import ATTEND, MERGE, AttendingShare
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, TILE_ROWS, Attention
@@ -101,5 +101,5 @@ def chain(
             one = functools.partial(body, run=(stage,), named=(*names, *outputs))
             plgpu.kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *held.values(), *shared)
         found = {name: ref[...] for name, ref in zip(outputs, shared, strict=True)}
-    written = {name: ref_value(ref) for name, ref in held.items()}
+    written = {name: freeze_aliased(ref) for name, ref in held.items()}
     return found["stream"], found["projected"] if "next" in inputs else None, written
