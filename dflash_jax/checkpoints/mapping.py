@@ -13,9 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.checkpoints.converted import FLOAT_DTYPES, MIN_GROUP_BYTES
+from dflash_jax.checkpoints.converted import MIN_GROUP_BYTES
 from dflash_jax.checkpoints.safetensors import CHUNK_BYTES, DTYPES, Tensor
 from dflash_jax.models import Parameter
+from dflash_jax.options import FLOAT_DTYPES
 
 KEEP = "keep"
 # What Orbax takes beside the arrays themselves, measured; tests/convert/test_memory.py holds the whole to its bound.
