@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import H200, card
 from dflash_kernels.attention.paged.launch import Tuning
 from dflash_kernels.attention.paged.mosaic_gpu import tuned
 from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from record import Record, arguments
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 COLD = 512 * 2**20
 COMPILED_AT_ONCE = 4
@@ -71,7 +71,7 @@ class Case:
 
     @property
     def floor_us(self) -> float:
-        return self.bytes / BANDWIDTH * 1e6
+        return self.bytes / card().bandwidth * 1e6
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def main() -> None:
             middle = statistics.median(times)
             record.add(
                 case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",
-                floor=round(case.floor_us, 1), peer=PEER if peer else None, peer_value=peer, implementation=name,
+                floor=round(case.floor_us, 1), peer=PEER if peer else None, peer_value=peer, peer_card=H200, implementation=name,
                 spread=[round(min(times), 1), round(max(times), 1)], bandwidth_gb_s=round(case.bytes / middle / 1e3),
                 error_float64=error if name == "mosaic_gpu" else None,
             )  # fmt: skip

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 from attention import PEER, PEER_US, Case, error_of, implementation, inputs, measure, ragged, truth
+from card import H200
 from dflash_kernels.attention.paged.triton import CHOSEN, paged_attention_triton
 from dflash_kernels.attention.paged.triton_schedule import Tuning
 from record import Record, arguments
@@ -87,7 +88,7 @@ def main() -> None:
         peer = PEER_US[case.b, case.length].get(case.t)
         record.add(
             f"{case.name} triton", "time per call", round(middle, 1), "us", floor=round(case.floor_us, 1),
-            peer=PEER if peer else None, peer_value=peer, implementation="triton",
+            peer=PEER if peer else None, peer_value=peer, peer_card=H200, implementation="triton",
             bandwidth_gb_s=round(case.bytes / middle / 1e3), **extras,
         )  # fmt: skip
 

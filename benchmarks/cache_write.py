@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import cache_write, kv_write, qkv_write
 from record import Record, arguments
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 HEADS, KV_HEADS, HEAD_DIM, LAYERS, DRAFT_LAYERS = 32, 8, 128, 36, 5
 PAGES, PAGE_SIZE = 64, 64
 HALF = HEAD_DIM // 2
@@ -166,7 +166,7 @@ def main() -> None:
     def add(case: str, name: str, times: list[float], moved: int) -> None:
         metric = "time per call" if name == "mosaic_gpu" else f"time per call, {name}"
         spread = [round(min(times), 2), round(max(times), 2)]
-        floor = round(moved / BANDWIDTH * 1e6, 2)
+        floor = round(moved / card().bandwidth * 1e6, 2)
         record.add(
             case, metric, round(statistics.median(times), 2), "us", floor=floor, spread=spread, implementation=name
         )

@@ -19,12 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import chain_exchange, chain_stream, layer_chain
 from record import Record, arguments
 
 from dflash_jax.models.presets import TARGETS
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 MODELS = {"qwen3-4b": "Qwen3-4B", "qwen3-8b": "Qwen3-8B"}
 EPS = 1e-6
 WEIGHTS = ("o", "post_norm", "gate_up", "down", "next_norm", "following")
@@ -137,7 +137,7 @@ def main() -> None:
                 times = measure(function, x, start, layers)
                 record.add(
                     f"chain {model} M{rows} bf16", "time per layer" + ("" if name == "mosaic_gpu" else ", implementation xla"),
-                    round(statistics.median(times), 1), "us", floor=round(size / BANDWIDTH * 1e6, 1), implementation=name,
+                    round(statistics.median(times), 1), "us", floor=round(size / card().bandwidth * 1e6, 1), implementation=name,
                     spread=[round(min(times), 1), round(max(times), 1)], error_float64=error,
                 )  # fmt: skip
     print(record.write())

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import numpy as np
+from card import H200
 from dflash_kernels.attention.paged.api import IMPLEMENTATIONS
 from floors import floor_ms
 from record import Record, arguments
@@ -261,6 +262,7 @@ def add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
                 round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size, sampling=options.sampling),
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
+                peer_card=H200,
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),
             )  # fmt: skip
             if batch == 1:

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
+from card import card
 from decode import SHAPES, engines, start
 from dflash_kernels import ColumnBlocks, dense_best, dense_refusal, row_by_row
-from floors import PRODUCTS
 from record import Record, arguments
 
 from dflash_jax.compile.programs import ONE_GRAPH
@@ -205,7 +205,7 @@ def add(record: Record, meter: Meter, engine: Engine, name: str, batch: int, opt
     if not options.products or dense_refusal(rows, jnp.bfloat16, width):
         return
     for name_of, implementation in (("", None), (", implementation xla", "xla")):
-        seconds, floor = products(engine, batch, implementation, meter), operations(engine, rows) / PRODUCTS
+        seconds, floor = products(engine, batch, implementation, meter), operations(engine, rows) / card().products
         case = f"products {name}-b16 B{batch}"
         record.add(case, "time" + name_of, round(seconds * 1e3, 3), "ms", floor=round(floor * 1e3, 3))
         record.add(case, "energy" + name_of, round(meter.watts * seconds, 3), "J", **meter.said())

@@ -1,6 +1,7 @@
 """What a decode step or cycle takes at least on a GPU of this kind: bytes from memory, or products, whichever is longer."""
 
 import jax
+from card import card
 
 from dflash_jax.cache import page_bytes
 from dflash_jax.config import DecoderConfig
@@ -8,8 +9,6 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.quantization.weights import rounds
-
-BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second, measured on an H200
 
 
 def stored(weights: object) -> int:
@@ -52,4 +51,7 @@ def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, c
         if leaf.ndim > 1
     )
     attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
-    return max((stored(weights) + batch * context * pages) / BANDWIDTH, 2 * rows * (matrices + attention) / PRODUCTS)
+    return max(
+        (stored(weights) + batch * context * pages) / card().bandwidth,
+        2 * rows * (matrices + attention) / card().products,
+    )

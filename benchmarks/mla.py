@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import H200, card
 from dflash_kernels.attention.mla.launch import Tuning
 from dflash_kernels.attention.mla.mosaic_gpu import tuned
 from dflash_kernels.attention.mla.reference import mla_attention_reference
 from processes import compiled
 from record import Record, arguments
 
-BANDWIDTH, PRODUCTS = 4.3e12, 790e12  # bytes and floating-point operations a second
 RANK, ROTATED = 512, 64
 OPTIONS: dict[str, Any] = {"kv_lora_rank": RANK, "scale": (RANK + ROTATED) ** -0.5, "causal": True}
 LATENT_SCALE = 1 / 512  # of the float8 cases
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def floor_us(self) -> float:
-        return max(self.bytes / BANDWIDTH, self.flops / PRODUCTS) * 1e6
+        return max(self.bytes / card().bandwidth, self.flops / card().products) * 1e6
 
 
 PEER_CASES = [Case(*shape) for shape in PEER_US]
@@ -217,7 +217,7 @@ def report(record: Record, case: Case, programs: dict[str, Callable[..., Any]]) 
         middle = statistics.median(times)
         record.add(
             case.name, "time per call" if name == "mosaic_gpu" else "time per call, implementation xla", round(middle, 1), "us",
-            floor=round(case.floor_us, 1), peer=PEER if peer else None, peer_value=peer, implementation=name,
+            floor=round(case.floor_us, 1), peer=PEER if peer else None, peer_value=peer, peer_card=H200, implementation=name,
             spread=[round(min(times), 1), round(max(times), 1)], bandwidth_gb_s=round(case.bytes / middle / 1e3),
             tflop_s=round(case.flops / middle / 1e6), **(found if name == "mosaic_gpu" else {}),
         )  # fmt: skip

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import ragged_attention
 from processes import compiled
 from record import Record, arguments
@@ -34,7 +35,6 @@ from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
-MATRIX = 790e12  # bf16 operations a second, a large product measured on this kind of GPU
 CONFIG = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"]
 HEADS, NOPE, ROTATED = CONFIG.num_heads, CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim
 PROMPT, STEP, PAGE = 32768, 2048, 64
@@ -151,14 +151,14 @@ def prompt(record: Record, chunks: tuple[int, ...]) -> None:
     q, k, v = (normal(5 + i, PROMPT, HEADS, width) for i, width in enumerate((192, 192, CONFIG.v_head_dim)))
     dense = statistics.median(seconds(dense_program(), q, k, v)) * 1e3
     record.add("mla dense 32k 192/128 bf16", "one causal attention", round(dense, 2), "ms",
-               floor=round(flops / MATRIX * 1e3, 2), tflops=round(flops / dense / 1e9))  # fmt: skip
+               floor=round(flops / card().products * 1e3, 2), tflops=round(flops / dense / 1e9))  # fmt: skip
     arrays = inputs(STEP, PROMPT)
     for chunk in chunks:
         error, times = check(chunk), seconds(prompt_program(chunk, steps), arrays)
         middle = statistics.median(times) * 1e3
         name = f"mla prefill 32k by 2k bf16 chunk {chunk}"
         record.add(name, "attention of the prompt", round(middle, 2), "ms",
-                   floor=round((flops + expanding) / MATRIX * 1e3, 2), error_float64=error,
+                   floor=round((flops + expanding) / card().products * 1e3, 2), error_float64=error,
                    spread=[round(min(times) * 1e3, 2), round(max(times) * 1e3, 2)],
                    teraflop={"attention": round(flops / 1e12, 2), "expanding": round(expanding / 1e12, 2)})  # fmt: skip
         record.add(name, "times one dense attention", round(middle / dense, 3), "x")

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import latent_write, mla_write
 from record import Record, arguments
 
@@ -28,7 +29,6 @@ from dflash_jax.models.deepseek import rotate_interleaved
 from dflash_jax.models.layers import Rotary, rms_norm
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 CONFIG = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"]
 HEADS, HEAD_DIM, RANK, WIDTH = CONFIG.num_heads, CONFIG.head_dim, CONFIG.kv_lora_rank, CONFIG.latent_width
 ROTATED, LAYERS, PAGE = CONFIG.qk_rope_head_dim, CONFIG.num_layers, 64
@@ -107,7 +107,7 @@ def main() -> None:
                 times.append(time.perf_counter() - start)
             found[name] = round(statistics.median(times[1:]) / 200 / LAYERS * 1e6, 2)
         moved = 2 * tokens * 2 * (WIDTH + HEADS * ROTATED)
-        floor = round(moved / BANDWIDTH * 1e6, 2)
+        floor = round(moved / card().bandwidth * 1e6, 2)
         record.add(f"mla_write T{tokens} bf16", "time per layer", found["together"], "us", floor=floor,
                    peer="operations apart", peer_value=found["apart"])  # fmt: skip
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import card
 from dflash_kernels import routed_experts, routed_experts_refusal
 from flax import nnx
 from record import Record, arguments
@@ -31,7 +32,6 @@ from dflash_jax.models.presets import MOE_TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
 
 ROUNDS = 60  # of a call for each of eight routings: to start them takes as long as a few of the shortest
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 SHAPES = {"V2-Lite": DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], "Qwen3-30B-A3B": MOE_TARGETS["Qwen3-30B-A3B"]}
 BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -143,7 +143,7 @@ def main() -> None:
         x = x * mixture.hidden**0.5
         true = mixture.true_values(x, routes[0], share)
         distinct = statistics.mean(len(np.unique(route)) for route in routes)
-        floor = round(distinct * 6 * mixture.hidden * mixture.inner / BANDWIDTH * 1e6, 1)
+        floor = round(distinct * 6 * mixture.hidden * mixture.inner / card().bandwidth * 1e6, 1)
         for metric, way in mixture.ways(tokens).items():
             if options.without_ragged and "ragged" in metric:
                 continue

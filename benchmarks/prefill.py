@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
+from card import H200, card, measured_here
 from dflash_kernels.attention.ragged.launch import Tuning
 from dflash_kernels.attention.ragged.mosaic_gpu import tuned_dense, tuned_paged
 from record import Record, arguments
 
 ALLOWED = 0.02  # error
 CALLS, ROUNDS = 8, 7
-MATRIX = 790e12  # multiply-adds count twice; the best of XLA's own bf16 products on this kind of GPU
 QUOTED = "FA3, an earlier run on an H200"
 # TFLOP/s of FA3 for the same shapes: (head dim, value dim, causal).
 FA3 = {(128, 128, False): 649, (128, 128, True): 590, (192, 128, False): 673, (192, 128, True): 646}
@@ -221,14 +221,14 @@ def main() -> None:
         speeds = [case.flops / second / 1e12 for second in times]
         same_run = {name: round(case.flops / statistics.median(turns) / 1e12, 1) for name, turns in seconds.items()}
         peer = peer_value = None
-        if not case.page_size and case.heads == case.kv_heads:
+        if not case.page_size and case.heads == case.kv_heads and measured_here(H200):
             peer, peer_value = QUOTED, FA3[case.head_dim, case.value_dim, case.causal]
         elif same_run:
             peer, peer_value = max(same_run.items(), key=lambda item: item[1])
         record.add(
-            case.name, "matrix throughput", round(statistics.median(speeds), 1), "TFLOP/s", floor=MATRIX / 1e12,
+            case.name, "matrix throughput", round(statistics.median(speeds), 1), "TFLOP/s", floor=card().products / 1e12,
             peer=peer, peer_value=peer_value, time_us=round(statistics.median(times) * 1e6, 1),
-            floor_us=round(case.flops / MATRIX * 1e6, 1), spread=[round(min(speeds), 1), round(max(speeds), 1)],
+            floor_us=round(case.flops / card().products * 1e6, 1), spread=[round(min(speeds), 1), round(max(speeds), 1)],
             error_float64=error, same_run=same_run,
         )  # fmt: skip
     if record.rows:

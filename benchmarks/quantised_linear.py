@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import quantised_linear
+from card import card
+from dflash_kernels import quantized_linear
 from record import Record, arguments
 
-BANDWIDTH = 4.3e12  # bytes a second, device-to-device copy measured on this kind of GPU
 SHAPES = {
     "qkv": (6144, 2560),
     "o": (2560, 4096),
@@ -82,14 +82,14 @@ def main() -> None:
                 for path in ("xla",) if kind == "bfloat16" else ("mosaic_gpu", "xla"):
 
                     def product(x: jax.Array, values: jax.Array, scales: jax.Array, path: str = path) -> jax.Array:
-                        return quantised_linear(x, values, scales, implementation=path)
+                        return quantized_linear(x, values, scales, implementation=path)
 
                     if path == "mosaic_gpu":
                         check(product, x, matrices[0], scales)
                     times = measure(product, x, matrices, scales)
                     record.add(
                         f"{name} {kind} M{rows} {path}", "time per product", round(statistics.median(times), 2), "us",
-                        floor=round(size / BANDWIDTH * 1e6, 2), spread=[round(min(times), 2), round(max(times), 2)],
+                        floor=round(size / card().bandwidth * 1e6, 2), spread=[round(min(times), 2), round(max(times), 2)],
                     )  # fmt: skip
             del matrices
 

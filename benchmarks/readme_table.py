@@ -1,4 +1,6 @@
-"""Fills the tables of README.md and benchmarks/README.md from `benchmarks/results/*.json`: `python benchmarks/readme_table.py`.
+"""Fills the tables of docs/numbers.md, docs/kernels.md and benchmarks/README.md from measured rows.
+
+    python benchmarks/readme_table.py
 
 A table stands between `<!-- figures NAMES [CASE ...] -->` and `<!-- /figures -->`. NAMES are result files, with commas in between
 and perhaps with stars; each CASE is a regular expression for whole cases, or for `case: metric`, and rows that match none are left
@@ -16,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 132  # characters of a line that is no row of a table
-FILES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+FILES = (ROOT / "docs" / "numbers.md", ROOT / "docs" / "kernels.md", ROOT / "benchmarks" / "README.md")
 RESULTS = ROOT / "benchmarks" / "results"
 _BATCH = re.compile(r" B([0-9]+)$")
 BLOCK = re.compile(r"^<!-- (figures|rows) (.*) -->\n(?:.*\n)*?<!-- /\1 -->$", flags=re.MULTILINE)
@@ -43,6 +45,7 @@ def table(rows: Sequence[Row]) -> str:
     columns.append(
         (metrics.pop() if len(metrics) == 1 else "measured", [show(row["value"], row["unit"]) for row in rows])
     )
+    columns.append(("GPU", [short(row["device"]) for row in rows]))
     if any(row["floor"] is not None for row in rows):
         columns.append(("floor", [show(row["floor"], row["unit"]) for row in rows]))
     if any(row["peer_value"] is not None for row in rows):
@@ -50,6 +53,11 @@ def table(rows: Sequence[Row]) -> str:
     heads, cells = zip(*columns, strict=True)
     lines = [heads, ["---"] * len(heads), *zip(*cells, strict=True)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def short(device: str) -> str:
+    """A GPU's name without its maker and its memory: H200, H100."""
+    return device.removeprefix("NVIDIA ").split()[0]
 
 
 def _peer(row: Row) -> str:

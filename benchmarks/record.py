@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from card import card, measured_here
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -42,8 +43,30 @@ class Record:
             "command": _command(),
         }
 
-    def add(self, case: str, metric: str, value, unit: str, *, floor=None, peer=None, peer_value=None, **more) -> None:
-        """One figure; prints it too. `more` keeps what does not fit a column, for example a histogram."""
+    def add(
+        self,
+        case: str,
+        metric: str,
+        value,
+        unit: str,
+        *,
+        floor=None,
+        peer=None,
+        peer_value=None,
+        peer_card=None,
+        **more,
+    ) -> None:
+        """One figure; prints it too.
+
+        The floor is left out on a card whose rates are not known, and so is a peer's figure of another card.
+
+        Args:
+          peer_card: kind of GPU of the peer's figure, where it is of an earlier run; None where it is of this one.
+          more: what does not fit a column, for example a histogram.
+        """
+        floor = floor if card().known else None
+        if peer_card is not None and not measured_here(peer_card):
+            peer = peer_value = None
         row = {"case": case, "metric": metric, "value": value, "unit": unit, "floor": floor, "peer": peer}
         self.rows.append(row | {"peer_value": peer_value} | more | self.common)
         self.write()

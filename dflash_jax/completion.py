@@ -43,8 +43,8 @@ class Completion:
     """One prompt's result.
 
     Attributes:
-      text: what followed the prompt; empty without a tokenizer.
-      token_ids: emitted ids, an end token included.
+      text: what followed the prompt, without what ended it unless `include_stop` asked for that; empty without a tokenizer.
+      token_ids: emitted ids, with the end token or stop id that ended the text.
       finish_reason: "eos", "stop" (stop string or stop token id) or "length".
       stop_reason: the stop string or id, None otherwise.
       prompt_token_ids: the prompt as the model saw it.

@@ -222,13 +222,15 @@ class _Writer:
         else:
             self.decode_s += update.seconds
         reason, stop = update.finish_reason, update.stop_reason
+        # One rule for whatever ended it: a token that did is text where `include_stop` asks for it, and a special one never is.
+        silent_end = reason in ("eos", "stop") and not params.include_stop
         for place, token in enumerate(update.tokens):
             self.tokens.append(token)
             self.from_draft.append(update.from_draft[place])
             if params.logprobs is not None:
                 self.logprobs.append(TokenLogprob(token, update.logprobs[place][0], tuple(update.logprobs[place][1])))
-            ends = reason == "stop" and place == len(update.tokens) - 1 and not params.include_stop
-            if not ends and self.text.add(token, watch=len(self.tokens) > params.min_tokens):
+            silent = silent_end and place == len(update.tokens) - 1
+            if not silent and self.text.add(token, watch=len(self.tokens) > params.min_tokens):
                 reason, stop, self.stopped_by_text = "stop", self.text.found, True
                 break
         if reason is not None and self.text.finish(watch=len(self.tokens) > params.min_tokens):

@@ -34,7 +34,8 @@ class SamplingParams:
         strings not looked for.
       logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
         from the target's own logits before temperature and filters.
-      include_stop: keep what ended the text in it, the stop string or the text of the id among stop_token_ids.
+      include_stop: keep what ended the text in it: the stop string, or the text of the end token or of the id among
+        stop_token_ids. Tokens that the tokenizer calls special are never text.
 
     Raises:
       ParameterError: a value is outside its range.

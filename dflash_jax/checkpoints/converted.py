@@ -13,7 +13,6 @@ folders are read by `huggingface.py`.
 
 import ctypes
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.hub import resolve_source
+from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.checkpoints.prefetch import read_ahead
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
@@ -94,15 +94,14 @@ def open_converted(folder: str | Path, *, hashes: bool = False) -> "Converted":
       CheckpointError: no marker, or the folder is not what the marker says; lists every problem.
     """
     folder = Path(folder)
-    try:
-        marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not (folder / MARKER).exists():
         problem = f"has no {MARKER}: not a converted checkpoint, or its conversion did not finish; run dflash-convert"
-        raise CheckpointError(str(folder), problem) from None
+        raise CheckpointError(str(folder), problem)
+    try:
+        marker = read_object(folder / MARKER)
     except ValueError as error:
-        raise CheckpointError(str(folder), f"{MARKER} is not valid JSON ({error}); convert again") from None
-    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-        found = marker.get("format") if isinstance(marker, dict) else marker
+        raise CheckpointError(str(folder), f"{error}, or convert again") from error
+    if (found := marker.get("format")) != FORMAT:
         raise CheckpointError(str(folder), f"{MARKER} has format {found!r}, expected {FORMAT}; convert again")
     try:
         checkpoint = Converted(folder, marker)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoints.safetensors import Tensor, read_header, strict_json
+from dflash_jax.checkpoints.json_files import read_object
+from dflash_jax.checkpoints.safetensors import Tensor, read_header
 from dflash_jax.errors import CheckpointError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -29,7 +30,6 @@ SIDECARS = (
 )
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")
-_MAX_JSON_BYTES = 256 << 20
 
 
 @dataclass
@@ -108,21 +108,13 @@ def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
 def _read_json(result: HuggingFaceFolder, name: str) -> dict[str, Any] | None:
     """A JSON object of the folder, or None with the problem recorded."""
     path = result.folder / name
-    problem = None
-    if not path.is_file():
-        problem = f"{name} is missing; give the folder that holds it"
-    elif left := _leaves(result.folder, name):
-        problem = left
-    elif path.stat().st_size > _MAX_JSON_BYTES:
-        problem = f"{name} has {path.stat().st_size:,} bytes, at most {_MAX_JSON_BYTES:,} are permitted"
-    else:
+    # A link that leads nowhere is a file that is missing, wherever it points.
+    problem = _leaves(result.folder, name) if path.is_file() else None
+    if problem is None:
         try:
-            value = strict_json(path.read_bytes())
-            if isinstance(value, dict):
-                return value
-            problem = f"{name} must hold a JSON object, got {type(value).__name__}; fetch the file again"
+            return read_object(path)
         except ValueError as error:
-            problem = f"{name} is not usable: {error}; fetch the file again"
+            problem = str(error)
     result.problems.append(problem)
     return None
 

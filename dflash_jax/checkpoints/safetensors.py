@@ -9,10 +9,8 @@ piece into one buffer, with plain reads: mapped pages would count as this proces
         ...
 """
 
-import json
 import math
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
@@ -23,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoints.hub import POINTER, is_pointer
+from dflash_jax.checkpoints.json_files import parse
 from dflash_jax.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -97,7 +96,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         problem = f"header must be a JSON object and start with '{{', got {raw[:8]!r}; not a safetensors file"
         raise CheckpointError(str(path), problem)
     try:
-        entries = strict_json(raw)
+        entries = parse(raw)
     except ValueError as error:
         raise CheckpointError(str(path), f"header is not usable: {error}; {_DAMAGED}") from None
     entries.pop("__metadata__", None)
@@ -114,26 +113,6 @@ def read_header(path: Path) -> dict[str, Tensor]:
         more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
         raise CheckpointError(str(path), shown + more)
     return tensors
-
-
-def strict_json(raw: bytes) -> Any:
-    """Parsed JSON in which no object names a key twice: two readers could disagree on which of the values counts.
-
-    Raises:
-      ValueError: not UTF-8, not JSON, nested too deeply, or a key appears twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-            raise ValueError(f"keys appear twice: {', '.join(map(repr, twice[:_SHOWN]))}")
-        return entries
-
-    try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.decoding.state import Setup
 from dflash_jax.engine.requests import Request
-from dflash_jax.engine.resources import MAX_CYCLES, Core
+from dflash_jax.engine.resources import MAX_CYCLES, Resources
 from dflash_jax.engine.scheduler import Run
 from dflash_jax.engine.warmup import warmup_jobs
 from dflash_jax.errors import CapacityError, PromptError
 
 
-class Engine(Core):
-    """Serves requests over one target and, where there is one, its drafter. Made with the attributes of `Core`."""
+class Engine(Resources):
+    """Serves requests over one target and, where there is one, its drafter. Made with the attributes of `Resources`."""
 
     def run(
         self, requests: Sequence[Request], *, draft: bool = True, cycles: int = MAX_CYCLES, slots: int | None = None

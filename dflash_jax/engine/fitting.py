@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from dflash_jax.compile.programs import Status, round_up, start_compiling
+from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.state import Emitted, Setup
+from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.slots import Job
 from dflash_jax.engine.verify_policy import Kind, kind_of

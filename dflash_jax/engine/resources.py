@@ -10,14 +10,15 @@ import jax.numpy as jnp
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
-from dflash_jax.compile.programs import Buckets, Programs, round_up
+from dflash_jax.compile.programs import Programs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import cycle_cost
 from dflash_jax.engine.requests import Request
-from dflash_jax.engine.verify_policy import VerifyLength
-from dflash_jax.errors import CapacityError, PromptError
+from dflash_jax.engine.verify_policy import VerifyPolicy
+from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.quantization.weights import Weight
 
@@ -32,7 +33,7 @@ STOP_WIDTH = 8
 
 
 @dataclass
-class Core:
+class Resources:
     """One target, its drafter where there is one, compiled programs, and page pools.
 
     Attributes:
@@ -94,11 +95,11 @@ class Core:
         # One thread may compile ahead, and make pools for it, while another one begins to serve.
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
-        self._lengths: VerifyLength | None = None
+        self._lengths: VerifyPolicy | None = None
         self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
         self.returns_early = False  # as `engine.ahead` has seen it
 
-    def __copy__(self) -> "Core":
+    def __copy__(self) -> "Resources":
         """Same weights and programs, pages of its own: what one finds in its pages the other's do not hold."""
         return replace(self)
 
@@ -121,7 +122,7 @@ class Core:
         return round_up(-(-tokens // self.page_size), self.buckets.width)
 
     def check(self, request: Request) -> None:
-        """Raises PromptError or CapacityError for a request that can never run, with the numbers that say why."""
+        """Raises PromptError, ParameterError or CapacityError for a request that can never run, with the numbers that say why."""
         prompt, wanted = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise PromptError(
@@ -131,6 +132,14 @@ class Core:
         if not all(0 <= token < self.target.vocab_size for token in ids):
             wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
             raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
+        vocabulary = range(self.target.vocab_size)
+        if request.params.min_tokens > 0 and len({token for token in request.stop_ids if token in vocabulary}) == len(
+            vocabulary
+        ):
+            raise ParameterError(
+                f"min_tokens={request.params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each "
+                "ends a text: lower it to 0, or name fewer stop_token_ids"
+            )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
@@ -157,14 +166,14 @@ class Core:
         )  # fmt: skip
 
     @property
-    def lengths(self) -> VerifyLength:
+    def lengths(self) -> VerifyPolicy:
         """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
         if self.draft is None:
-            return VerifyLength(1, None)
+            return VerifyPolicy(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
             auto = self.verify_length == "auto"
             cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if auto else None
-            self._lengths = VerifyLength(self.draft.num_drafts + 1, cost, self.verify_length)
+            self._lengths = VerifyPolicy(self.draft.num_drafts + 1, cost, self.verify_length)
         return self._lengths
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:

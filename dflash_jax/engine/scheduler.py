@@ -10,18 +10,18 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
-from dflash_jax.compile.programs import round_up
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.resize import without_pools
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine import shutdown as leaving
 from dflash_jax.engine.ahead import Ahead, Call, First
+from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.prompts import Prompts
 from dflash_jax.engine.requests import Request, Update, empty_state, on_host
-from dflash_jax.engine.resources import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Core
+from dflash_jax.engine.resources import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Resources
 from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.engine.warmup import first_jobs, resize_program
 from dflash_jax.errors import DFlashError, ParameterError
@@ -37,7 +37,7 @@ class Run:
     then by taking the pages of the youngest request, which is prefilled again later and goes on where it was.
     """
 
-    def __init__(self, core: Core, requests: Sequence[Request], *, draft: bool, cycles: int, slots: int | None):
+    def __init__(self, core: Resources, requests: Sequence[Request], *, draft: bool, cycles: int, slots: int | None):
         self.core, self.cycles = core, max(1, min(cycles, MAX_CYCLES))
         self.setup = core.setup(mode="greedy", draft=draft)
         self.waiting: deque[Job] = deque()
@@ -62,7 +62,7 @@ class Run:
         """Queues one more request, between two updates.
 
         Raises:
-          PromptError, CapacityError: see `Core.check`.
+          PromptError, CapacityError: see `Resources.check`.
           ParameterError: it has more stop ids than the run was started for, or the index of one that was cancelled.
           DFlashError: the run has ended.
         """
@@ -256,7 +256,7 @@ class Run:
     def _make_room(self, cycles: int, length: int) -> int:
         """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
 
-        Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Core.check`).
+        Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Resources.check`).
         """
         while running := self.slots.decoding:
             available = self.core.allocator.num_free + sum(len(job.pages) for job in running)

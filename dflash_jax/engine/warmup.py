@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
-from dflash_jax.compile.programs import PIECES_OF_ONE, round_up
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.resize import resize, without_pools
 from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
 from dflash_jax.engine.requests import Request, empty_state, request_rows
-from dflash_jax.engine.resources import MAX_CYCLES, STOP_WIDTH, Core
+from dflash_jax.engine.resources import MAX_CYCLES, STOP_WIDTH, Resources
 
 
 def admit_program(setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array):
@@ -29,7 +29,9 @@ def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
     return resize(state, rows)
 
 
-def warmup_jobs(core: Core, setups: Iterable[Setup], batch: Iterable[int] | None) -> Iterator[Callable[[], object]]:
+def warmup_jobs(
+    core: Resources, setups: Iterable[Setup], batch: Iterable[int] | None
+) -> Iterator[Callable[[], object]]:
     """See `Engine.warmup_jobs`."""
     yield core.ready_pools
     buckets = core.buckets
@@ -49,7 +51,7 @@ def warmup_jobs(core: Core, setups: Iterable[Setup], batch: Iterable[int] | None
 
 
 def first_jobs(
-    core: Core,
+    core: Resources,
     setup: Setup,
     requests: Sequence[Request],
     *,
@@ -76,7 +78,7 @@ def first_jobs(
     yield from (jobs.loop(slots, width) for width in widths)
 
 
-def prompt_calls(core: Core, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:
+def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:
     """Width of the page table, rows, and tokens of each for every call that prefills these requests, where none finds pages and
     those that have no slot at first come one by one."""
     buckets, coming = core.buckets, list(requests)
@@ -97,7 +99,7 @@ def prompt_calls(core: Core, requests: Sequence[Request], slots: int) -> Iterato
 class Jobs:
     """Makes jobs that compile for one setup. They need the shapes of weights and pools only."""
 
-    def __init__(self, core: Core, setup: Setup, stop_width: int):
+    def __init__(self, core: Resources, setup: Setup, stop_width: int):
         self.core, self.setup, self.stop_width = core, setup, stop_width
         self.prepare = core.programs.prepare
         self.scalar, self.flag = np.int32(0), np.bool_(False)

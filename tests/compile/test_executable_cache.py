@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache, config
 
+import dflash_jax.models  # noqa: F401  # before what it imports, also in processes that read this module alone
 from dflash_jax.cache import Pages
 from dflash_jax.compile import executable_cache as stored_programs
 from dflash_jax.compile import fingerprint

@@ -16,7 +16,7 @@ from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
 
-from .conftest import target_config
+from ..random_pair import target_config
 
 TEXTS = [
     "import numpy as np\n\n\ndef normalise(x):\n    return x / x.sum()\n",

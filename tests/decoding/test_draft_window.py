@@ -11,7 +11,7 @@ import dflash_jax as dj
 from dflash_jax.decoding.draft_window import columns, last_pages
 from dflash_jax.sampling_params import SamplingParams
 
-from .test_verify_length import cost_of
+from ..engine.test_verify_length import cost_of
 
 
 @pytest.mark.parametrize(("window", "block", "page_size"), [(1, 5, 4), (7, 16, 4), (16, 5, 16), (30, 1, 8)])

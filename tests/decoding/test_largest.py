@@ -11,7 +11,7 @@ from dflash_jax.decoding.largest import CHUNK, LONG, largest
 from dflash_jax.decoding.state import Setup
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
-from .conftest import target_config
+from ..random_pair import target_config
 
 
 @pytest.mark.parametrize("size", [1, 63, LONG - 1, LONG, LONG + 1, LONG + 63, 20_011])

@@ -24,7 +24,7 @@ from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
-from .conftest import draft_config, target_config
+from ..random_pair import draft_config, target_config
 
 
 @pytest.mark.parametrize(("draft", "window"), [(True, None), (True, 9), (False, None)])

@@ -122,7 +122,7 @@ def test_a_number_that_is_an_array(op: str) -> None:
 def test_nothing_packed_at_all() -> None:
     def attend(tokens: int, keys: int, ends: Array, key_ends: Array) -> tuple[Array, Array]:
         arrays = jnp.ones((tokens, 4, 16)), jnp.ones((keys, 2, 16)), jnp.ones((keys, 2, 8))
-        return dflash_kernels.attention.ragged(*arrays, ends, key_ends, return_lse=True)  # pyright: ignore
+        return dflash_kernels.ragged_attention(*arrays, ends, key_ends, return_lse=True)  # pyright: ignore
 
     none, some = jnp.zeros((3,), jnp.int32), jnp.array([0, 1, 3], jnp.int32)
     assert [x.shape for x in attend(0, 3, none, some)] == [(0, 4, 8), (0, 4)]
@@ -169,4 +169,4 @@ def test_a_schedule_of_other_sequences() -> None:
     call = CALLS["paged_attention"]
     schedule = dflash_kernels.paged_schedule(jnp.ones((3,), jnp.int32), heads=4, kv_heads=2, tokens=3)
     with pytest.raises(ValueError, match=r"the schedule is for 6 sequences times KV heads, not 2 \* 2"):
-        dflash_kernels.attention.paged(**call, schedule=schedule)
+        dflash_kernels.paged_attention(**call, schedule=schedule)

@@ -99,7 +99,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
-    "quantised_linear": (
+    "quantized_linear": (
         (array(16, 2560), array(6144, 2560, dtype=jnp.int8), array(6144, dtype=jnp.float32)), {},
     ),
     "grouped_linear": (
@@ -115,9 +115,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "latent_unpack": ((array(64, 656, dtype=jnp.uint8),), {"kv_lora_rank": 512}),
     "latent_encode": ((array(64, 576),), {"pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 512}),
     "latent_decode": ((array(64, 656, dtype=jnp.uint8),), {"dtype": jnp.bfloat16, "kv_lora_rank": 512}),
-    "quantise_tensor": ((array(64, 2048), array(dtype=jnp.float32)), {}),
-    "quantise_groups": ((array(64, 2048),), {"group": 128}),
-    "quantise_nvfp4": ((array(64, 2048), array(dtype=jnp.float32)), {}),
+    "quantize_tensor": ((array(64, 2048), array(dtype=jnp.float32)), {}),
+    "quantize_groups": ((array(64, 2048),), {"group": 128}),
+    "quantize_nvfp4": ((array(64, 2048), array(dtype=jnp.float32)), {}),
 }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ ONE_OF_EACH_KIND = (
 
 def layer_chain(*arrays: Any) -> Any:
     exchange = jax.new_ref(dflash_kernels.chain_exchange(arrays[1], arrays[5]))
-    return dflash_kernels.fused.layer(*arrays, exchange=exchange)
+    return dflash_kernels.layer_chain(*arrays, exchange=exchange)
 
 
 def attention_chain(*arrays: Any) -> Any:
@@ -143,12 +143,12 @@ def attention_chain(*arrays: Any) -> Any:
 def linear_chain(*arrays: Any) -> Any:
     (rows, depth), (hidden, _), _, (features, _) = (array.shape for array in arrays)
     exchange = dflash_kernels.linear_chain_exchange(rows, depth=depth, hidden=hidden, features=features)
-    return dflash_kernels.fused.linear_pair(*arrays, exchange=jax.new_ref(exchange), eps=1e-6)
+    return dflash_kernels.linear_chain(*arrays, exchange=jax.new_ref(exchange), eps=1e-6)
 
 
 def filtered_choice(logits: Any, noise: Any, temperature: Any, min_p: Any, top_p: Any, top_k: Any) -> Any:
     law = {"temperature": temperature, "min_p": min_p, "top_p": top_p, "top_k": top_k}
-    return dflash_kernels.sampling(logits, noise, **law)
+    return dflash_kernels.filtered_choice(logits, noise, **law)
 
 
 # Of calls that need more than arrays in order.
@@ -157,9 +157,7 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "attention_chain": attention_chain,
     "linear_chain": linear_chain,
     "filtered_choice": filtered_choice,
-    "qkv_attention": lambda *arrays: dflash_kernels.fused.qkv_attention(
-        *arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]
-    ),
+    "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
 }
 
@@ -204,7 +202,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     "op",
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
-        "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
+        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
         "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
         "float8_candidates", "filtered_choice",
     ],
@@ -229,7 +227,7 @@ def test_attention_without_a_causal_mask_lowers(stored: Any, window: tuple[int |
 
     def call(*arrays: Any) -> Any:
         given = dict(zip(scales, arrays[5:], strict=True))
-        return dflash_kernels.attention.paged(*arrays[:5], causal=False, window=window, **given)
+        return dflash_kernels.paged_attention(*arrays[:5], causal=False, window=window, **given)
 
     assert set(custom_calls(call, q, pool, pool, table, lengths, *scales.values())) == {"mosaic_gpu_v2"}
 

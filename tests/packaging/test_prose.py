@@ -10,6 +10,7 @@ LONGEST = 132
 TEXTS = [
     *ROOT.glob("*.md"),
     *ROOT.glob("benchmarks/*.md"),
+    *(path for path in ROOT.glob("docs/*.md") if path.name != "api.md"),
     *ROOT.glob("dflash_jax/**/*.md"),
     *ROOT.glob("notebooks/*.ipynb"),
     ROOT / "pyproject.toml",

@@ -1,4 +1,4 @@
-"""What the README says is so: its Python runs, its commands parse, its files exist, its figures are the results'."""
+"""What README and docs say is so: their Python runs, commands parse, files exist, figures are the results'."""
 
 import functools
 import importlib.util
@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from dflash_jax.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+LONGEST_README = 160  # lines
 
 
 def blocks(language: str) -> list[str]:
@@ -47,7 +55,8 @@ def test_first_block_is_short():
 def test_a_published_model_is_run_before_anything_else_is_told():
     """Whoever comes with a GPU finds every command, in the order they are needed, without scrolling past tables."""
     sections = re.findall(r"^## (.*)$", TEXT, flags=re.MULTILINE)
-    assert sections[:3] == ["See it", "Run Qwen3-4B with its drafter", "Numbers"]
+    assert sections[:3] == ["Try it", "Run Qwen3-4B with its drafter", "Install"]
+    assert len(TEXT.splitlines()) <= LONGEST_README
     run = next(block for block in blocks("sh") if "Qwen/Qwen3-4B" in block)
     steps = re.findall(r"^(pip install|dflash-convert|dflash-jax \w+)", run, flags=re.MULTILINE)
     assert steps == ["pip install", "dflash-convert", "dflash-jax info", "dflash-jax generate", "dflash-jax bench"]
@@ -69,18 +78,24 @@ def test_converter_options_exist(arguments, capsys):
     assert all(argument in known for argument in arguments if argument.startswith("--"))
 
 
-@pytest.mark.parametrize("function", [dj.load, dj.SamplingParams], ids=["load", "SamplingParams"])
-def test_options_are_all_named(function):
-    """The line that lists them has every option of the signature and no other."""
-    line = re.search(rf"^\* `{function.__name__}`: (.*?)\. ?(?:One for all|$)", TEXT, flags=re.MULTILINE | re.DOTALL)
-    assert line is not None
-    listed = re.findall(r"`(\w+)`(?: \(|,|$)", line[1])
-    options = [name for name in inspect.signature(function).parameters if name != "path"]
-    assert listed == options
+def test_the_reference_is_written_from_the_docstrings():
+    """In a process without the test run's type checks, which change signatures."""
+    code = "import make_api; print(make_api.written(), end='')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", capture_output=True, text=True, check=True)
+    assert done.stdout == (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), "run python docs/make_api.py"
+
+
+@pytest.mark.parametrize("function", [dj.load, dj.SamplingParams, dj.generate], ids=lambda one: one.__name__)
+def test_options_are_all_documented(function):
+    """Each option of a signature is told of under Args or Attributes, and nothing else is."""
+    listed = re.findall(r"^ {2,6}(\w+(?:, \w+)*): ", inspect.getdoc(function) or "", flags=re.MULTILINE)
+    documented = [name for names in listed for name in names.split(", ") if not name[0].isupper()]
+    assert sorted(documented) == sorted(inspect.signature(function).parameters)
 
 
 def test_every_operation_is_listed_with_its_implementations():
-    rows = re.findall(r"^\| (`[\w`, ]+`) \| .* \| (`[\w`, ]+`) \|$", TEXT, flags=re.MULTILINE)
+    text = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| .* \| (`[\w`, ]+`) \|$", text, flags=re.MULTILINE)
     listed = {name: re.findall(r"\w+", names) for ops, names in rows for name in re.findall(r"\w+", ops)}
     functions = {name: getattr(dflash_kernels, name) for name in dflash_kernels.__all__}
     taking = {name for name, one in functions.items() if "implementation" in getattr(one, "__annotations__", ())}
@@ -95,18 +110,27 @@ def test_every_operation_is_listed_with_its_implementations():
 
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^(?:.*`)?make (\w+)", TEXT, flags=re.MULTILINE))
+    targets = {
+        name for path in DOCS for name in re.findall(r"^(?:.*`)?make (\w+)", path.read_text(), flags=re.MULTILINE)
+    }
     assert {"demo", "test", "lint"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
 
 
-def test_files_named_exist():
-    linked = {target for target in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in target}
-    quoted = set(re.findall(r"`((?:tests|benchmarks|\.ci)/[\w./]+)`", TEXT))
-    assert linked
-    assert quoted
-    assert [name for name in sorted(linked | quoted) if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_named_exist(path):
+    text = path.read_text(encoding="utf-8")
+    linked = {path.parent / target for target in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in target}
+    quoted = {
+        ROOT / name for name in re.findall(r"`((?:tests|benchmarks|docs|dflash_jax|kernels|\.ci)/[\w./]+)`", text)
+    }
+    assert [str(name) for name in sorted(linked | quoted) if not name.exists()] == []
+
+
+def test_readme_leads_to_every_document():
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", TEXT))
+    assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +164,11 @@ def test_figures_in_the_text_are_rows(tables):
     )
     words = " ".join(TEXT.split())
     assert f"decodes {fast} tokens a second with drafting and {plain} without, {gained} tokens to a cycle" in words
-    cycles = {row["case"]: row for row in tables.read("decode") if row["case"].startswith("cycle")}
+    cycles = {
+        row["case"]: row
+        for row in tables.read("decode")
+        if row["case"].startswith("cycle") and row["device"] == "NVIDIA H200"
+    }
     for model, said in (
         ("4b", "takes {} ms for one sequence and {} ms for eight, vLLM's {} and {}"),
         ("8b", "{} and {} ms, vLLM's {} and {}"),
@@ -157,13 +185,13 @@ ROW = {
 
 
 def test_tables_have_the_columns_that_rows_fill(tables):
-    assert tables.table([ROW]) == "| case | median |\n| --- | --- |\n| step B1 | 3.142 ms |"
+    assert tables.table([ROW]) == "| case | median | GPU |\n| --- | --- | --- |\n| step B1 | 3.142 ms | GPU |"
     full = ROW | {"metric": "mean", "value": 12345.6, "floor": 2.0, "peer": "other, elsewhere", "peer_value": 4}
     assert tables.table([full, ROW]).splitlines() == [
-        "| case | metric | measured | floor | peer |",
-        "| --- | --- | --- | --- | --- |",
-        "| step B1 | mean | 12,346 ms | 2 ms | 4 ms (other) |",
-        "| step B1 | median | 3.142 ms | - | - |",
+        "| case | metric | measured | GPU | floor | peer |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| step B1 | mean | 12,346 ms | GPU | 2 ms | 4 ms (other) |",
+        "| step B1 | median | 3.142 ms | GPU | - | - |",
     ]
 
 
@@ -195,10 +223,15 @@ def test_tables_are_filled_from_the_files(tables, tmp_path, monkeypatch):
     filled = tables.filled(text)
     assert tables.filled(filled) == filled
     short, rest = filled.split("<!-- /figures -->")
-    assert short.endswith("| step B1 | 3.142 ms |\n\nMeasured by `measure` (abc, 2026-01-01, GPU).\n")
+    assert short.endswith("| step B1 | 3.142 ms | GPU |\n\nMeasured by `measure` (abc, 2026-01-01, GPU).\n")
     empty, whole = rest.split("<!-- rows one -->")
     assert "No results are kept." in empty
     assert "`measure` (commit not recorded, 2026-01-01, GPU),\nwith jax 1:\n" in whole
     assert "Cycles of `other` (median) that gained 1, 2, ... tokens: 3, 1." in whole
     with pytest.raises(ValueError, match="no row of one matches nothing"):
         tables.filled(text.replace("on* step.*", "one nothing"))
+
+
+def test_the_chart_is_drawn_from_rows(script):
+    chart = script("chart")
+    assert chart.CHART.read_text(encoding="utf-8") == chart.drawn(chart.values()), "run python benchmarks/chart.py"

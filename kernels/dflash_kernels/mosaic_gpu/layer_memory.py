@@ -105,7 +105,7 @@ def thread():
 
 
 def paired(column):
-    """Where a column lies in rows whose columns are in pairs (`quantised_linear.columns`)."""
+    """Where a column lies in rows of interleaved columns (`core.layouts`)."""
     block, other = arith.andi(column, number(-16)), arith.andi(arith.shrui(column, number(3)), number(1))
     return arith.addi(block, arith.addi(times(arith.andi(column, number(7)), 2), other))
 

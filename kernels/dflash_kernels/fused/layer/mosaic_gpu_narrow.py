@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.plan import ROWS
 from dflash_kernels.mosaic_gpu import layer_memory as memory
 from dflash_kernels.mosaic_gpu.layer_digits import BYTE, SECOND, digits_of, float8_words, int8_words
@@ -29,7 +29,7 @@ def copy_digits(source, column, target, units, *, rows: int) -> None:
     """One slot of digits, in the interpreter, from columns in their own order."""
     blocks, tokens, width = target.shape
     held = source[pl.ds(0, rows), pl.ds(column, blocks * width)].astype(jnp.float32)
-    digits, unit = digits_of(jnp.pad(in_pairs(held), ((0, tokens // 2 - rows), (0, 0))), target.dtype)
+    digits, unit = digits_of(jnp.pad(interleave_columns(held), ((0, tokens // 2 - rows), (0, 0))), target.dtype)
     for block in range(blocks):
         target.at[block][...] = digits[:, block * width : (block + 1) * width]
     units[...] = unit

@@ -39,7 +39,7 @@ from dflash_kernels.attention.paged.mosaic_gpu_ops import (
 )
 from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
-from dflash_kernels.core.in_place import lent, returned
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused import mosaic_gpu_ops as ops
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.fused.qkv_attention import mosaic_gpu_ops as qkv
@@ -78,7 +78,7 @@ def attention(
         kind(launch, shapes, eps, dict(zip(names, refs, strict=True)), buffers, interpret).run()
 
     body.__name__ = "qkv_attention"  # what profilers show
-    held = {name: lent(pool) for name, pool in pools.items()}
+    held = {name: aliased_ref(pool) for name, pool in pools.items()}
     out, *lse = plgpu.kernel(
         body,
         out_type=tuple(made.values()),
@@ -94,7 +94,7 @@ def attention(
     if not whole:
         merge = merge_by_lanes if launch.by_lanes else merge_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
-    return out.reshape(b, launch.tokens, -1, HEAD_DIM), returned(held["k"]), returned(held["v"])
+    return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
 
 class _Written(Block):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.compile.programs import Buckets
 from dflash_jax.decoding.prefill import admit, prefill_chunk
+from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.models import bind

@@ -11,9 +11,8 @@ import dflash_jax as dj
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
 from dflash_jax.engine import cycle_costs as costs
-from dflash_jax.engine.acceptance import Acceptance
 from dflash_jax.engine.cycle_costs import BANDWIDTH, CycleCost, Stack, cycle_cost
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, VerifyLength
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, Acceptance, VerifyPolicy
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
@@ -42,7 +41,7 @@ def all_compiled(length: int) -> Status:
     return "compiled"
 
 
-def play(lengths: VerifyLength, chances: np.ndarray, slots: int, calls: int, rng: np.random.Generator) -> float:
+def play(lengths: VerifyPolicy, chances: np.ndarray, slots: int, calls: int, rng: np.random.Generator) -> float:
     """Tokens a millisecond over so many calls of 32 cycles, every program being there."""
     tokens = spent = 0.0
     for _ in range(calls):
@@ -74,14 +73,14 @@ def test_a_drafter_in_float8_costs_less(name):
 @pytest.mark.parametrize("slots", [1, 8, 64])
 @pytest.mark.parametrize("chance", [0.02, 0.3, 0.6, 0.8, 0.95])
 def test_chooses_nearly_as_well_as_who_knows_the_chances(cost, slots, chance):
-    chances, lengths = np.full(OFFERED - 1, chance), VerifyLength(OFFERED, cost, "auto")
+    chances, lengths = np.full(OFFERED - 1, chance), VerifyPolicy(OFFERED, cost, "auto")
     rng = np.random.default_rng(0)
     play(lengths, chances, slots, 20, rng)
     assert play(lengths, chances, slots, 200, rng) > 0.93 * best_rate(cost, chances, slots)
 
 
 def test_gives_up_drafting_and_finds_out_when_it_pays_again(cost):
-    lengths, rng = VerifyLength(OFFERED, cost, "auto"), np.random.default_rng(1)
+    lengths, rng = VerifyPolicy(OFFERED, cost, "auto"), np.random.default_rng(1)
     never, often = np.full(OFFERED - 1, 0.01), np.full(OFFERED - 1, 0.9)
     play(lengths, never, 8, 40, rng)
     rested = lengths.cycles[1]
@@ -114,7 +113,7 @@ def test_evidence_fades():
 
 
 def test_kinds_of_requests_are_told_apart(cost):
-    lengths, rng = VerifyLength(OFFERED, cost, "auto"), np.random.default_rng(3)
+    lengths, rng = VerifyPolicy(OFFERED, cost, "auto"), np.random.default_rng(3)
     often, never = (accepted(np.full(OFFERED - 1, p), OFFERED, 4000, rng) for p in (0.95, 0.02))
     lengths.observe(OFFERED, {"greedy": often, "sampled": never}, 32)
     assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length > 8
@@ -127,7 +126,7 @@ def test_the_same_history_gives_the_same_choice(cost):
         return "pending" if length == 8 else "compiled"
 
     def history() -> list[int]:
-        rng, lengths, made = np.random.default_rng(4), VerifyLength(OFFERED, cost, "auto"), []
+        rng, lengths, made = np.random.default_rng(4), VerifyPolicy(OFFERED, cost, "auto"), []
         for chance in rng.random(60):
             made.append(lengths.choose({"greedy": 40, "sampled": 3}, 64, 512.0, but_eight).length)
             stood = accepted(np.full(OFFERED - 1, chance), made[-1], 99, rng)
@@ -142,7 +141,7 @@ def test_the_same_history_gives_the_same_choice(cost):
 
 def test_a_length_that_is_hardly_better_does_not_take_over(cost, monkeypatch):
     """Otherwise noise in what stood would have it change with every look."""
-    lengths = VerifyLength(OFFERED, cost, "auto")
+    lengths = VerifyPolicy(OFFERED, cost, "auto")
     for eight, sixteen, chosen in ((1.02, 1.0, 16), (1.04, 1.0, 8), (1.0, 1.02, 8), (1.0, 1.04, 16)):
         monkeypatch.setattr(lengths, "rates", lambda *_, rates={8: eight, 16: sixteen}: rates)
         assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length == chosen
@@ -155,7 +154,7 @@ def test_programs_of_other_lengths_are_asked_for_only_where_the_best_one_is_miss
         asked.append(length)
         return "missing" if length == missing else "compiled"
 
-    lengths = VerifyLength(OFFERED, cost, "auto")
+    lengths = VerifyPolicy(OFFERED, cost, "auto")
     for missing, others in ((0, ()), (1, lengths.candidates(8, 1024.0))):
         lengths.observe(OFFERED, {"greedy": np.zeros(400, int)}, 32)
         asked.clear()
@@ -175,7 +174,7 @@ def test_a_cost_asked_for_again_is_the_same(cost):
 
 
 def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
-    lengths = VerifyLength(OFFERED, cost, "auto")
+    lengths = VerifyPolicy(OFFERED, cost, "auto")
     lengths.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
     choice = lengths.choose({"greedy": 64}, 64, 1024.0, lambda n: "compiled" if n == OFFERED else "missing")
     assert (choice.length, choice.wanted) == (OFFERED, 1)
@@ -187,13 +186,13 @@ def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
 
 def test_looks_soon_while_little_is_known(cost):
     """Each kind of running requests by itself; where nothing is drafted or nothing chosen there is nothing to find out."""
-    lengths = VerifyLength(OFFERED, cost, "auto")
+    lengths = VerifyPolicy(OFFERED, cost, "auto")
     assert [lengths.patience({"greedy": 1}, cycles) for cycles in (3, 32)] == [3, FIRST_CYCLES]
     lengths.observe(OFFERED, {"greedy": np.zeros(FIRST_CYCLES, int)}, 1)
     assert lengths.patience({"greedy": 1}, 32) == 32
     assert lengths.patience({"greedy": 1, "sampled": 1}, 32) == FIRST_CYCLES
     lengths.current = 1
-    assert lengths.patience({"sampled": 1}, 32) == VerifyLength(OFFERED, None, 4).patience({"greedy": 1}, 32) == 32
+    assert lengths.patience({"sampled": 1}, 32) == VerifyPolicy(OFFERED, None, 4).patience({"greedy": 1}, 32) == 32
 
 
 def test_experts_are_read_once_however_many_rows_take_them():
@@ -210,11 +209,11 @@ def test_costs_grow_with_rows_and_only_lengths_that_save_time_have_programs(name
         spent = [cost.ms(slots, n, 1024.0) for n in range(1, OFFERED + 1)]
         assert all(b > 0.97 * a for a, b in itertools.pairwise(spent))
         assert cost.ms(slots, OFFERED, 8192.0) > spent[-1]
-        found = VerifyLength(OFFERED, cost, "auto").candidates(slots, 1024.0)
+        found = VerifyPolicy(OFFERED, cost, "auto").candidates(slots, 1024.0)
         assert found[0] == 1
         assert found[-1] == OFFERED
-    assert len(VerifyLength(OFFERED, cost, "auto").candidates(2, 1024.0)) <= 3
-    assert len(VerifyLength(OFFERED, cost, "auto").candidates(64, 1024.0)) >= 4
+    assert len(VerifyPolicy(OFFERED, cost, "auto").candidates(2, 1024.0)) <= 3
+    assert len(VerifyPolicy(OFFERED, cost, "auto").candidates(64, 1024.0)) >= 4
 
 
 def test_measured_points_are_given_back():

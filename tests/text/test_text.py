@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dflash_jax.completion import Completion
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.generation import _Writer
 from dflash_jax.model import Model
@@ -189,17 +191,52 @@ def test_cycles_behind_the_end_of_a_text_are_not_counted(stop: str, counts: list
     assert piece.completion.stats.target_steps == len(counts)
 
 
-@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
-def test_the_text_of_a_stop_id_is_kept_where_that_is_asked_for(include: bool, text: str) -> None:
-    """The id itself is among the tokens either way."""
+def written(update: Update, params: SamplingParams, eos: tuple[int, ...] = ()) -> Completion:
+    """What a request comes to that got all its tokens in one update."""
     model = object.__new__(Model)  # without weights
     vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
-    params = SamplingParams(stop_token_ids=[ord("b")], include_stop=include)
-    ended: dict = {"finish_reason": "stop", "stop_reason": ord("b")}
-    update = Update(0, [ord("a"), ord("b")], [False] * 2, [], first=True, seconds=1.0, **ended)
-    done = _Writer(model, Request(0, (1,), params)).write(update).completion
+    done = _Writer(model, Request(0, (1,), params, eos)).write(update).completion
     assert done is not None
-    assert (done.text, done.token_ids, done.stop_reason) == (text, [ord("a"), ord("b")], ord("b"))
+    return done
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "end token": {"eos": (ord("b"),)},
+    "stop id": {"stop_token_ids": [ord("b")]},
+    "end token and stop id": {"eos": (ord("b"),), "stop_token_ids": [ord("b")]},
+    "stop id where end tokens are ignored": {"eos": (ord("b"),), "stop_token_ids": [ord("b")], "ignore_eos": True},
+    "stop string": {"stop": ["b"]},
+    "stop string that the end token completes": {"stop": ["b"], "eos": (ord("b"),)},
+}
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+@pytest.mark.parametrize("end", ENDS)
+def test_what_ended_a_text_is_in_it_where_that_is_asked_for(end: str, include: bool, text: str) -> None:
+    """Whichever way it ended, and with an end token that the tokenizer does not call special. The id is among the tokens."""
+    options = dict(ENDS[end])
+    params = SamplingParams(max_tokens=9, include_stop=include, **{k: v for k, v in options.items() if k != "eos"})
+    request = Request(0, (1,), params, options.get("eos", ()), produced=2)
+    update = Update(0, [ord("a"), ord("b")], [False] * 2, [], first=True, seconds=1.0)
+    update.finish(request)
+    done = written(update, params, options.get("eos", ()))
+    assert (done.text, done.token_ids) == (text, [ord("a"), ord("b")])
+
+
+@pytest.mark.parametrize("ended", ["eos", "stop"])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_special_token_that_ended_a_text_is_never_in_it(ended: str, include: bool) -> None:
+    params = SamplingParams(include_stop=include)
+    ids = [ord("a"), SPECIAL_ID]
+    update = Update(0, ids, [False] * 2, [], first=True, seconds=1.0, finish_reason=ended, stop_reason=SPECIAL_ID)
+    done = written(update, params)
+    assert (done.text, done.token_ids, done.finish_reason) == ("a", ids, ended)
+
+
+def test_an_end_token_before_min_tokens_or_at_the_limit_is_text() -> None:
+    """It did not end the text."""
+    update = Update(0, [ord("a"), ord("b")], [False] * 2, [], first=True, seconds=1.0, finish_reason="length")
+    assert written(update, SamplingParams(ignore_eos=True), (ord("b"),)).text == "ab"
 
 
 def test_special_and_unknown_tokens_are_no_text() -> None:
