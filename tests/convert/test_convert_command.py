@@ -111,7 +111,7 @@ UNUSABLE = {
     "no tokenizer": ("tokenizer.json", '{"version": "1.0"}', "not a tokenizer"),
     "settings": ("tokenizer_config.json", "[]", "must hold a JSON object"),
     "template": ("chat_template.jinja", "x" * (1 << 20) + "x", "not a chat template"),
-    "end token": ("generation_config.json", '{"eos_token_id": "</s>"}', "must be an id or a list of ids"),
+    "end token": ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an id"),
 }
 
 
@@ -142,10 +142,10 @@ def test_help_and_mistakes_import_nothing_slow():
     for arguments, code in ((["--help"], 0), (["--outptu"], 2)):
         text = f"""
 import sys
-from dflash_convert.command import main
-sys.argv[1:] = {arguments}
+import dflash_convert.command
+from dflash_convert.cli import main
 try:
-    main()
+    main({arguments})
 except SystemExit as error:
     print(error.code, *{{"jax", "numpy", "flax", "orbax", "tqdm"}} & set(sys.modules))
 """
