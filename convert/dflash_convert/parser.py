@@ -3,8 +3,9 @@
 import argparse
 
 from dflash_jax.cli.arguments import Parser, path
+from dflash_jax.options import FLOAT_DTYPES
 
-DTYPES = ("keep", "float32", "bfloat16", "float16")
+DTYPES = ("keep", *FLOAT_DTYPES)
 EXIT_CODES = (
     "Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists or cannot be "
     "written, 130 interrupted."
