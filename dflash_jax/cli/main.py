@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.cli.progress import announced, told_if_slow
 from dflash_jax.cli.signals import interrupts, was_interrupted
+from dflash_jax.cli.streams import leave_stdout, open_closed_streams
 from dflash_jax.cli.terminal import json_line, note, printable, shows_all
 from dflash_jax.completion import Completion, Piece
 from dflash_jax.errors import (
@@ -255,21 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         leave_stdout()
         return UNEXPECTED
-
-
-def open_closed_streams() -> None:
-    """Python has None in place of a stream that the shell has closed (`>&-`); what is written there goes nowhere."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-
-
-def leave_stdout() -> None:
-    """Lets what is still to be written to stdout go nowhere if it cannot be written: Python would complain at exit once more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

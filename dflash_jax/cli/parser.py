@@ -4,12 +4,13 @@ import argparse
 import json
 from typing import Any
 
+from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
 from dflash_jax.options import FLAGS
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli.main` runs what `command` names."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
         epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model "
         "not usable, 4 request not usable, 130 interrupted.",
@@ -53,7 +54,10 @@ def add_bench(commands: Any) -> None:
     _add_model(bench, "--model", max_batch=False)
     bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
     bench.add_argument(
-        "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
+        "--prompts",
+        type=file_path,
+        metavar="FILE",
+        help="JSON list, JSON lines or one prompt a line (default: random tokens)",
     )
     bench.add_argument("--input-length", type=int, default=128, metavar="N", help="of random prompts (default: 128)")
     bench.add_argument(
@@ -71,7 +75,7 @@ def add_bench(commands: Any) -> None:
         metavar="M",
         help="with --shapes: each cycle gains M tokens; no model's text",
     )
-    bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+    bench.add_argument("--json", type=file_or_stream, metavar="FILE", help="write all figures there; - is stdout")
 
 
 def _add_law(group: Any) -> None:
@@ -100,7 +104,8 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
         if option == "max_batch" and not max_batch:
             continue
         group.add_argument(
-            f"--{option.replace('_', '-')}", help=flag.about, type=flag.kind, choices=flag.choices,
+            f"--{option.replace('_', '-')}", help=flag.about, choices=flag.choices,
+            type=file_path if flag.metavar == "FILE" else flag.kind,
             metavar=flag.metavar or (None if flag.choices else "N"),
         )  # fmt: skip
 
