@@ -145,9 +145,9 @@ def multiplied(target: Any, draft: Any, x: jax.Array, implementation: str | None
     for model in (target, draft):
         queries = model.config.num_heads * model.config.head_dim
         first, layers = model.layers[0], list(model.layers)
-        attend = lambda attn, qkv, rotary, queries=queries: qkv[..., :queries]  # noqa: E731
+        attend = lambda attn, qkv, rotary, cache, queries=queries: (qkv[..., :queries], cache)  # noqa: E731
         kept.append(
-            run_fused_dense(layers, model.norm, x, first.input_norm(x), Rotary(x, x), attend, implementation)[1]
+            run_fused_dense(layers, model.norm, x, first.input_norm(x), Rotary(x, x), attend, None, implementation)[1]
         )
     best = dense_best(kept[0].reshape(-1, x.shape[-1]), target.head_weight, implementation=implementation)
     return best, kept[1][0, 0]

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.engine import Engine
 from dflash_jax.engine.requests import Request
-from dflash_jax.models import DFlashConfig, Qwen3Config, family_named, fuse_context_projection, init_params
+from dflash_jax.models import DFlashConfig, Qwen3Config, family_for, fuse_context_projection, init_params
 from dflash_jax.sampling_params import SamplingParams
 
 VOCAB = 97
@@ -34,8 +34,7 @@ def draft_config(**changes) -> DFlashConfig:
 
 def random_params(config, seed: int, sharpen: float = 4.0) -> dict[str, jax.Array]:
     """Random weights whose logits are spread out enough for argmax to be stable."""
-    family = "dflash" if isinstance(config, DFlashConfig) else "qwen3"
-    params = init_params(family_named(family).parameters(config), jax.random.key(seed))
+    params = init_params(family_for(config).parameters(config), jax.random.key(seed))
     return {name: array * sharpen if array.ndim > 1 else array for name, array in params.items()}
 
 

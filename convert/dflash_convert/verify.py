@@ -135,6 +135,6 @@ def _outputs(checkpoint: Checkpoint) -> jax.Array:
         context = model.context_kv(model.context(features), positions)
         block = model.block_embeddings(pending, table)
         slots = _TOKENS + jnp.arange(config.block_size)[None]
-        return model.logits(model(block, slots, dense_attend(context=context)), table)
+        return model.logits(model(block, slots, dense_attend(context=context))[0], table)
 
     return jax.jit(draft)(params)

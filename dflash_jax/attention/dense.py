@@ -1,28 +1,35 @@
 """Attention over the tokens of one call, no cache: training and tests."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
-from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.models.layers import Attention, Cache, Rotary
 
 
 class DenseAttend:
-    """An `attend` over the tokens of one call; see `dense_attend`."""
+    """An `Attend` and `LatentAttend` over the tokens of one call, which gives a cache back as it is; see `dense_attend`."""
 
     def __init__(self, mask: Array | None, context: tuple[Array, Array] | None):
         self.mask, self.context = mask, context
 
-    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         q, k, v = layer.heads(qkv, rotary)
         if self.context is not None:
             k = jnp.concatenate([self.context[0][layer.index].astype(k.dtype), k], axis=1)
             v = jnp.concatenate([self.context[1][layer.index].astype(v.dtype), v], axis=1)
         visible = layer_mask(layer, q.shape[1], k.shape[1])[None] if self.mask is None else self.mask
-        return masked_attention(q, k, v, visible, layer.scale, None if layer.sinks is None else layer.sinks[...])
+        sinks = None if layer.sinks is None else layer.sinks[...]
+        return masked_attention(q, k, v, visible, layer.scale, sinks), cache
 
-    def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
+    def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
+        """Latent attention of what the layer projects; see `latent_parts`."""
+        return self.latent_parts(layer, *layer.parts(q, row, rotary)), cache
+
+    def latent_parts(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
         """Latent attention with keys and values of every head written out: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`,
         `kv_c [B,T,R]` and `k_pe [B,T,r]` to `[B,T,N,V_h]`. The plainest form: others are judged against it.
         """

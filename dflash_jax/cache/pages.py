@@ -1,6 +1,6 @@
 """Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import jax
@@ -34,6 +34,14 @@ class Pages:
     @property
     def page_size(self) -> int:
         return self.k[0].shape[2]
+
+    def with_layer(self, index: int, **pools: Array) -> "Pages":
+        """The same pools but for those of one layer, named as the attributes are."""
+        changed = {
+            name: (*getattr(self, name)[:index], pool, *getattr(self, name)[index + 1 :])
+            for name, pool in pools.items()
+        }
+        return replace(self, **changed)
 
 
 def make_pages(

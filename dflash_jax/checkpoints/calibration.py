@@ -8,7 +8,7 @@ scale cannot be read on another.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +19,30 @@ from dflash_jax.attention.dense import DenseAttend
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
-from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.models.layers import Attention, Cache, Rotary
 from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, scale_for
+
+type Record = dict[int, dict[str, Array]]
 
 
 class Observer(DenseAttend):
-    """Dense attention that keeps the largest absolute key of live tokens for each layer and head, and value for each channel."""
+    """Dense attention whose cache is a record: the largest absolute key of live tokens for each layer and head, and the largest
+    value for each channel, by layers."""
 
     def __init__(self, live: Bool[Array, "B T"]):
         super().__init__(None, None)
         self.live = live
-        self.keys: dict[int, Array] = {}
-        self.values: dict[int, Array] = {}
 
-    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
         _, k, v = layer.heads(qkv, rotary)
-        self.keys[layer.index], self.values[layer.index] = self._largest(k), self._largest(v, axis=(0, 1))
-        return super().__call__(layer, qkv, rotary)
+        found = {"keys": self._largest(k), "values": self._largest(v, axis=(0, 1))}
+        return super().__call__(layer, qkv, rotary)[0], {**(cache or {}), layer.index: found}
 
-    def latent(self, layer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
-        row = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
-        self.keys[layer.index] = self._largest(row)[0]
-        return super().latent(layer, q_nope, q_pe, kv_c, k_pe)
+    def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
+        q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
+        latents = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
+        found = {"keys": self._largest(latents)[0]}
+        return self.latent_parts(layer, q_nope, q_pe, kv_c, k_pe), {**(cache or {}), layer.index: found}
 
     def _largest(self, x: Array, axis: tuple[int, ...] = (0, 1, 3)) -> Array:
         """`[B,T,K,H]` to `[K]`, in float32, or to what `axis` leaves."""
@@ -85,17 +87,17 @@ def calibrate(
     check_texts(config, texts)
 
     @jax.jit
-    def observed(params: Mapping[str, Array], ids: Array, lens: Array) -> tuple[dict[int, Array], dict[int, Array]]:
+    def observed(params: Mapping[str, Array], ids: Array, lens: Array) -> Record:
         attend = Observer(jnp.arange(ids.shape[1]) < lens[:, None])
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        bind(config, params)(ids, positions, attend)
-        return attend.keys, attend.values
+        return bind(config, params)(ids, positions, attend)[2]
 
     ids = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = text
     found = observed(params, ids, np.array([len(text) for text in texts], np.int32))
-    keys, values = jax.tree.map(np.asarray, found)
+    found = jax.tree.map(np.asarray, found)
+    keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in ("keys", "values"))
     if cache_dtype == "int8":
         return CacheScales((), tuple(channel_scales_for(values[i], f"values of layer {i}") for i in sorted(values)))
     return CacheScales(

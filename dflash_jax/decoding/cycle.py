@@ -14,14 +14,13 @@ from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_r
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.largest import largest
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
-from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights
+from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
 from dflash_jax.execution.draft_head import best_proposals
 from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
-from dflash_jax.execution.runner import Planned
+from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.models.layers import ONE_BY_ONE, Runner
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -84,8 +83,10 @@ def cycle(
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
         lens = jnp.where(live, setup.width, 0)
-        attend = PagedAttend(state.target_pages, page_table, positions, lens)
-        hidden, features = target(ids, positions, attend, setup.taps, Planned(plans.target, workspaces.target))
+        pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
+        attend = PagedAttend(page_table, positions, lens, pages.page_size, heads=heads)
+        run = Planned(plans.target, workspaces.target)
+        hidden, features, pages = target(ids, positions, attend, setup.taps, run, pages)
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
 
@@ -125,7 +126,7 @@ def cycle(
             remaining=state.remaining - counts,
             done=state.done | ended,
             request=state.request,
-            target_pages=attend.pages,
+            target_pages=pages,
             draft_pages=draft_pages,
         )
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
@@ -177,7 +178,7 @@ def commit_context(
 
 
 def draft_block(
-    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, run: Runner = ONE_BY_ONE,
+    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, run: Planned = LAYER_BY_LAYER,
     window: int | None = None,
 ):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
@@ -192,9 +193,9 @@ def draft_block(
         positions = state.seq_lens[:, None] + jnp.arange(size)
         table, before = _seen_pages(drafter, draft_pages, page_table, state, window)
         live = jnp.where(state.done, 0, size)
-        attend = PagedAttend(draft_pages, table, positions - before[:, None], live)
-        hidden = drafter.block(state.pending, target.embed.weight[...], positions, attend, run)
-        return hidden, attend.pages
+        heads = attending_heads(drafter.config, run.plan)
+        attend = PagedAttend(table, positions - before[:, None], live, draft_pages.page_size, heads=heads)
+        return drafter.block(state.pending, target.embed.weight[...], positions, attend, run, draft_pages)
 
 
 def _seen_pages(drafter, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, window: int | None):

@@ -8,7 +8,7 @@ from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, page_shape
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
@@ -35,10 +35,13 @@ def prefill_chunk(
     positions = starts[:, None] + rows
     with jax.named_scope("prefill"):
         related = ids.shape[0] > 1
-        attend = PagedAttend(pages[0], page_table, positions, lengths, setup.form, related=related)
         shape = None if related else page_shape(pages[0], page_table.shape[1])
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
-        hidden, features = target(ids, positions, attend, setup.taps, run)
+        heads = attending_heads(setup.target, run.plan)
+        attend = PagedAttend(
+            page_table, positions, lengths, pages[0].page_size, setup.form, related=related, heads=heads
+        )
+        hidden, features, target_pages = target(ids, positions, attend, setup.taps, run, pages[0])
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     draft_pages = pages[1]
@@ -49,7 +52,7 @@ def prefill_chunk(
         draft_pages = write_context(
             drafter, draft_pages, page_table, context_products(drafter, features), positions, live
         )
-    return (attend.pages, draft_pages), logits
+    return (target_pages, draft_pages), logits
 
 
 def admit(

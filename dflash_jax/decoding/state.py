@@ -125,6 +125,12 @@ class Setup:
         return columns(self.draft_window, self.draft.block_size, page_size)
 
 
+def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, int] | None:
+    """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows."""
+    traits = layer_traits(config)
+    return None if traits.attention == "latent" or plan.attention == "in_layer" else (traits.heads, traits.kv_heads)
+
+
 def page_shape(pages: Pages, table_width: int) -> PageShape | None:
     """Pools as a plan asks for them; None for latent ones."""
     return PageShape(pages.page_size, table_width, jnp.dtype(pages.k[0].dtype)) if pages.v else None

@@ -9,7 +9,7 @@ from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_p
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.plan import MOST_DENSE_ROWS
-from dflash_jax.models.layers import Linear, RMSNorm, Rotary
+from dflash_jax.models.layers import Attend, Cache, Linear, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised, product, rounds
 
 
@@ -51,10 +51,11 @@ def run_fused_dense(
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Any,
+    attend: Attend,
+    cache: Cache,
     implementation: str | None = None,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`.
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
 
     Args:
       normed: x after the first layer's norm.
@@ -65,12 +66,12 @@ def run_fused_dense(
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         attn, mlp = layer.attn, layer.mlp
         qkv = dense(normed, attn.qkv_proj.weight[...], **named)
-        heads = attend(attn, qkv.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
-        stream, normed = _onto(heads, attn.o_proj, stream, layer.post_norm, named)
+        heads, cache = attend(attn, qkv.reshape(*x.shape[:-1], -1), rotary, cache)
+        stream, normed = _onto(heads.reshape(rows, -1), attn.o_proj, stream, layer.post_norm, named)
         inner = dense_gated(normed, mlp.gate_up_proj.weight[...], **named)
         stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named)
         streams.append(stream.reshape(x.shape))
-    return streams, normed.reshape(x.shape)
+    return streams, normed.reshape(x.shape), cache
 
 
 def _onto(

@@ -9,7 +9,7 @@ from typing import Any
 from dflash_kernels import float8_dense, float8_gated, float8_onto
 from jaxtyping import Array, Float
 
-from dflash_jax.models.layers import RMSNorm, Rotary
+from dflash_jax.models.layers import Attend, Cache, RMSNorm, Rotary
 from dflash_jax.quantization.weights import rounded
 
 
@@ -19,16 +19,18 @@ def run_fused_float8(
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Any,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`."""
+    attend: Attend,
+    cache: Cache,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`."""
     streams: list[Array] = []
     stream = x.reshape(-1, x.shape[-1])
     rows = rounded(normed.reshape(stream.shape), layers[0].attn.qkv_proj.weight[...])
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         qkv, o, gate_up, down = (projection.weight[...] for projection in _projections(layer))
         projected = float8_dense(rows, qkv.values, qkv.scales, x.dtype)
-        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(stream.shape[0], -1)
+        heads, cache = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary, cache)
+        heads = heads.reshape(stream.shape[0], -1)
         stream, rows = _onto(rounded(heads, o), o, stream, layer.post_norm)
         inner = rounded(float8_gated(rows, gate_up.values, gate_up.scales, x.dtype), down)
         if later is None:
@@ -36,7 +38,7 @@ def run_fused_float8(
         else:
             stream, rows = _onto(inner, down, stream, later.input_norm)
         streams.append(stream.reshape(x.shape))
-    return streams, norm(streams[-1])
+    return streams, norm(streams[-1]), cache
 
 
 def _projections(layer: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.fused_dense import multiplied
-from dflash_jax.models.layers import Linear, RMSNorm, Rotary
+from dflash_jax.models.layers import Attend, Cache, Linear, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -20,21 +20,23 @@ def run_fused_moe(
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Any,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`."""
+    attend: Attend,
+    cache: Cache,
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`."""
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange()
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         projected = multiplied(layer.attn.qkv_proj, normed)
-        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
+        heads, cache = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary, cache)
+        heads = heads.reshape(rows, -1)
         heads = _projected(layer.attn.o_proj, heads)
         stream, parts = _fed(layer, heads, stream, exchange)
         following = norm if later is None else later.input_norm
         stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps)
         streams.append(stream.reshape(x.shape))
-    return streams, normed.reshape(x.shape)
+    return streams, normed.reshape(x.shape), cache
 
 
 def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:

@@ -5,7 +5,7 @@ float32 between layers.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,33 @@ from dflash_kernels import (
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.plan import ExecutionPlan
-from dflash_jax.models.layers import RMSNorm, Rotary
+from dflash_jax.models.layers import Attend, Attention, Cache, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised, Weight
+
+
+class AttendsInLayer(Protocol):
+    """An `Attend` that can also be part of a layer's own kernel: what a plan with attention "in_layer" asks of it."""
+
+    def in_layer(
+        self,
+        layer: Attention,
+        qkv: Array,
+        rotary: Rotary,
+        stream: Array,
+        weights: tuple[Any, ...],
+        scales: Any,
+        workspace: Any,
+        cache: Cache,
+    ) -> tuple[Array, Array | None, Cache]:
+        """Attention and all that follows up to the next layer's projection: the stream, that projection, and the cache.
+
+        Args:
+          qkv: the layer's projection.
+          stream: the residual stream as `chain_stream` makes it.
+          weights, scales: from the output projection on, the next layer's norm and projection included.
+          workspace: of `make_workspace`.
+        """
+        ...
 
 
 def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Any:
@@ -49,11 +74,12 @@ def run_persistent(
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Any,
+    attend: Attend,
+    cache: Cache,
     workspace: Any = None,
     implementation: str | None = None,
-) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`.
+) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
 
     Args:
       normed: x after the first layer's norm.
@@ -67,19 +93,22 @@ def run_persistent(
     streams = []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         if plan.attention == "in_layer":
-            stream, projected = attend.chain(layer.attn, projected, rotary, stream, *_weights(layer, later), workspace)
+            whole = cast(AttendsInLayer, attend).in_layer
+            weights = _weights(layer, later)
+            stream, projected, cache = whole(layer.attn, projected, rotary, stream, *weights, workspace, cache)
             streams.append(stream)
             continue
-        heads = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary).reshape(rows, -1)
+        heads, cache = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary, cache)
         weights, scales = _weights(layer, later)
         ahead = None if later is None else _stored(later.attn.o_proj.weight[...])[0]
         stream, projected = layer_chain(
-            heads, stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
+            heads.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
             implementation=implementation,
         )  # fmt: skip
         streams.append(stream)
     hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps)
-    return [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams], hidden.reshape(x.shape)
+    streams = [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams]
+    return streams, hidden.reshape(x.shape), cache
 
 
 def _stored(weight: Weight | None) -> tuple[Any, Array | None]:

@@ -12,8 +12,8 @@ from dflash_jax.execution.fused_dense import run_fused_dense
 from dflash_jax.execution.fused_float8 import run_fused_float8
 from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import run_persistent
-from dflash_jax.execution.plan import ExecutionPlan
-from dflash_jax.models.layers import ONE_BY_ONE, RMSNorm, Rotary
+from dflash_jax.execution.plan import PLAIN, ExecutionPlan
+from dflash_jax.models.layers import ONE_BY_ONE, Cache, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -46,18 +46,22 @@ class Planned:
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
+        cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
         if self.plan.runner == "plain":
-            return ONE_BY_ONE(layers, norm, x, rotary, attend)
+            return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
         first: jax.Array = layers[0].input_norm(x) if normed is None else normed
         match self.plan.runner:
             case "persistent":
-                return run_persistent(self.plan, layers, norm, x, first, rotary, attend, self.workspace)
+                return run_persistent(self.plan, layers, norm, x, first, rotary, attend, cache, self.workspace)
             case "fused_dense":
-                return run_fused_dense(layers, norm, x, first, rotary, attend)
+                return run_fused_dense(layers, norm, x, first, rotary, attend, cache)
             case "fused_float8":
-                return run_fused_float8(layers, norm, x, first, rotary, attend)
+                return run_fused_float8(layers, norm, x, first, rotary, attend, cache)
             case "fused_moe":
-                return run_fused_moe(layers, norm, x, first, rotary, attend)
+                return run_fused_moe(layers, norm, x, first, rotary, attend, cache)
+
+
+LAYER_BY_LAYER = Planned(PLAIN)

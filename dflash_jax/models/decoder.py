@@ -10,6 +10,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
     Attend,
+    Cache,
     LatentAttend,
     Linear,
     RMSNorm,
@@ -31,7 +32,7 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend)`."""
+    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend, cache)`."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool):
         self.config = config
@@ -47,17 +48,20 @@ class Decoder(nnx.Module):
         attend: Attend | LatentAttend,
         taps: tuple[int, ...] = (),
         run: Runner = ONE_BY_ONE,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"]]:
-        """Hidden states after the final norm, and the tapped residual streams side by side in the order of `taps`.
+        cache: Cache = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"], Cache]:
+        """Hidden states after the final norm, the tapped residual streams side by side in the order of `taps`, and the cache.
+
+        `attend` takes the cache and gives it back with the new tokens, layer by layer; None where it keeps nothing.
 
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
-        streams, hidden = run(self.layers, self.norm, x, self.rotary(positions), attend, normed=normed)
+        streams, hidden, cache = run(self.layers, self.norm, x, self.rotary(positions), attend, cache, normed=normed)
         tapped = [x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
-        return hidden, features
+        return hidden, features, cache
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

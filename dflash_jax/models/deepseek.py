@@ -16,11 +16,11 @@ from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.deepseek_config import DeepseekConfig
 from dflash_jax.models.layers import (
     MLP,
+    Cache,
     LatentAttend,
     Linear,
     RMSNorm,
     Rotary,
-    WritesLatentRows,
     mlp_parameters,
     rotary_tables,
     rotate,
@@ -84,13 +84,9 @@ class MLAttention(nnx.Module):
         k_pe = turn(k_pe[..., None, :], rotary)[..., 0, :]
         return q_nope, turn(q_pe, rotary), self.kv_a_norm(kv_c), k_pe
 
-    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
-        q, row = self.project(x)
-        if isinstance(attend, WritesLatentRows):
-            out = attend.latent_rows(self, q, row, rotary)
-        else:
-            out = attend.latent(self, *self.parts(q, row, rotary))
-        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        out, cache = attend.latent(self, *self.project(x), rotary, cache)
+        return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
 
     @property
     def w_uk(self) -> Float[Array, "N P R"]:
@@ -134,9 +130,10 @@ class DeepseekLayer(nnx.Module):
         dense = index < config.num_dense_layers
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
 
-    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
-        x = x + self.attn(self.input_norm(x), rotary, attend)
-        return x + self.mlp(self.post_norm(x))
+    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
+        x = x + attended
+        return x + self.mlp(self.post_norm(x)), cache
 
 
 def deepseek_traits(config: DeepseekConfig) -> LayerTraits:

@@ -16,6 +16,7 @@ from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
     Attend,
+    Cache,
     DecoderLayer,
     Linear,
     RMSNorm,
@@ -96,10 +97,15 @@ class DFlash(nnx.Module):
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
     def __call__(
-        self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend, run: Runner = ONE_BY_ONE
-    ) -> Float[Array, "B G D"]:
-        """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
-        return self._run(x, None, positions, attend, run)
+        self,
+        x: Float[Array, "B G D"],
+        positions: Int[Array, "B G"],
+        attend: Attend,
+        run: Runner = ONE_BY_ONE,
+        cache: Cache = None,
+    ) -> tuple[Float[Array, "B G D"], Cache]:
+        """Hidden states of the block's slots after the final norm, and the cache. `attend` adds the context's keys."""
+        return self._run(x, None, positions, attend, run, cache)
 
     def block(
         self,
@@ -108,25 +114,30 @@ class DFlash(nnx.Module):
         positions: Int[Array, "B G"],
         attend: Attend,
         run: Runner = ONE_BY_ONE,
-    ) -> Float[Array, "B G D"]:
+        cache: Cache = None,
+    ) -> tuple[Float[Array, "B G D"], Cache]:
         """The same for `block_embeddings` of these arguments."""
         c, table = self.config, embed_weight if self.embed is None else self.embed.weight[...]
         if self.mask_embedding is not None or c.embedding_scale != 1.0:
-            return self(self.block_embeddings(pending, embed_weight), positions, attend, run)
+            return self(self.block_embeddings(pending, embed_weight), positions, attend, run, cache)
         ids = jnp.where(jnp.arange(c.block_size) == 0, pending[:, None], c.mask_token_id)
-        return self._run(*run.embed(self.layers, table, ids), positions, attend, run)
+        return self._run(*run.embed(self.layers, table, ids), positions, attend, run, cache)
 
-    def _run(self, x: Array, normed: Array | None, positions: Array, attend: Attend, run: Runner) -> Array:
-        return run(self.layers, self.norm, x, self.rotary(positions), self._scaled(attend), normed=normed)[1]
+    def _run(
+        self, x: Array, normed: Array | None, positions: Array, attend: Attend, run: Runner, cache: Cache
+    ) -> tuple[Array, Cache]:
+        rotary, scaled = self.rotary(positions), self._scaled(attend)
+        _, hidden, cache = run(self.layers, self.norm, x, rotary, scaled, cache, normed=normed)
+        return hidden, cache
 
     def _scaled(self, attend: Attend) -> Attend:
         scale = self.config.value_scale
         if scale == 1.0:
             return attend
 
-        def scaled(layer, qkv, rotary):
-            out = attend(layer, qkv, rotary)
-            return out * jnp.asarray(scale, out.dtype)
+        def scaled(layer, qkv, rotary, cache):
+            out, cache = attend(layer, qkv, rotary, cache)
+            return out * jnp.asarray(scale, out.dtype), cache
 
         return scaled
 

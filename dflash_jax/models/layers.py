@@ -31,32 +31,30 @@ class Rotary(NamedTuple):
     sin: Array
 
 
+# What attention reads and changes: page pools, say, or None where it keeps nothing. A pytree that it takes and gives back.
+type Cache = Any
+
+
 @runtime_checkable
 class Attend(Protocol):
     """Attention over whatever keys the caller keeps.
 
-    Takes the layer, its projection `qkv [B,T,(N+2K)*H]` and the tokens' rotation, and gives `[B,T,N,H]`. `layer.heads(qkv, rotary)`
-    are queries, keys and values.
+    Takes the layer, its projection `qkv [B,T,(N+2K)*H]`, the tokens' rotation and the cache, and gives `[B,T,N,H]` and the cache
+    with the new tokens. `layer.heads(qkv, rotary)` are queries, keys and values.
     """
 
-    def __call__(self, layer: "Attention", qkv: Array, rotary: Rotary) -> Array: ...
+    def __call__(self, layer: "Attention", qkv: Array, rotary: Rotary, cache: Cache) -> tuple[Array, Cache]: ...
 
 
 @runtime_checkable
 class LatentAttend(Protocol):
     """Attention to latent rows, wherever the caller keeps them."""
 
-    def latent(self, layer: Any, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
-        """`q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, and the same tokens' `kv_c [B,T,R]` and `k_pe [B,T,r]`, to `[B,T,N,V_h]`."""
-        ...
+    def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache) -> tuple[Array, Cache]:
+        """`q [B,T,N,P+r]` and `row [B,T,R+r]` as projected to `[B,T,N,V_h]`, and the cache with the new rows.
 
-
-@runtime_checkable
-class WritesLatentRows(Protocol):
-    """A `LatentAttend` that norms and rotates rows on their way into the pages."""
-
-    def latent_rows(self, layer: Any, q: Array, row: Array, rotary: "Rotary") -> Array:
-        """`q [B,T,N,P+r]` and `row [B,T,R+r]` as projected to `[B,T,N,V_h]`."""
+        `layer.parts(q, row, rotary)` are both, normed and rotated.
+        """
         ...
 
 
@@ -161,10 +159,14 @@ class Runner(Protocol):
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
+        cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-        """The residual stream after each layer, and the last one after `norm`. `normed`: x after the first layer's norm."""
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+        """The residual stream after each layer, the last one after `norm`, and the cache that all layers' attention has left.
+
+        `normed`: x after the first layer's norm.
+        """
         ...
 
 
@@ -183,14 +185,15 @@ class OneByOne:
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
+        cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
         streams = []
         for layer in layers:
-            x = layer(x, rotary, attend)
+            x, cache = layer(x, rotary, attend, cache)
             streams.append(x)
-        return streams, norm(x)
+        return streams, norm(x), cache
 
 
 ONE_BY_ONE = OneByOne()
@@ -249,9 +252,9 @@ class Attention(nnx.Module):
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return rotate(q, rotary), rotate(k, rotary), v
 
-    def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
-        out = attend(self, self.qkv_proj(x), rotary)
-        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+    def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
+        out, cache = attend(self, self.qkv_proj(x), rotary, cache)
+        return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
 
 
 class MLP(nnx.Module):
@@ -294,9 +297,10 @@ class DecoderLayer(nnx.Module):
             MLP(config.hidden_size, traits.inner, traits.activation) if feed_forward is None else feed_forward
         )
 
-    def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
-        x = x + self.attn(self.input_norm(x), rotary, attend)
-        return x + self.mlp(self.post_norm(x))
+    def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
+        attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
+        x = x + attended
+        return x + self.mlp(self.post_norm(x)), cache
 
 
 def mlp_parameters(config: DecoderConfig, ours: str, theirs: str) -> list[Parameter]:

@@ -5,16 +5,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.dense import masked_attention
-from dflash_jax.models.layers import Attend, Attention, Rotary
+from dflash_jax.models.layers import Attend, Attention, Cache, Rotary
 
 
 def causal_attend() -> Attend:
     """Full causal attention through cuDNN on a GPU, through XLA elsewhere."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
 
-    def attend(layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+    def attend(layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         q, k, v = layer.heads(qkv, rotary)
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, implementation=implementation)
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, implementation=implementation)
+        return out, cache
 
     return attend
 
@@ -35,7 +36,7 @@ def block_attend(
 ) -> Attend:
     """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks."""
 
-    def attend(layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+    def attend(layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         q, k, v = layer.heads(qkv, rotary)
         keys, values = context[0][layer.index], context[1][layer.index]
         b, t, n, h = q.shape
@@ -53,22 +54,26 @@ def block_attend(
         out = jnp.einsum("bkrags,bskh->bagkrh", on_context, values) + jnp.einsum(
             "bkragj,bajkh->bagkrh", on_block, own_v
         )
-        return out.reshape(b, t, n, h)
+        return out.reshape(b, t, n, h), cache
 
     return attend
 
 
-class GrowingCache:
-    """Keys and values of all layers in dense arrays of a fixed length; lives inside one trace."""
+type KeysValues = tuple[tuple[Array, ...], tuple[Array, ...]]
 
-    def __init__(self, keys: list[Array], values: list[Array], at: Int[Array, ""] | int):
-        self.keys, self.values, self.at = list(keys), list(values), at
 
-    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary) -> Array:
+def growing_attend(at: Int[Array, ""] | int) -> Attend:
+    """Attention of tokens from position `at` on; its cache is the keys and the values of all layers in arrays of a fixed length."""
+
+    def attend(layer: Attention, qkv: Array, rotary: Rotary, cache: KeysValues) -> tuple[Array, KeysValues]:
         q, k, v = layer.heads(qkv, rotary)
-        i, start = layer.index, (0, self.at, 0, 0)
-        self.keys[i] = jax.lax.dynamic_update_slice(self.keys[i], k, start)
-        self.values[i] = jax.lax.dynamic_update_slice(self.values[i], v, start)
-        ends = self.at + jnp.arange(q.shape[1])
-        visible = jnp.arange(self.keys[i].shape[1])[None, :] <= ends[:, None]
-        return masked_attention(q, self.keys[i], self.values[i], visible[None], layer.scale)
+        i, start = layer.index, (0, at, 0, 0)
+        keys, values = (
+            (*kept[:i], jax.lax.dynamic_update_slice(kept[i], new, start), *kept[i + 1 :])
+            for kept, new in zip(cache, (k, v), strict=True)
+        )
+        ends = at + jnp.arange(q.shape[1])
+        visible = jnp.arange(keys[i].shape[1])[None, :] <= ends[:, None]
+        return masked_attention(q, keys[i], values[i], visible[None], layer.scale), (keys, values)
+
+    return attend

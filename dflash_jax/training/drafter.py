@@ -23,7 +23,8 @@ def target_pass(
 ) -> tuple[Float[Array, "B C D"], Float[Array, "B C nD"]]:
     """The frozen target's final hidden states and tapped features of whole sequences."""
     model = bind(settings.target_config, target)
-    return jax.lax.stop_gradient(model(ids, positions_like(ids), causal_attend(), settings.taps))
+    hidden, features, _ = model(ids, positions_like(ids), causal_attend(), settings.taps)
+    return jax.lax.stop_gradient((hidden, features))
 
 
 def block_hidden(
@@ -44,7 +45,8 @@ def block_hidden(
     pending = jnp.take_along_axis(ids, anchors, axis=1)
     x = draft.block_embeddings(pending.reshape(-1), embed_weight).reshape(b, a * g, -1)
     positions = (anchors[:, :, None] + jnp.arange(g)).reshape(b, a * g)
-    return draft(x, positions, block_attend(anchors, context, g)).reshape(b, a, g, -1)
+    hidden, _ = draft(x, positions, block_attend(anchors, context, g))
+    return hidden.reshape(b, a, g, -1)
 
 
 def spread_anchors(key: Array, rows: int, count: int, first: int, last: int) -> Int[Array, "B A"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models import bind
-from dflash_jax.training.attention import GrowingCache
+from dflash_jax.training.attention import growing_attend
 from dflash_jax.training.optimizer import Params, half
 from dflash_jax.training.settings import Rollouts, Settings
 from dflash_jax.training.stages import Clock, Interrupted
@@ -30,22 +30,21 @@ def continue_prompts(
     rows, prompt = prompts.shape
     model = bind(config, params)
     shape = (rows, prompt + new, config.num_kv_heads, config.head_dim)
-    empty = [jnp.zeros(shape, params["norm.weight"].dtype)] * config.num_layers
+    empty = (jnp.zeros(shape, params["norm.weight"].dtype),) * config.num_layers
 
-    def forward(ids, at, keys, values):
-        cache = GrowingCache(keys, values, at)
+    def forward(ids, at, cache):
         positions = jnp.broadcast_to(at + jnp.arange(ids.shape[1]), ids.shape)
-        hidden, _ = model(ids, positions, cache)
+        hidden, _, cache = model(ids, positions, growing_attend(at), cache=cache)
         logits = model.logits(hidden[:, -1])
         if sampled:
             logits = logits + position_noise(key, at + ids.shape[1], rows, config.vocab_size)
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache.keys, cache.values
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
     def step(carry, at):
-        token, keys, values = carry
-        return forward(token[:, None], at, keys, values), token
+        token, cache = carry
+        return forward(token[:, None], at, cache), token
 
-    first = forward(prompts, 0, empty, empty)
+    first = forward(prompts, 0, (empty, empty))
     _, tokens = jax.lax.scan(step, first, prompt + jnp.arange(new))
     return jnp.concatenate([prompts, tokens.T], axis=1)
 

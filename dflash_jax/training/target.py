@@ -41,7 +41,7 @@ def next_token_loss(config: Qwen3Config, params: Params, windows: Int[Array, "B 
     model = bind(config, half(params))
     model.embed = MasterEmbedding(params["embed.weight"])
     ids = windows[:, :-1]
-    hidden, _ = model(ids, positions_like(ids), causal_attend())
+    hidden, _, _ = model(ids, positions_like(ids), causal_attend())
     return optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), windows[:, 1:]).mean()
 
 

@@ -57,9 +57,9 @@ def batch_in(kind, garbage: int = 0xFF, context=CONTEXT, queries=QUERIES, **opti
 @functools.partial(jax.jit, static_argnames="form")
 def attend_latent(layer, q_nope, q_pe, latents, pages, table, context_lens, q_lens, *, form):
     positions = context_lens[:, None] + jnp.arange(q_nope.shape[1])
-    attend = PagedAttend(pages, table, positions, q_lens, **({} if form is None else {"form": form}))
+    attend = PagedAttend(table, positions, q_lens, pages.page_size, **({} if form is None else {"form": form}))
     kv_c, k_pe = jnp.split(latents, [RANK], axis=-1)
-    return attend.latent(layer, q_nope, q_pe, kv_c, k_pe), attend.pages
+    return attend.latent_parts(layer, q_nope, q_pe, kv_c, k_pe, pages)
 
 
 def run(batch: Batch, t: int, form: LatentForm | None, dtype=np.float32) -> tuple[np.ndarray, Pages]:
@@ -201,8 +201,8 @@ def test_heads_are_read_as_they_are_kept() -> None:
     def both(params, pages):
         model, positions = bind(GQA, params), jnp.arange(20, dtype=jnp.int32)[None]
         layer, rotary = model.layers[1].attn, model.rotary(positions)
-        attend = PagedAttend(pages, jnp.array([[2, 0, 3]], jnp.int32), positions, jnp.array([20], jnp.int32))
-        return attend(layer, qkv, rotary), attend.pages, layer.heads(qkv, rotary)
+        attend = PagedAttend(jnp.array([[2, 0, 3]], jnp.int32), positions, jnp.array([20], jnp.int32), 8)
+        return *attend(layer, qkv, rotary, pages), layer.heads(qkv, rotary)
 
     out, pages, (q, k, v) = both(params_of(GQA), pages)
     read = [
@@ -221,8 +221,8 @@ def largest_seen(config, texts) -> list[np.ndarray]:
     @jax.jit
     def observe(params, ids):
         observer = Observer(jnp.ones(ids.shape, bool))
-        bind(config, params)(ids, jnp.arange(ids.shape[1])[None], observer)
-        return [observer.keys[i] for i in range(config.num_layers)]
+        seen = bind(config, params)(ids, jnp.arange(ids.shape[1])[None], observer)[2]
+        return [seen[i]["keys"] for i in range(config.num_layers)]
 
     found = [observe(params_of(config), jnp.array([text])) for text in texts]
     return [np.max([np.asarray(row[i]) for row in found], axis=0) for i in range(config.num_layers)]
@@ -284,9 +284,9 @@ def test_logits_stay_close_to_the_unquantised_models(config, cache_dtype) -> Non
     def part(params, pages, ids, start):
         model, positions = bind(config, params), start + jnp.arange(ids.shape[1])[None]
         table = jnp.array([[3, 1, 2]], jnp.int32)
-        attend = PagedAttend(pages, table, positions, jnp.array([ids.shape[1]]), form=LatentForm(8, 16))
-        hidden, _ = model(ids, positions, attend)
-        return attend.pages, model.logits(hidden)[0, -1]
+        attend = PagedAttend(table, positions, jnp.array([ids.shape[1]]), pages.page_size, form=LatentForm(8, 16))
+        hidden, _, pages = model(ids, positions, attend, cache=pages)
+        return pages, model.logits(hidden)[0, -1]
 
     found, true = [], dense(params)
     for cuts in ((0, 16, 24), (0, 8, 24)):  # long parts are expanded, short ones absorbed

@@ -26,9 +26,9 @@ def attend_latent(layer, q_nope, q_pe, latents, pages, table, context_lens, q_le
     # As decoding does: an idle row keeps its positions, only q_lens says that it is idle.
     positions = context_lens[:, None] + jnp.arange(q_nope.shape[1])
     options = {} if form is None else {"form": form}
-    attend = PagedAttend(Pages((pages,), ()), table, positions, q_lens, **options)
+    attend = PagedAttend(table, positions, q_lens, pages.shape[2], **options)
     kv_c, k_pe = jnp.split(latents, [layer.w_uk.shape[-1]], axis=-1)
-    return attend.latent(layer, q_nope, q_pe, kv_c, k_pe), attend.pages
+    return attend.latent_parts(layer, q_nope, q_pe, kv_c, k_pe, Pages((pages,), ()))
 
 
 def run(batch: Batch, t: int, form: LatentForm | None = None, padding: float = np.nan) -> tuple[np.ndarray, np.ndarray]:
@@ -151,10 +151,10 @@ def test_dense_attention_agrees_with_float64() -> None:
     batch = make_batch([0, 0], [11, 11])
     rank = batch.latents.shape[-1] - batch.rotated
     arrays = batch.q_nope, batch.q_pe, batch.latents[..., :rank], batch.latents[..., rank:]
-    out = dense_attend().latent(batch.layer, *map(jnp.asarray, arrays))
+    out = dense_attend().latent_parts(batch.layer, *map(jnp.asarray, arrays))
     np.testing.assert_allclose(out, batch.oracle(11), rtol=0, atol=1e-5)
     mask = jnp.tril(jnp.ones((2, 11, 11), bool))
-    np.testing.assert_array_equal(out, dense_attend(mask).latent(batch.layer, *map(jnp.asarray, arrays)))
+    np.testing.assert_array_equal(out, dense_attend(mask).latent_parts(batch.layer, *map(jnp.asarray, arrays)))
 
 
 def test_the_form_follows_the_number_of_queries() -> None:

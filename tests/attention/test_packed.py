@@ -57,9 +57,9 @@ def call(pages: Pages, table: np.ndarray, order, context, queries, padding: int 
     @jax.jit
     def run(params, pages, tokens, table):
         model = bind(CONFIG, params)
-        attend = PackedAttend(pages, table, queries, context + queries, tokens=len(tokens), **options)
-        hidden, _ = model(tokens[None], attend.positions, attend)
-        return attend.pages, model.logits(hidden)[0]
+        attend = PackedAttend(table, queries, context + queries, page_size=PAGE, tokens=len(tokens), **options)
+        hidden, _, pages = model(tokens[None], attend.positions, attend, cache=pages)
+        return pages, model.logits(hidden)[0]
 
     return run(params(), pages, jnp.asarray(tokens), jnp.asarray(table))
 
@@ -101,9 +101,8 @@ def test_every_request_is_as_alone(order, options) -> None:
 
 
 def test_lengths_and_workspaces_that_do_not_fit() -> None:
-    pages = make_pages(CONFIG, 8, PAGE, jnp.dtype(jnp.float32))
     table = jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match="7 new tokens do not fit a batch of 6"):
-        PackedAttend(pages, table, np.array([3, 4]), np.array([3, 4]), workspace=64, tokens=6)
+        PackedAttend(table, np.array([3, 4]), np.array([3, 4]), page_size=PAGE, workspace=64, tokens=6)
     with pytest.raises(CapacityError, match="at least 8 tokens"):
-        PackedAttend(pages, table, np.array([3, 4]), np.array([9, 9]), workspace=6, absorb_up_to=1)
+        PackedAttend(table, np.array([3, 4]), np.array([9, 9]), page_size=PAGE, workspace=6, absorb_up_to=1)

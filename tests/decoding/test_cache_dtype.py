@@ -80,9 +80,9 @@ def test_int8_pages_are_read_as_they_are_kept() -> None:
     @functools.partial(jax.jit, static_argnames=("start", "stop"))
     def part(params, pages, start, stop):
         model, positions = bind(config, params), jnp.arange(start, stop, dtype=jnp.int32)[None]
-        attend = PagedAttend(pages, jnp.array([[2, 0, 3]], jnp.int32), positions, jnp.array([stop - start], jnp.int32))
-        out = attend(model.layers[1].attn, qkv[:, start:stop], model.rotary(positions))
-        return out, attend.pages, model.layers[1].attn.heads(qkv[:, start:stop], model.rotary(positions))
+        attend = PagedAttend(jnp.array([[2, 0, 3]], jnp.int32), positions, jnp.array([stop - start], jnp.int32), 8)
+        out, pages = attend(model.layers[1].attn, qkv[:, start:stop], model.rotary(positions), pages)
+        return out, pages, model.layers[1].attn.heads(qkv[:, start:stop], model.rotary(positions))
 
     outs, made = [], []
     for start, stop in ((0, cut), (cut, total)):

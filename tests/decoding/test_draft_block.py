@@ -71,11 +71,11 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
     def dense(weights, ids, pending):
         target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
         positions, length = jnp.arange(ids.shape[1])[None], ids.shape[1]
-        _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
+        _, features, _ = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
         first = 0 if window is None else max(length - window, 0) // engine.page_size * engine.page_size
         keys, values = (x[:, :, first:] for x in drafter.context_kv(drafter.context(features), positions))
         block = drafter.block_embeddings(pending, target.embed.weight[...])
-        return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))
+        return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))[0]
 
     hidden = np.asarray(over_pages(engine.weights, run.state, jnp.asarray(run.slots.tables)))
     for index, slot in slots.items():

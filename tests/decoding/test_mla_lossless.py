@@ -120,7 +120,7 @@ def test_greedy_text_is_the_dense_models_argmax(plain) -> None:
     @jax.jit
     def chosen(params, ids):
         target = bind(TARGET, params)
-        hidden, _ = target(ids, jnp.broadcast_to(jnp.arange(128), ids.shape), dense_attend())
+        hidden, _, _ = target(ids, jnp.broadcast_to(jnp.arange(128), ids.shape), dense_attend())
         return jnp.argmax(target.logits(hidden), axis=-1)
 
     for row, prompt, tokens in zip(np.asarray(chosen(params, ids)), prompts(), plain, strict=True):

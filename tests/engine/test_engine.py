@@ -54,7 +54,7 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
     )
     target, drafter = bind(pair.target, engine.weights["target"]), bind(pair.draft, engine.weights["draft"])
     ids, positions = jnp.array([tokens[:length]]), jnp.arange(length)[None]
-    _, features = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
+    _, features, _ = target(ids, positions, dense_attend(), pair.draft.target_layer_ids)
     keys, values = drafter.context_kv(drafter.context(features), positions)
     for layer in range(pair.draft.num_layers):
         for pool, expected in ((pages.k, keys), (pages.v, values)):
@@ -185,7 +185,7 @@ def test_logprobs_are_the_targets(pair, make_prompts, draft):
     assert len(rows) == len(tokens) == 20
     target = bind(pair.target, pair.engine.weights["target"])
     ids = jnp.array([prompt + tokens])
-    hidden, _ = target(ids, jnp.arange(ids.shape[1])[None], dense_attend())
+    hidden, _, _ = target(ids, jnp.arange(ids.shape[1])[None], dense_attend())
     table = np.asarray(jax.nn.log_softmax(target.logits(hidden))[0, len(prompt) - 1 : -1])
     for place, (chosen, top) in enumerate(rows):
         assert chosen == pytest.approx(table[place, tokens[place]], abs=1e-3)

@@ -228,7 +228,7 @@ def test_long_prompts(make_pair, make_prompts, monkeypatch):
     params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
     for prompt in make_prompts((256, 257)):
         first, *_ = engine.run([Request(0, tuple(prompt), params)], draft=False)
-        hidden, _ = target(jnp.array([prompt]), jnp.arange(len(prompt))[None], dense_attend())
+        hidden, _, _ = target(jnp.array([prompt]), jnp.arange(len(prompt))[None], dense_attend())
         table = jax.nn.log_softmax(target.logits(hidden[:, -1:]))[0, 0]
         assert first.tokens == [int(jnp.argmax(table))]
         assert first.logprobs[0][0] == pytest.approx(float(table.max()), abs=1e-4)

@@ -30,7 +30,7 @@ CASES = cases("qwen3")
 
 def runs(plan: ExecutionPlan, model: Any, x: jax.Array, rotary: Rotary, attend: Any) -> list[jax.Array]:
     """The residual stream after each layer and the last one's norm."""
-    streams, hidden = Planned(plan)(model.layers, model.norm, x, rotary, attend)
+    streams, hidden, _ = Planned(plan)(model.layers, model.norm, x, rotary, attend, None)
     return [*streams, hidden]
 
 
@@ -110,9 +110,10 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
         chosen = choose(layer_traits(config), shape, weight_format(params))
         for first, lens in ((0, [4, 3]), (4, [1, 0])):
             positions = first + jnp.arange(4)[None].repeat(2, axis=0)
-            attend = PagedAttend(held, table, positions, jnp.asarray(lens), **options)
-            found.append(runs(chosen, model, model.embed(ids), model.rotary(positions), attend))
-            held = attend.pages
+            attend = PagedAttend(table, positions, jnp.asarray(lens), held.page_size, **options)
+            run, x, rotary = Planned(chosen), model.embed(ids), model.rotary(positions)
+            *outs, held = run(model.layers, model.norm, x, rotary, attend, held)
+            found.append(outs)
         return chosen, [found, held]
 
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")

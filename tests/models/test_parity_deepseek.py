@@ -24,19 +24,20 @@ class Recording:
         self.seen: dict[int, tuple[Any, ...]] = {}
         self.dense = dense_attend()
 
-    def latent(self, layer: Any, *arrays: Any) -> Any:
-        self.seen[layer.index] = arrays
-        return self.dense.latent(layer, *arrays)
+    def latent(self, layer: Any, q: Any, row: Any, rotary: Any, cache: Any) -> Any:
+        self.seen[layer.index] = layer.parts(q, row, rotary)
+        return self.dense.latent_parts(layer, *self.seen[layer.index]), cache
 
 
 class Absorbed:
     """Attention to the latent rows themselves: one key of R + r numbers for all heads, whose first R are the value."""
 
-    def latent(self, layer: Any, q_nope: Any, q_pe: Any, kv_c: Any, k_pe: Any) -> Any:
+    def latent(self, layer: Any, q: Any, row: Any, rotary: Any, cache: Any) -> Any:
+        q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
         rows = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
         mask = jnp.tril(jnp.ones((1, rows.shape[1], rows.shape[1]), bool))
         out = masked_attention(layer.absorb(q_nope, q_pe), rows, rows, mask, layer.scale)
-        return layer.up(out[..., : layer.config.kv_lora_rank])
+        return layer.up(out[..., : layer.config.kv_lora_rank]), cache
 
 
 def halves(x: Any) -> Any:
@@ -51,13 +52,13 @@ def observed(case: str) -> dict[str, Any]:
     model, attend = bind(config, params), Recording()
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     taps = tuple(range(-1, config.num_layers))
-    hidden, features = model(ids, positions, attend, taps)
+    hidden, features, _ = model(ids, positions, attend, taps)
     embed, *blocks = jnp.split(features, len(taps), axis=-1)
     first, sparse = model.layers[0], model.layers[1]
     ours = {"embed": embed, "norm0": first.input_norm(embed), "final_norm": hidden, "logits": model.logits(hidden)}
-    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), attend)
+    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), attend)[0]
     ours["mlp0"] = first.mlp(first.post_norm(embed + ours["attn0"]))
-    ours["attn1"] = sparse.attn(sparse.input_norm(blocks[0]), model.rotary(positions), attend)
+    ours["attn1"] = sparse.attn(sparse.input_norm(blocks[0]), model.rotary(positions), attend)[0]
     x = sparse.post_norm(blocks[0] + ours["attn1"])
     rows = x.reshape(-1, x.shape[-1])
     experts, weights = sparse.mlp.router(rows)
@@ -95,14 +96,14 @@ def test_every_module_agrees(case: str) -> None:
 def test_absorbed_and_expanded_forms_agree(case: str) -> None:
     config, params, inputs, expected = golden(case)
     model = bind(config, params)
-    hidden, _ = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), Absorbed())
+    hidden, _, _ = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), Absorbed())
     assert difference(model.logits(hidden), expected["logits"]) <= TOLERANCE
 
 
 def logits_with(case: str, params: dict[str, Any] | None = None, **changes: Any) -> Any:
     config, ours, inputs, _ = golden(case)
     model = bind(dataclasses.replace(config, **changes), ours if params is None else params)
-    hidden, _ = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())
+    hidden, _, _ = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())
     return model.logits(hidden)
 
 
@@ -149,7 +150,7 @@ def test_half_precision_stays_half_precision() -> None:
     }
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     model = bind(config, narrow)
-    hidden, features = model(ids, positions, dense_attend(), (0, 1, 2))
+    hidden, features, _ = model(ids, positions, dense_attend(), (0, 1, 2))
     assert (hidden.dtype, features.dtype, model.logits(hidden).dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     assert np.isfinite(model.logits(hidden)).all()
 

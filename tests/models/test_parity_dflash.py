@@ -23,14 +23,14 @@ def observed(config: DFlashConfig, params: dict[str, Any], inputs: dict[str, Any
     keys_values = model.context_kv(context, inputs["context_positions"])
     dense = dense_attend(context=keys_values)
 
-    def attend(layer: Any, qkv: Any, rotary: Any) -> Any:
+    def attend(layer: Any, qkv: Any, rotary: Any, cache: Any) -> Any:
         queries[f"q{layer.index}"] = layer.heads(qkv, rotary)[0]
-        return dense(layer, qkv, rotary)
+        return dense(layer, qkv, rotary, cache)
 
     # A drafter with tables of its own must not look at the target's.
     unused = jnp.full((config.vocab_size, config.target_hidden_size), jnp.nan)
     x = model.block_embeddings(inputs["pending"], inputs.get("embed", unused))
-    hidden = model(x, inputs["block_positions"], attend)
+    hidden, _ = model(x, inputs["block_positions"], attend)
     ours = {
         "context": context,
         "context_k": keys_values[0],

@@ -25,17 +25,17 @@ def observed(case: str) -> dict[str, Any]:
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     dense, seen = dense_attend(), {}
 
-    def attend(layer: Any, qkv: Any, rotary: Any) -> Any:
+    def attend(layer: Any, qkv: Any, rotary: Any, cache: Any) -> Any:
         seen.setdefault(layer.index, layer.heads(qkv, rotary))
-        return dense(layer, qkv, rotary)
+        return dense(layer, qkv, rotary, cache)
 
     taps = tuple(range(-1, config.num_layers))
-    hidden, features = model(ids, positions, attend, taps)
+    hidden, features, _ = model(ids, positions, attend, taps)
     embed, *blocks = jnp.split(features, len(taps), axis=-1)
     first = model.layers[0]
     ours = {"embed": embed, "norm0": first.input_norm(embed), "final_norm": hidden, "logits": model.logits(hidden)}
     ours |= dict(zip(("q0", "k0", "v0"), seen[0], strict=True))
-    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), dense)
+    ours["attn0"] = first.attn(ours["norm0"], model.rotary(positions), dense)[0]
     ours["mlp0"] = first.mlp(first.post_norm(embed + ours["attn0"]))
     return ours | {f"block{index}": block for index, block in enumerate(blocks)}
 
@@ -67,7 +67,7 @@ def test_taps_follow_the_order_asked_for(case: str) -> None:
     config, params, inputs, expected = golden(case)
     model = bind(config, params)
     last = config.num_layers - 1
-    _, features = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend(), (last, -1, 0))
+    _, features, _ = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend(), (last, -1, 0))
     theirs = np.concatenate([expected[f"block{last}"], expected["embed"], expected["block0"]], axis=-1)
     assert difference(features, theirs) <= TOLERANCE
 

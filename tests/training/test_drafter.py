@@ -50,7 +50,7 @@ def test_one_pass_equals_dense_attention_under_the_mask(pair):
         pending = jnp.take_along_axis(ids, ANCHORS, axis=1).reshape(-1)
         x = module.block_embeddings(pending, target["embed.weight"]).reshape(2, 3 * config.block_size, -1)
         positions = (ANCHORS[:, :, None] + jnp.arange(config.block_size)).reshape(2, -1)
-        return module(x, positions, dense_attend(block_mask(ANCHORS, ids.shape[1], config.block_size), context))
+        return module(x, positions, dense_attend(block_mask(ANCHORS, ids.shape[1], config.block_size), context))[0]
 
     expected = dense(draft, ids, features)
     np.testing.assert_allclose(hidden.reshape(expected.shape), expected, atol=2e-5)
@@ -68,7 +68,7 @@ def test_one_block_equals_drafting_with_the_context_before_it(pair, anchor):
         context = module.context_kv(module.context(seen), jnp.broadcast_to(jnp.arange(anchor), (2, anchor)))
         x = module.block_embeddings(pending, target["embed.weight"])
         positions = jnp.broadcast_to(anchor + jnp.arange(config.block_size), (2, config.block_size))
-        return module(x, positions, dense_attend(context=context))
+        return module(x, positions, dense_attend(context=context))[0]
 
     drafted = draft_once(draft, features[:, :anchor], ids[:, anchor])
     np.testing.assert_allclose(trained[0, 1], drafted[0], atol=2e-5)
@@ -81,7 +81,7 @@ def test_target_pass_equals_the_dense_module(pair):
 
     @jax.jit
     def dense(target, ids):
-        return bind(TINY.target_config, target)(ids, positions_like(ids), dense_attend(), TINY.taps)
+        return bind(TINY.target_config, target)(ids, positions_like(ids), dense_attend(), TINY.taps)[:2]
 
     hidden, expected = dense(target, ids)
     np.testing.assert_allclose(features, expected, atol=2e-5)

@@ -1,8 +1,8 @@
 """One batch of packed requests through a model with latent attention, some decoding and some in the middle of their prompts.
 
-    attend = PackedAttend(pages, page_table, query_lens, seq_lens, workspace=workspace_tokens(...))
-    hidden, _ = model(ids[None], attend.positions, attend)      # ids [T]: the requests' new tokens one after the other
-    pages = attend.pages
+    attend = PackedAttend(page_table, query_lens, seq_lens, page_size=..., workspace=workspace_tokens(...))
+    # ids [T]: the requests' new tokens one after the other
+    hidden, _, pages = model(ids[None], attend.positions, attend, cache=pages)
 
 Requests of few new tokens (decoding, verification) are absorbed, longer ones expanded with their context in chunks. Each request is
 told apart by its own length, so they may come in any order. The engine does not need this: it prefills prompts between the cycles
@@ -10,7 +10,7 @@ of others, in programs of few shapes, while here the lengths are part of the pro
 kinds together.
 """
 
-import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,18 +21,17 @@ from dflash_jax.attention.mla import LatentLayer, absorbed_attention
 from dflash_jax.attention.standalone.mla_metadata import plan_context
 from dflash_jax.attention.standalone.mla_packed import packed_prefill, paged_chunks
 from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.models.layers import Rotary
 
 
 class PackedAttend:
-    """An `attend` for latent attention over packed requests.
-
-    The pools change while a model is traced: read `pages` after the model's call.
+    """A `LatentAttend` over packed requests; its cache is `Pages`, in any format.
 
     Args:
-      pages: the model's pools, in any format.
       page_table: `[n, W]` int32, one row for each request.
       query_lens: new tokens of each request, on the host; 0 for one that has none.
       seq_lens: all its tokens, the new ones included.
+      page_size: tokens of a page.
       workspace: rows of context that are expanded at a time; see `workspace_tokens`.
       absorb_up_to: requests of at most so many new tokens are absorbed.
       tokens: rows of the batch; those past the requests are padding, write nothing and give 0. None: no padding.
@@ -44,16 +43,16 @@ class PackedAttend:
 
     def __init__(
         self,
-        pages: Pages,
         page_table: Int[Array, "n W"],
         query_lens: Int[np.ndarray, "n"],
         seq_lens: Int[np.ndarray, "n"],
         *,
+        page_size: int,
         workspace: int,
         absorb_up_to: int = 16,
         tokens: int | None = None,
     ):
-        self._pages, self._k, self.page_table = pages, list(pages.k), page_table
+        self.page_table = page_table
         queries, lens, filled = np.asarray(query_lens), np.asarray(seq_lens), int(np.sum(query_lens))
         tokens = filled if tokens is None else tokens
         if tokens < filled:
@@ -65,24 +64,29 @@ class PackedAttend:
         # Rows of the batch by request; one past the end where a request has fewer than the longest.
         self._short_rows = _rows(starts[self._short], queries[self._short], tokens)
         self._long_rows = np.flatnonzero(np.repeat(~decoding, queries))
-        self._plan = plan_context(queries[self._long], lens[self._long], workspace=workspace, page_size=pages.page_size)
+        self._plan = plan_context(queries[self._long], lens[self._long], workspace=workspace, page_size=page_size)
         owner = np.full(tokens, 0)
         owner[:filled] = np.repeat(np.arange(len(queries)), queries)
         positions = np.zeros(tokens, np.int32)
         positions[:filled] = np.arange(filled) - np.repeat(starts - (lens - queries), queries)
         self.positions = jnp.asarray(positions)[None]
         live = (np.arange(tokens) < filled)[:, None]
-        self.slots = slots_of(page_table[owner], jnp.asarray(positions)[:, None], jnp.asarray(live), pages.page_size)[
-            :, 0
-        ]
+        self.slots = slots_of(page_table[owner], jnp.asarray(positions)[:, None], jnp.asarray(live), page_size)[:, 0]
 
-    def latent(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
-        """`q_nope [1,T,N,P]`, `q_pe [1,T,N,r]`, `kv_c [1,T,R]` and `k_pe [1,T,r]` to `[1,T,N,V_h]`."""
+    def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
+        """`q [1,T,N,P+r]` and `row [1,T,R+r]` as projected to `[1,T,N,V_h]`, and the pools with the new rows."""
+        q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
+        return self.latent_parts(layer, q_nope, q_pe, kv_c, k_pe, cache)
+
+    def latent_parts(
+        self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, cache: Pages
+    ) -> tuple[Array, Pages]:
+        """The same of rows that are normed and rotated: `q_nope [1,T,N,P]`, `q_pe [1,T,N,r]`, `kv_c [1,T,R]`, `k_pe [1,T,r]`."""
         i, rank = layer.index, kv_c.shape[-1]
-        scale = self._pages.k_scale[i] if self._pages.k_scale else None
+        scale = cache.k_scale[i] if cache.k_scale else None
         latents = jnp.concatenate([kv_c, k_pe], axis=-1)[0]
-        stored = latent_encode(latents, self._k[i].dtype, kv_lora_rank=rank, scale=scale)
-        pool = self._k[i] = latent_write(self._k[i], stored, self.slots)
+        stored = latent_encode(latents, cache.k[i].dtype, kv_lora_rank=rank, scale=scale)
+        pool = latent_write(cache.k[i], stored, self.slots)
         # As the pool holds them: both kinds of requests see the same rows.
         latents = latent_decode(stored, latents.dtype, kv_lora_rank=rank, scale=scale)
         out = jnp.zeros((self._tokens, q_nope.shape[2], layer.w_uv.shape[1]), q_nope.dtype)
@@ -103,11 +107,7 @@ class PackedAttend:
             rows = self._long_rows
             new = q_nope[0][rows], q_pe[0][rows], latents[rows]
             out = out.at[rows].set(packed_prefill(layer, *new, self._queries[self._long], context, with_context))
-        return out[None]
-
-    @property
-    def pages(self) -> Pages:
-        return dataclasses.replace(self._pages, k=tuple(self._k))
+        return out[None], cache.with_layer(i, k=pool)
 
 
 def _rows(starts: Int[np.ndarray, "n"], counts: Int[np.ndarray, "n"], past: int) -> Int[np.ndarray, "n t"]:
