@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_convert.errors import VerificationError
 from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint, open_converted
@@ -24,10 +25,6 @@ from dflash_jax.models import DFlashConfig, bind
 # rounding error is at most 2**-9 in bfloat16 and 2**-12 in float16; the rest is room for many of them to add up.
 NARROWED_TOLERANCE = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
 _TOKENS = 16
-
-
-class VerificationError(CheckpointError):
-    """The converted folder is not what its source is."""
 
 
 def verify_hash(folder: Path, plan: Plan, progress: Progress = silent) -> None:

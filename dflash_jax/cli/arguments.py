@@ -1,96 +1,70 @@
-"""An argument parser whose errors are the subcommand's own and say what was probably meant, and what values of options mean."""
+"""Command-line arguments: a parser that helps with typing errors, and types of options that are paths. All commands share them."""
 
 import argparse
-import ast
 import difflib
+import os
 import re
-import warnings
+import sys
 from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn
-
-from dflash_jax.checkpoints.json_files import parse
-
-# What is a word of a language for values in another spelling than the language's: nobody means the text.
-_NO_TEXT = ("true", "false", "null", "none", "nan", "infinity", "inf")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses options that it does not know itself, with its own usage; argparse leaves them to the parser of the whole program."""
+    """`argparse.ArgumentParser` that names the option which was probably meant.
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, unknown = super().parse_known_args(args, namespace)
+    What a subcommand does not know is its own error, under its own usage line; argparse would leave it to the parser above.
+    Subcommands of a `Parser` are `Parser`s as well.
+    """
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """The namespace and an empty list: an unknown argument ends the process with exit code 2."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(self._unknown(unknown))
-        return found, unknown
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
+        """Prints usage and message, with what was probably meant, and ends the process with exit code 2."""
+        # What stands behind the name of a subcommand is that one's.
+        own = takewhile(lambda word: word.startswith("-"), self._given) if self._subparsers else self._given
+        hints = [f"{word}: did you mean {meant}?" for word in own if (meant := self._meant(word))]
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
-            message += _meant(choice[1], re.findall(r"[\w.-]+", choice[2]))
-        super().error(message)
+            close = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+            hints += [f"did you mean {meant}?" for meant in close]
+        super().error("; ".join([message, *hints]))
 
-    def _unknown(self, words: Sequence[str]) -> str:
-        options = [word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1]
-        if not options:
-            return f"unexpected argument {words[0]!r}"
-        known = [name for action in self._actions for name in action.option_strings]
-        return f"unknown option {options[0]}{_meant(options[0], known)}"
-
-
-def _meant(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    def _meant(self, word: str) -> str | None:
+        """The option that looks most like an unknown one; None for words that are no options, known ones and their prefixes."""
+        name = word.partition("=")[0]
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        if not name.startswith("--") or name == "--" or any(option.startswith(name) for option in options):
+            return None
+        return next(iter(difflib.get_close_matches(name, options, n=1)), None)
 
 
-def chat_option(text: str) -> tuple[str, Any]:
-    """A name and its value."""
-    name, sign, value = text.partition("=")
-    if not (name.isidentifier() and sign):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {text!r}")
-    return name, spoken_value(value)
-
-
-def spoken_value(text: str) -> Any:
-    """What a value says in JSON or in Python: true, True, null, None, numbers, quoted texts, lists, mappings. A word is itself.
-
-    Raises:
-      argparse.ArgumentTypeError: it says nothing in either, and is no word.
-    """
+def path(text: str) -> Path:
+    """An argument that is a path: "~" is a home, also behind "=", where shells leave it as it is."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path was given")
     try:
-        return parse(text.encode())
-    except ValueError:
-        pass
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            value = ast.literal_eval(text.strip())
-        if _in_json(value):
-            return value
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        if re.fullmatch(r"[^\W\d][\w.-]*", text) and text.casefold() not in _NO_TEXT:
-            return text
-    raise argparse.ArgumentTypeError(
-        f"expected true, false, null, a number, a word, a text in quotes, or a list or mapping of those, as JSON or Python write "
-        f"them; got {text!r:.80}"
-    )
+        return Path(text).expanduser()
+    except RuntimeError:
+        message = f"{text} begins with the home of a user whom this machine does not know"
+        raise argparse.ArgumentTypeError(message) from None
 
 
-def _in_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _in_json(each) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_in_json, value))
-    return value is None or isinstance(value, str | int) or (isinstance(value, float) and abs(value) < float("inf"))
+def file_path(text: str) -> Path:
+    """An argument that is the path of a file, which may not be there yet."""
+    if text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"{text} is a folder's name; name a file")
+    return path(text)
 
 
-def token_ids(text: str) -> list[int]:
-    """Token ids between commas."""
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"expected token ids between commas, such as 151645,151643, got {text!r:.80}"
-        ) from None
-
-
-def verify_length(text: str) -> int | str:
-    """A number or a word; `load` says what is wrong with others."""
-    return int(text) if text.lstrip("-").isdigit() else text
+def file_or_stream(text: str) -> str:
+    """An argument that is the path of a file, or "-" for a standard stream."""
+    return text if text == "-" else str(file_path(text))

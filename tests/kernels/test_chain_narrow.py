@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.mosaic_gpu import launch
 from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
-from dflash_kernels.mosaic_gpu.layer_digits import digits_of
+from dflash_kernels.mosaic_gpu.convert import digits_of
 
 from ..devices import h200
 from . import attention_chain_cases as whole
@@ -36,7 +36,10 @@ def narrowed(call: dict[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str,
         scale = jnp.exp2(jnp.ceil(jnp.log2(jnp.abs(matrix).max(axis=1)))) / most
         values = matrix / scale[:, None]
         values = jnp.clip(jnp.round(values), -128, 127).astype(kind) if kind == jnp.int8 else values.astype(kind)
-        small[name], wide[name] = in_pairs(values), (values.astype(jnp.float32) * scale[:, None]).astype(jnp.bfloat16)
+        small[name], wide[name] = (
+            interleave_columns(values),
+            (values.astype(jnp.float32) * scale[:, None]).astype(jnp.bfloat16),
+        )
         scales.append(scale)
     return small | {"scales": tuple(scales)}, wide
 

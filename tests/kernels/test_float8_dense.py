@@ -18,7 +18,7 @@ from dflash_kernels import (
     float8_refusal,
     float8_rows,
 )
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
 from dflash_kernels.matmul.dense.tiling import _plans as plans
 from dflash_kernels.matmul.float8.mosaic_gpu import best, launch, onto, rows_launch
@@ -81,7 +81,9 @@ def test_every_number_is_the_nearest_one(dtype: Any, width: int) -> None:
 def test_columns_in_pairs() -> None:
     x = numbers(3, 48)
     plain, paired = float8_rows(x), float8_rows(x, paired=True)
-    np.testing.assert_array_equal(np.asarray(in_pairs(plain.values), np.float32), np.asarray(paired.values, np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(interleave_columns(plain.values), np.float32), np.asarray(paired.values, np.float32)
+    )
     np.testing.assert_array_equal(plain.scales, paired.scales)
     with pytest.raises(ValueError, match="a multiple of 16, not 24"):
         float8_rows(x[:, :24], paired=True)
@@ -154,7 +156,7 @@ def test_onto_the_stream() -> None:
         assert found.dtype == stream.dtype
         assert np.abs(np.asarray(found, np.float64) - true).max() <= 2.0**-8 * np.abs(true).max()
     normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(norm, np.float64)
-    expected = np.asarray(in_pairs(jnp.asarray(normed)), np.float64)
+    expected = np.asarray(interleave_columns(jnp.asarray(normed)), np.float64)
     for _, found in (ours, (added, rows)):
         wide = np.asarray(found.values, np.float64) * np.asarray(found.scales, np.float64)[:, None]
         assert np.abs(wide - expected).max() <= np.abs(normed).max() / 14

@@ -1,12 +1,22 @@
-"""The device that a program is traced for."""
+"""The device that a program is traced for, and the requirements of it that several kernels share."""
 
 import dataclasses
 import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 HOPPER = 90  # compute capability
+
+# Of a Hopper GPU.
+WARP, WARPGROUP = 32, 128  # threads
+MATRIX_ROWS = 64  # the M of a warpgroup's matrix instruction
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
+HALF_SHARED_MEMORY = (
+    113 * 1024
+)  # of a CTA that shares its multiprocessor: half of 228 KiB, less the KiB that the system keeps
 
 # Compute capability and multiprocessors by a word of the device's name: for programs that are lowered for a GPU which this machine
 # does not have. Devices that are there say so themselves.
@@ -58,3 +68,24 @@ def target() -> Target:
     cuda = re.search(r"cuda (\d+)", str(getattr(device.client, "platform_version", "")))
     cores = getattr(device, "core_count", 0) or 0
     return Target(device.device_kind, device.platform, capability, cores, int(cuda[1]) if cuda else 0)
+
+
+def require_hopper(*, causal: bool = False) -> None:
+    """Raises NotImplementedError where the device that is traced for is no Hopper GPU, or cannot be trusted with a causal mask."""
+    device = target()
+    if device.platform != "gpu" or device.capability != HOPPER:
+        raise NotImplementedError(f"needs a Hopper GPU (compute capability 9.0); {device.words}")
+    if causal and 12080 <= device.cuda < 12091:
+        raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")
+
+
+def require_page_size(page_size: int) -> None:
+    """Raises NotImplementedError for pages that do not make up tiles of 64 tokens in copies of whole groups of eight rows."""
+    if page_size % 64 and (64 % page_size or page_size < 8):
+        raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
+
+
+def require_half_precision(*dtypes: Any) -> None:
+    """Raises NotImplementedError unless all dtypes are bfloat16, or all float16."""
+    if len({jnp.dtype(dtype) for dtype in dtypes}) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {', '.join(map(str, dtypes))}")

@@ -1,10 +1,19 @@
-"""Checks of shapes that several operations share. Each raises ValueError with what was expected and what came."""
+"""Validation of arguments that several operations share: shapes, dtypes, attention's options and the scales of 8-bit pages.
 
+Each check raises ValueError with what was expected and what came.
+"""
+
+import numbers
+import operator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+FARTHEST = 2**30  # no sequence is as long: from here on a window has no border
 
 
 def check_axes(**of_each: tuple[Any, str]) -> None:
@@ -86,3 +95,60 @@ def check_wide(advice: str, **arrays: Array) -> None:
 
 def is_wide(array: Array) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1
+
+
+def fitting_options(window: Any, soft_cap: Any, scale: Any, head_dim: int) -> dict[str, Any]:
+    """`window`, a pair with None on sides without a border, `soft_cap` and `scale`, plain numbers both but where they are traced.
+
+    Raises:
+      ValueError: `window` is no such pair, or `soft_cap` is not positive.
+    """
+    if soft_cap is not None and not isinstance(soft_cap, Tracer) and not soft_cap > 0:
+        raise ValueError(f"soft_cap {soft_cap} must be positive, or None for scores without a cap")
+    scale = head_dim**-0.5 if scale is None else scale
+    return {"window": _fitting_window(window), "soft_cap": plain(soft_cap), "scale": plain(scale)}
+
+
+def _fitting_window(window: Any) -> tuple[int | None, int | None]:
+    try:
+        left, right = (None, None) if window is None else window
+        sides = [FARTHEST if side is None else operator.index(side) for side in (left, right)]
+    except (TypeError, ValueError):
+        sides = [-1]
+    if min(sides) < 0:
+        raise ValueError(
+            f"window {window} must be a pair, keys seen to the left and to the right: 0 and more, or None for all of them"
+        )
+    left, right = (None if side >= FARTHEST else side for side in sides)
+    return left, right
+
+
+def plain(number: Any) -> Any:
+    """NumPy's numbers have a width, which would become the results'; kernels are compiled for a number."""
+    known = isinstance(number, numbers.Real | np.ndarray | jax.Array) and not isinstance(number, Tracer)
+    return float(number) if known else number
+
+
+def fitting_scale(
+    scale: float | Array | None, pages: Array, name: str, int8_shape: tuple[int, ...]
+) -> Float[Array, "..."] | None:
+    """Float32 scales: `[K]` with float8_e4m3fn pages, `int8_shape` with int8 pages, None with others.
+
+    Raises:
+      ValueError: they do not fit the pages' dtype, or it is none that pages have.
+    """
+    kv_heads = pages.shape[1]
+    shape = None if scale is None else jnp.shape(scale)
+    if pages.dtype == jnp.int8:
+        if scale is None or shape != int8_shape:
+            raise ValueError(f"int8 pages need {name} of {int8_shape}, not {shape}")
+        return jnp.asarray(scale, jnp.float32)
+    if pages.dtype == jnp.float8_e4m3fn:
+        if shape not in (None, (), (kv_heads,)):
+            raise ValueError(f"float8_e4m3fn pages take a scalar {name} or one of ({kv_heads},), not {shape}")
+        return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (kv_heads,))
+    if not is_wide(pages):
+        raise ValueError(f"pages are bfloat16, float16, float32, float8_e4m3fn or int8, not {pages.dtype}")
+    if scale is not None:
+        raise ValueError(f"{name} is for float8_e4m3fn and int8 pages; these are {pages.dtype}")
+    return None

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.attention.mla.mosaic_gpu import mla_attention_mosaic_gpu
 from dflash_kernels.attention.mla.reference import mla_attention_reference
 from dflash_kernels.attention.mla.triton import mla_attention_triton
-from dflash_kernels.core.attention_options import plain
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import (
     check_axes,
@@ -18,6 +17,7 @@ from dflash_kernels.core.validation import (
     check_sequences,
     check_wide,
     is_wide,
+    plain,
 )
 
 IMPLEMENTATIONS = {

@@ -17,7 +17,7 @@ from dflash_kernels.attention.mla.launch import (
     longest_first,
     plan,
 )
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
@@ -25,7 +25,7 @@ FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact num
 
 def mla_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `mla_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return tuned(*args, **options)
 
 
@@ -72,7 +72,7 @@ def _attend(
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.attention.mla import mosaic_gpu_sm90 as kernel
-    from dflash_kernels.mosaic_gpu import mla_merge as merging
+    from dflash_kernels.mosaic_gpu import combine as merging
 
     b, tokens, heads, width = q.shape
     launch = plan(
@@ -96,7 +96,7 @@ def _attend(
     if launch.direct:
         out, lse = out[:, :rows], lse[:, 0, 0, :rows]
     else:
-        out, lse = merging.merge(out, lse, rows, folded.dtype, interpret)
+        out, lse = merging.combine_latent(out, lse, rows, folded.dtype, interpret)
     if latent_scale is not None:
         out = (out.astype(jnp.float32) * latent_scale).astype(q.dtype)
     return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
@@ -108,8 +108,8 @@ def _few_rows(
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel for float8 rows under few queries: `q [B, rows, R + r]`, the scale in it already."""
     from dflash_kernels.attention.mla import mosaic_gpu_sm90_8bit as narrow
-    from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import in_key_order
-    from dflash_kernels.mosaic_gpu import mla_merge as merging
+    from dflash_kernels.mosaic_gpu import combine as merging
+    from dflash_kernels.mosaic_gpu.layouts import in_key_order
 
     rows = launch.tokens * launch.heads
     # A row's garbage would raise the base of all rows.
@@ -119,7 +119,7 @@ def _few_rows(
     out, lse = narrow.attention(launch, q, latent_pages, factor, table, lens, new_lens, dtype, interpret=interpret)
     if launch.direct:
         return out, lse[:, 0, 0, :rows]
-    return merging.merge(out, lse, rows, dtype, interpret)
+    return merging.combine_latent(out, lse, rows, dtype, interpret)
 
 
 def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:
@@ -130,6 +130,6 @@ def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float)
     if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
         given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
         raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
-    refuse_page_size(latent_pages.shape[2])
+    require_page_size(latent_pages.shape[2])
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, not {scale}")

@@ -10,10 +10,16 @@ from dflash_kernels.attention.paged.mosaic_gpu import paged_attention_mosaic_gpu
 from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.attention.paged.triton import paged_attention_triton
-from dflash_kernels.core.attention_options import fitting_options
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.page_scales import fitting_scale
-from dflash_kernels.core.validation import check_axes, check_filled, check_of_heads, check_sequences, check_wide
+from dflash_kernels.core.validation import (
+    check_axes,
+    check_filled,
+    check_of_heads,
+    check_sequences,
+    check_wide,
+    fitting_options,
+    fitting_scale,
+)
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": paged_attention_mosaic_gpu,

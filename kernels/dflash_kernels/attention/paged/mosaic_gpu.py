@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.attention.paged.launch import Tuning, plan, plan_narrow
 from dflash_kernels.attention.paged.schedule import PagedSchedule
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
@@ -23,7 +23,7 @@ FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact num
 
 def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
+    require_hopper(causal=options["causal"])
     return tuned(*args, **options)
 
 
@@ -112,7 +112,7 @@ def _attend(
         out, lse = dealing.attention_by_items(
             launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
         )
-        return out.reshape(q.shape), merging.merged_lse(lse, q_lens, None, tokens, group)
+        return out.reshape(q.shape), merging.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
     if k_scale is None or v_scale is None:
@@ -128,14 +128,14 @@ def _attend(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
         )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
+    lse = merging.combined_lse(parts_lse, q_lens, sinks, tokens, group)
     if whole:
         return out.reshape(q.shape), lse
     if launch.by_lanes:
-        return merging.merge_by_lanes(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    if merge == "xla" or not merging.kernel_merges(group, head_dim):
-        return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
+        return merging.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    if merge == "xla" or not merging.combines_rows(group, head_dim):
+        return merging.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    return merging.combine_rows(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
@@ -151,7 +151,7 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
     page_size = k_pages.shape[2]
-    refuse_page_size(page_size)
+    require_page_size(page_size)
     if k_pages.dtype == jnp.int8 and page_size < 32:
         # The scales of a smaller page would land in shared memory where a copy may not start.
         raise NotImplementedError(f"takes int8 pages of 32 tokens and more, not {page_size}")

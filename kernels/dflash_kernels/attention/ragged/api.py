@@ -8,9 +8,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.attention.ragged.mosaic_gpu import ragged_attention_mosaic_gpu, ragged_paged_attention_mosaic_gpu
 from dflash_kernels.attention.ragged.reference import ragged_attention_reference, ragged_paged_attention_reference
-from dflash_kernels.core.attention_options import fitting_options
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.page_scales import fitting_scale
 from dflash_kernels.core.validation import (
     check_axes,
     check_filled,
@@ -18,6 +16,8 @@ from dflash_kernels.core.validation import (
     check_of_heads,
     check_sequences,
     check_wide,
+    fitting_options,
+    fitting_scale,
 )
 
 DENSE = {"mosaic_gpu": ragged_attention_mosaic_gpu, "xla": ragged_attention_reference}

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.attention_options import plain
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_count, check_floats, check_integers
+from dflash_kernels.core.validation import check_axes, check_count, check_floats, check_integers, plain
 from dflash_kernels.fused.experts.mosaic_gpu import mixture_mosaic_gpu, refuse, routed_experts_mosaic_gpu
 from dflash_kernels.fused.experts.plan import MOST_GROUPS, Choice
 from dflash_kernels.fused.experts.reference import mixture_reference, routed_experts_reference

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.layouts import ColumnBlocks
+from dflash_kernels.core.layouts import EMPTY, ColumnBlocks
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.mosaic_gpu import layer_chain_mosaic_gpu, refuse
-from dflash_kernels.fused.layer.plan import EMPTY, LINE, Exchange, padded_rows
+from dflash_kernels.fused.layer.plan import LINE, Exchange, padded_rows
 from dflash_kernels.fused.layer.reference import layer_chain_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}
@@ -76,7 +76,7 @@ def layer_chain(
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
       exchange: a Ref of `chain_exchange`, passed to one call after the other.
-      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantised_linear`).
+      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantized_linear`).
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

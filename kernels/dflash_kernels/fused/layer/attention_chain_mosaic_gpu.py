@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.core.device import target
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer import mosaic_gpu as products
 from dflash_kernels.fused.layer.arguments import Layer
@@ -27,7 +26,7 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper(causal=True)  # one kernel for masks of either kind
+    require_hopper(causal=True)  # one kernel for masks of either kind
     return launch(*args, ctas=target().multiprocessors, **options)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.in_place import lent, returned
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused.layer import mosaic_gpu_sm90 as products
 from dflash_kernels.fused.layer.attention_chain_mosaic_gpu_share import ATTEND, MERGE, AttendingShare
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, TILE_ROWS, Attention
@@ -72,7 +72,7 @@ def chain(
       The residual stream `[hidden, tokens]` float32, the next projection `[live, features]` or None, and the pools.
     """
     dtype, outputs = inputs["qkv"].dtype, results(attention, plan, inputs["qkv"].dtype)
-    held = {name: lent(pool) for name, pool in pools.items()}
+    held = {name: aliased_ref(pool) for name, pool in pools.items()}
     names = [*inputs, *held]
     options: dict[str, Any] = {
         "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",
@@ -101,5 +101,5 @@ def chain(
             one = functools.partial(body, run=(stage,), named=(*names, *outputs))
             plgpu.kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *held.values(), *shared)
         found = {name: ref[...] for name, ref in zip(outputs, shared, strict=True)}
-    written = {name: returned(ref) for name, ref in held.items()}
+    written = {name: freeze_aliased(ref) for name, ref in held.items()}
     return found["stream"], found["projected"] if "next" in inputs else None, written

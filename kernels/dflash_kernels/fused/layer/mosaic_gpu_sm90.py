@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.mosaic_gpu_share import Share
 from dflash_kernels.fused.layer.plan import BLOCK, COPIES, ROWS, Plan, Product
 from dflash_kernels.mosaic_gpu.layouts import tiled
@@ -89,7 +89,7 @@ def chain(
     """
     dtype, outputs = inputs["x"].dtype, results(plan, inputs["x"].dtype)
     if plan.narrow and interpret is None:
-        inputs = inputs | {"x": in_pairs(inputs["x"])}
+        inputs = inputs | {"x": interleave_columns(inputs["x"])}
     names, out_names = list(inputs), list(outputs)
     options: dict[str, Any] = {
         "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.core.columns import out_of_pairs
+from dflash_kernels.core.layouts import deinterleave_columns
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.matmul.dense.reference import dense_reference
 
@@ -32,7 +32,7 @@ def layer_chain_reference(
 
 def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
     """Its rows in eight bits, columns in pairs, times their scales."""
-    wide = out_of_pairs(weight).astype(jnp.float32)
+    wide = deinterleave_columns(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 
 

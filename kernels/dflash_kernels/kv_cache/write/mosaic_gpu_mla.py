@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.dflash_kernels_device import refuse_other_than_hopper
-from dflash_kernels.core.in_place import lent, returned
+from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.quantize.reference import E4M3, E4M3_MAX
 
 
 def mla_write_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `mla_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch_mla(*args, **options)
 
 
@@ -131,7 +131,7 @@ def _write(
             place = q_ref.at[token, own, pl.ds(head_dim - turning, turning)]
             place[...] = turned(load(place, layout), angles(layout), staged)
 
-    queries, held = lent(q), lent(pool)
+    queries, held = aliased_ref(q), aliased_ref(pool)
     both = (jnp.repeat(table.astype(jnp.float32), 2, axis=1) for table in (cos, sin))
     plgpu.kernel(
         body,
@@ -144,4 +144,4 @@ def _write(
     )(
         rows[:, None], slots.astype(jnp.int32), *both, norm[None], scale.reshape(1).astype(jnp.float32), queries, held,
     )  # fmt: skip
-    return returned(queries), returned(held)
+    return freeze_aliased(queries), freeze_aliased(held)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.columns import in_pairs
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.add_norm import VECTOR, load, normed_row
 from dflash_kernels.matmul.float8.reference import LARGEST, SMALLEST
 
@@ -61,16 +61,18 @@ def _put(row: Any, words: Any, scales: Any, index: Any, interpret: Any) -> None:
 def _words(row: Any, interpret: Any) -> Any:
     """Numbers of a row as words of four float8 ones, columns in pairs."""
     if interpret is not None:
-        values = in_pairs(jnp.where(jnp.isnan(row), row, jnp.clip(row, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn))
+        values = interleave_columns(
+            jnp.where(jnp.isnan(row), row, jnp.clip(row, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn)
+        )
         return lax.bitcast_convert_type(values.reshape(-1, VECTOR), jnp.int32)
 
-    from dflash_kernels.mosaic_gpu import float8_words as mosaic_gpu_words
+    from dflash_kernels.mosaic_gpu import convert as mosaic_gpu_words
 
     whole, of_words = (plgpu.Layout.WG_STRIDED((row.shape[0] // by,), vec_size=VECTOR // by) for by in (1, VECTOR))
     result = plgpu.ShapeDtypeStruct((row.shape[0] // VECTOR,), jnp.dtype(jnp.int32), layout=of_words)
 
     @plgpu.inline_mgpu(arg_types=(whole,), return_type=result)
     def make(_ctx, array):
-        return mosaic_gpu_words.in_pairs(array, of_words.to_mgpu())
+        return mosaic_gpu_words.interleaved_float8(array, of_words.to_mgpu())
 
     return make(row)
