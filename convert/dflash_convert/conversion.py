@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dflash_convert.console import Console, peak_rss
 from dflash_convert.errors import UsageError, VerificationError
@@ -180,12 +180,12 @@ def _check_roles(checkpoints: Sequence[HuggingFaceCheckpoint]) -> None:
     if len(checkpoints) == 1:
         return
     target, draft = checkpoints
-    if target.family.role != "target" or not isinstance(draft.config, DFlashConfig):
+    if (target.family.role, draft.family.role) != ("target", "draft"):
         raise PairError(
             f"SOURCE must be a target and --draft a drafter, got families {target.family.name} and {draft.family.name}; "
             "swap them or drop --draft"
         )
-    check_pair(target.config, draft.config)
+    check_pair(target.config, cast(DFlashConfig, draft.config))
 
 
 def _reverse(options: argparse.Namespace, console: Console) -> None:

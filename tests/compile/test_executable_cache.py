@@ -22,7 +22,7 @@ from dflash_jax.compile import executable_cache as stored_programs
 from dflash_jax.compile import fingerprint
 from dflash_jax.compile.executable_cache import MAGIC, SUFFIX, StoredPrograms
 from dflash_jax.compile.programs import Programs
-from dflash_jax.execution import persistent as chain
+from dflash_jax.execution import plan
 
 TRACED: list[str] = []
 
@@ -110,7 +110,7 @@ CHANGES = {
     "versions": lambda patch: patch.setattr(fingerprint, "_version", lambda name: "9.9"),
     "driver or processor": lambda patch: patch.setattr(fingerprint, "_lines", lambda *_: "other"),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"),
-    "a switch of ours": lambda patch: patch.setattr(chain, "CHAIN_LAYERS", not chain.CHAIN_LAYERS),
+    "a switch of ours": lambda patch: patch.setattr(plan, "PERSISTENT", not plan.PERSISTENT),
 }
 
 
