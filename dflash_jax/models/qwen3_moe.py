@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
+from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyReader, decoder_fields, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters, mlp_parameters
-from dflash_jax.models.moe import MoE, moe_parameters
+from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.qwen3 import qwen3_canonical
+from dflash_jax.models.traits import LayerTraits, decoder_traits
 
-_NEUTRAL = NEUTRAL_KEYS | {"output_router_logits", "router_aux_loss_coef"}
+# A shared expert of no width, and of no number, is none.
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES, **HEAD_NORMS,
+    "kv_lora_rank": (None,), "n_shared_experts": (None, 0), "num_nextn_predict_layers": (None, 0),
+    "num_shared_experts": (None, 0), "q_lora_rank": (None,), "shared_expert_intermediate_size": (None, 0),
+}  # fmt: skip
 
 qwen3_moe_canonical = qwen3_canonical
 
@@ -46,13 +52,16 @@ class Qwen3MoeConfig(DecoderConfig):
     routing_scale = 1.0
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "Qwen3MoeConfig":
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "Qwen3MoeConfig":
         """Reads a `config.json` of Qwen3MoeForCausalLM.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
-        keys = KeyReader("config.json (Qwen3-MoE)", values)
+        keys = KeyReader("config.json (Qwen3-MoE)", values, notices)
         fields: dict[str, Any] = decoder_fields(keys, head_dim=None)
         fields["windows"] = _windows(keys, fields["num_layers"])
         # transformers wrote the first name up to its version 4 and writes the second.
@@ -69,7 +78,7 @@ class Qwen3MoeConfig(DecoderConfig):
             dense_layers=_dense_layers(keys, fields["num_layers"]),
             tie_embeddings=keys.flag("tie_word_embeddings"),
         )
-        keys.refuse_rest(_NEUTRAL)
+        keys.refuse_rest(NEUTRAL_KEYS, _NEUTRAL_VALUES)
         return config
 
 
@@ -82,25 +91,28 @@ def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
 
 def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     step, named = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
-    if not isinstance(named, list | tuple) or not all(isinstance(index, int) for index in named):
-        raise ConfigError(f"{keys.subject}: mlp_only_layers must be a list of layer indices, got {named!r}")
+    if not isinstance(named, list | tuple) or not all(type(index) is int and 0 <= index < layers for index in named):
+        raise ConfigError(
+            f"{keys.subject}: mlp_only_layers must be a list of layer indices below {layers}, got {shown(named)}"
+        )
+    named = set(named)
     return tuple(index for index in range(layers) if index in named or (index + 1) % step)
 
 
-class Qwen3MoeLayer(DecoderLayer):
-    """A layer of the dense family with experts in place of its feed-forward."""
-
-    def __init__(self, config: Qwen3MoeConfig, index: int):
-        super().__init__(config, index)
-        if index not in config.dense_layers:
-            self.mlp = MoE(config)
+def qwen3_moe_traits(config: Qwen3MoeConfig) -> LayerTraits:
+    """The dense family's attention; experts in all layers, in some, or in none."""
+    dense = len(config.dense_layers)
+    kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
+    return decoder_traits(config, feed_forward=kind, experts=None if kind == "dense" else expert_traits(config))
 
 
 class Qwen3Moe(Decoder):
     """A Qwen3 decoder with experts; see `Decoder` for how it is called."""
 
     def __init__(self, config: Qwen3MoeConfig):
-        layers = [Qwen3MoeLayer(config, i) for i in range(config.num_layers)]
+        traits = qwen3_moe_traits(config)
+        feeds = [None if i in config.dense_layers else MoE(config) for i in range(config.num_layers)]
+        layers = [DecoderLayer(config, i, traits, feed_forward=feed) for i, feed in enumerate(feeds)]
         super().__init__(config, layers, tied=config.tie_embeddings)
 
 

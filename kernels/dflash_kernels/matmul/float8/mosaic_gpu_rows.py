@@ -66,13 +66,13 @@ def _words(row: Any, interpret: Any) -> Any:
         )
         return lax.bitcast_convert_type(values.reshape(-1, VECTOR), jnp.int32)
 
-    from dflash_kernels.mosaic_gpu import float8_words as mosaic_gpu_words
+    from dflash_kernels.mosaic_gpu import convert as mosaic_gpu_words
 
     whole, of_words = (plgpu.Layout.WG_STRIDED((row.shape[0] // by,), vec_size=VECTOR // by) for by in (1, VECTOR))
     result = plgpu.ShapeDtypeStruct((row.shape[0] // VECTOR,), jnp.dtype(jnp.int32), layout=of_words)
 
     @plgpu.inline_mgpu(arg_types=(whole,), return_type=result)
     def make(_ctx, array):
-        return mosaic_gpu_words.in_pairs(array, of_words.to_mgpu())
+        return mosaic_gpu_words.interleaved_float8(array, of_words.to_mgpu())
 
     return make(row)
