@@ -12,7 +12,6 @@ Whatever attends reads what the pool holds, new tokens included, so that a token
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +20,6 @@ from jaxtyping import Float
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
-
-CacheDtype = Literal["fp8", "fp8_packed", "int8"]
-# Formats whose scales `calibrate` finds.
-CALIBRATED = ("fp8", "int8")
 
 # A scale puts the largest number seen in calibration here; e4m3 ends at 448, so twice as large ones still fit.
 CALIBRATED_TO = 200.0

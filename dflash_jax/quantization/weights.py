@@ -10,7 +10,7 @@ With many rows a step takes as long as its products, and float8 times float8 is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,10 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Float, Int
 
-type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
+from dflash_jax.options import WeightDtype
 
-WEIGHT_DTYPES: Mapping[str, tuple[Any, float]] = {
+# What a weight becomes, and the largest number of that dtype.
+_FORMATS: Mapping[str, tuple[Any, float]] = {
     "int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0), "fp8_dynamic": (jnp.float8_e4m3fn, 448.0)
 }  # fmt: skip
 MANY_ROWS = 64  # from which on "fp8_dynamic" rounds rows: fewer wait for the weights alone
@@ -80,7 +81,7 @@ type Weight = Array | Quantised | ColumnBlocks
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
     """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one."""
-    dtype, largest = WEIGHT_DTYPES[kind]
+    dtype, largest = _FORMATS[kind]
     wide = matrix.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=1)
     scales = jnp.where(top > 0, top, 1.0) / largest

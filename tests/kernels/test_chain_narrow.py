@@ -11,7 +11,7 @@ from dflash_kernels import attention_chain, attention_chain_exchange, chain_exch
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.mosaic_gpu import launch
 from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
-from dflash_kernels.mosaic_gpu.layer_digits import digits_of
+from dflash_kernels.mosaic_gpu.convert import digits_of
 
 from ..devices import h200
 from . import attention_chain_cases as whole

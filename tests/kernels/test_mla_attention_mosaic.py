@@ -14,7 +14,7 @@ from dflash_kernels.attention.mla.launch import Tuning, best_splits, longest_fir
 from dflash_kernels.attention.mla.mosaic_gpu import tuned
 from dflash_kernels.attention.mla.mosaic_gpu_tiles import Tiles
 from dflash_kernels.attention.mla.reference import mla_attention_reference
-from dflash_kernels.mosaic_gpu import mla_merge as merging
+from dflash_kernels.mosaic_gpu import combine as merging
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -192,7 +192,7 @@ def test_rows_are_merged_several_at_once(splits: int, monkeypatch: pytest.Monkey
     stats = random.normal(size=(2, splits, 3, 64)).astype(np.float32)
     stats[1, :, 0, 5] = stats[0, 1, 0] = -np.inf
     parts[0, 1], parts[1, :, 5], stats[0, 1, 1:] = np.nan, np.nan, np.nan
-    out, lse = merging.merge(jnp.asarray(parts), jnp.asarray(stats), 12, jnp.float16, interpret)
+    out, lse = merging.combine_latent(jnp.asarray(parts), jnp.asarray(stats), 12, jnp.float16, interpret)
     logits = stats[:, :, 0, :12].astype(np.float64)
     total = np.exp(logits).sum(1)
     factors = (

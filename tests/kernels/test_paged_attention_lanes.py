@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels.attention.paged import mosaic_gpu_narrow_queries as of_queries
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import LIFT, SHRUNK, in_key_order
-from dflash_kernels.mosaic_gpu import narrow as below
+from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import LIFT, SHRUNK
+from dflash_kernels.mosaic_gpu import convert as below
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.layouts import in_key_order
 
 THREAD = np.arange(128)
 LANE, WARP = THREAD % 32, THREAD // 32
@@ -65,7 +66,7 @@ def fragments(tile: np.ndarray, loads: Any, transposed: bool) -> np.ndarray:
     row, column = LANE // 4, LANE % 4 * 2
     for offset, places in steps:
         for word, of_word in zip(load_matrices(memory, offset, transposed), places, strict=True):
-            for (tile_row, tile_column, half), pair in zip(of_word, below.paired(transposed), strict=True):
+            for (tile_row, tile_column, half), pair in zip(of_word, below.byte_pairs(transposed), strict=True):
                 for element in range(2):
                     value = word >> 8 * pair[element] & 255
                     found[64 * tile_row + 16 * WARP + 8 * half + row, 8 * tile_column + column + element] = value
@@ -174,7 +175,7 @@ def test_every_byte_widens_exactly(stored: str, across: bool, monkeypatch: pytes
     narrow = None if stored == "int8" else Float8()
     found = np.empty(256)
     pairs = below._pairs(words, narrow, across, stored.endswith("finite"))
-    for bytes_of_pair, pair in zip(below.paired(across), pairs, strict=True):
+    for bytes_of_pair, pair in zip(below.byte_pairs(across), pairs, strict=True):
         for element, byte in enumerate(bytes_of_pair):
             found[byte::4] = (pair >> 16 * element & 0xFFFF).astype(np.uint16).view(np.float16)
     true = held.view(np.int8 if narrow is None else jnp.float8_e4m3fn).astype(np.float64)

@@ -9,6 +9,15 @@ import jax.numpy as jnp
 
 HOPPER = 90  # compute capability
 
+# Of a Hopper GPU.
+WARP, WARPGROUP = 32, 128  # threads
+MATRIX_ROWS = 64  # the M of a warpgroup's matrix instruction
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024  # bytes that a CTA can have
+HALF_SHARED_MEMORY = (
+    113 * 1024
+)  # of a CTA that shares its multiprocessor: half of 228 KiB, less the KiB that the system keeps
+
 # Compute capability and multiprocessors by a word of the device's name: for programs that are lowered for a GPU which this machine
 # does not have. Devices that are there say so themselves.
 _KNOWN = {

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 COLUMNS = 64  # of a column block: 128 bytes of numbers of two
+EMPTY = -1  # a word of a mailbox that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
 INTERLEAVE_BLOCK = 16  # columns that are interleaved among themselves
 
 

@@ -14,8 +14,7 @@ from jaxlib.mlir.dialects import math as mlir_math
 
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.attention_widen import narrowed, widened
-from dflash_kernels.mosaic_gpu.attention_words import as_float16, numbers, packed
+from dflash_kernels.mosaic_gpu.convert import as_float16, narrowed, numbers, packed, widened
 
 _HALF, _ROW = HEAD_DIM // 2, 2 * HEAD_DIM  # columns of a block; bytes of a row
 _THREADS_OF_ROW, ROWS_AT_ONCE = 8, 16

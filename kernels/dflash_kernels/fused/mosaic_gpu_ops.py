@@ -98,11 +98,11 @@ def widen(source, ring, slot, interpret: Any) -> None:
         plgpu.commit_smem()
         return
 
-    from dflash_kernels.mosaic_gpu import attention_widen as widening
+    from dflash_kernels.mosaic_gpu import convert as widening
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(tiled(source.dtype)), _TILES))
     def put(_ctx, source, target):
-        widening.widen(source, target)
+        widening.widen_tile(source, target)
 
     put(source, ring.at[slot, pl.ds(0, 2 * KEYS)])
 
@@ -148,12 +148,12 @@ def leave_part(attention: Attention, refs, item, blocks_of_part, lse, interpret:
             refs["attended"].at[item, :, pl.ds(block * _BLOCK, _BLOCK)][...] = tile[: attention.rows]
         return
 
-    from dflash_kernels.mosaic_gpu import attention_parts as parts
+    from dflash_kernels.mosaic_gpu import combine as parts
 
     @plgpu.inline_mgpu(arg_types=(_GMEM, _GMEM, *[plgpu.Layout.WGMMA] * 2, plgpu.Layout.WGMMA.reduce(1)))
     def leave(_ctx, target, lses, low, high, lse):
-        parts.leave_part(target, lses, low, lse, 0, attention.rows)
-        parts.leave_part(target, lses, high, None, _BLOCK, attention.rows)
+        parts.store_split(target, lses, low, lse, 0, attention.rows)
+        parts.store_split(target, lses, high, None, _BLOCK, attention.rows)
 
     leave(refs["attended"].at[item], refs["lses"].at[item], *blocks_of_part, lse)
 
@@ -180,22 +180,28 @@ def put_together(attention: Attention, refs, first_item, sequence, head, split, 
 
         return
 
-    from dflash_kernels.mosaic_gpu import attention_parts as parts
+    from dflash_kernels.mosaic_gpu import combine as parts
 
     @plgpu.inline_mgpu(arg_types=(*[_GMEM] * 3, *[_SCALAR] * 5))
     def merge(_ctx, *operands):
-        parts.put_together(attention, *operands)
+        parts.combine_mailbox(_split_heads(attention), *operands)
 
     merge(refs["attended"], refs["lses"], refs["x"], first_item, sequence, head, split, busy)
 
 
+def _split_heads(attention: Attention):
+    from dflash_kernels.mosaic_gpu.combine import SplitHeads
+
+    return SplitHeads(attention.tokens, attention.group, attention.splits, HEAD_DIM, attention.paired)
+
+
 def empty_heads(attention: Attention, heads, sequence, head, split) -> None:
     """Makes the words EMPTY that `put_together` has written."""
-    from dflash_kernels.mosaic_gpu import attention_parts as parts
+    from dflash_kernels.mosaic_gpu import combine as parts
 
     @plgpu.inline_mgpu(arg_types=(_GMEM, *[_SCALAR] * 3))
     def clear(_ctx, *operands):
-        parts.empty_heads(attention, *operands)
+        parts.empty_heads(_split_heads(attention), *operands)
 
     clear(heads, sequence, head, split)
 

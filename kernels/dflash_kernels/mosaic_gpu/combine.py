@@ -1,21 +1,84 @@
-"""Putting the parts of a split sequence together: weights from the parts' lse, sinks once, rows back in token order."""
+"""Combine: partial attention results of a split sequence put together by their log-sum-exp.
 
+A split leaves its output, normalized over its own keys, and its natural lse, -inf where it has none. There are four ways to
+combine: a launch of its own or XLA's (`combine_rows`, `combine_fragments`, `combine_latent`, `combine_xla`), the last CTA that
+finishes (`combine_last`), the CTAs of a cluster over distributed shared memory (`combine_cluster`, `swap_with_peer`), and CTAs
+that read a mailbox (`combine_mailbox`). All add up in the order of the splits, so that the same call gives the same bits, and
+skip what an empty split never wrote.
+
+In terms of single threads, every eight rows of a split lie in memory as the lanes of a warp have them of a matrix instruction's
+result, sixteen columns after sixteen columns (`..._fragments`): sixteen bytes of each lane, columns `2 c`, `2 c + 1`, `2 c + 8` and
+`2 c + 9` of row r: lane `4 r + c`. So a warp writes and reads 512 bytes in a row.
+"""
+
+# pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
+
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.layouts import EMPTY
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.convert import packed
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 LANES = 128  # threads of a warpgroup
+_ORDERED = "ld.volatile.global"  # asked for where it stands in the code
+_UNIT = 512  # bytes: eight rows of sixteen columns
+_ROWS_AT_ONCE, _LOADS_AT_ONCE, _LOGITS_AT_ONCE = 8, 24, 8  # of a thread, while it adds up parts
+_VOTE = (
+    "{ .reg .pred mine, last, anyones; .reg .b32 before; setp.eq.b32 mine, $1, 0; mov.b32 before, 0;"
+    " @mine atom.acq_rel.gpu.global.add.u32 before, [$2], 1; setp.eq.and.b32 last, before, $3, mine;"
+    " bar.red.or.pred anyones, $4, 128, last; selp.b32 $0, 1, 0, anyones; }"
+)
+EARLY = 32  # parts
+RESIDENT = 1100  # CTAs of one warpgroup with so much on its way
 
 
-def merged_lse(
+@dataclasses.dataclass(frozen=True)
+class SplitHeads:
+    """Shapes of splits in a mailbox: `tokens * group` query rows of a KV head, in `splits` parts.
+
+    `interleaved`: outputs lie with their columns interleaved, as what they are multiplied with is.
+    """
+
+    tokens: int
+    group: int
+    splits: int
+    head_dim: int
+    interleaved: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.group
+
+    @property
+    def quads(self) -> int:
+        """Groups of four columns of a head's output."""
+        return self.rows * self.head_dim // 4
+
+    @property
+    def combiners(self) -> int:
+        """CTAs of a head that combine splits."""
+        return min(-(-self.quads // WARPGROUP), self.splits)
+
+
+def combined_lse(
     parts_lse: Float[Array, "B K splits rows"],
     q_lens: Int[Array, "B"],
     sinks: Float[Array, "N"] | None,
@@ -31,7 +94,7 @@ def merged_lse(
     return lse
 
 
-def merge_xla(
+def combine_xla(
     parts: Float[Array, "B K splits rows H"],
     parts_lse: Float[Array, "B K splits blocks"],
     sinks: Float[Array, "N"] | None,
@@ -59,13 +122,13 @@ def merge_xla(
     return out.reshape(b, tokens, kv_heads * group, head_dim).astype(dtype)
 
 
-def kernel_merges(group: int, head_dim: int) -> bool:
-    """Whether rows of one token fill whole warpgroups, as `merge_kernel` needs."""
+def combines_rows(group: int, head_dim: int) -> bool:
+    """Whether rows of one token fill whole warpgroups, as `combine_rows` needs."""
     at_once = max(LANES // head_dim, 1)
     return at_once * head_dim % LANES == 0 and group % at_once == 0
 
 
-def merge_kernel(
+def combine_rows(
     parts: Float[Array, "B K splits rows H"],
     parts_lse: Float[Array, "B K splits blocks"],
     sinks: Float[Array, "N"] | None,
@@ -113,7 +176,7 @@ def merge_kernel(
     return out.reshape(b, tokens, kv_heads * group, head_dim)
 
 
-def merge_by_lanes(
+def combine_fragments(
     parts: Float[Array, "B K splits rows H"],
     parts_lse: Float[Array, "B K splits blocks"],
     sinks: Float[Array, "N"] | None,
@@ -121,7 +184,7 @@ def merge_by_lanes(
     group: int,
     dtype: Any,
 ) -> Float[Array, "B T N H"]:
-    """`merge_kernel` of parts that `mosaic_gpu_ops.store_part_by_lanes` wrote: a thread has four columns of a row.
+    """`combine_rows` of parts that `store_fragments` wrote: a thread has four columns of a row.
 
     One sequence of 4,096 keys takes 10.46 us with 16 queries, and 10.94 with both in token order; with parts in float16 10.44.
     """
@@ -129,8 +192,6 @@ def merge_by_lanes(
     units = rows // 8 * (head_dim // 16)
 
     def body(parts_ref, lse_ref, *rest):
-        from dflash_kernels.mosaic_gpu import paged_parts as lanes
-
         sinks_ref, out_ref = rest if sinks is not None else (None, *rest)
         batch, head, block = lax.axis_index("b"), lax.axis_index("head"), lax.axis_index("block")
         given = [parts_ref.at[batch, head], lse_ref.at[batch, head], out_ref.at[batch].at[:, head]]
@@ -138,7 +199,7 @@ def merge_by_lanes(
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * len(given)))
         def merge(_ctx, block, *refs):
-            lanes.merge(block, *refs, rows=tokens * group)
+            _combine_fragments(block, *refs, rows=tokens * group)
 
         merge(block, *given)
 
@@ -159,3 +220,551 @@ def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
     total = functools.reduce(jnp.add, weights if sink is None else [*weights, jnp.exp2((sink - top) * LOG2E)])
     share = 1 / jnp.where(total == 0, 1.0, total)
     return [weight * share for weight in weights]
+
+
+def store_fragments(target, tile, first_row, rows: int) -> None:
+    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, whose first `rows` exist.
+
+    `first_row` and `rows` are multiples of eight.
+    """
+    lane, warp = th.lane_and_warp()
+    head_dim = th.shape_and_strides(target)[1][0]
+    base, places = th.add(th.address(target), th.widen_index(th.mul(lane, 16))), []
+    for half in range(2):
+        row = th.add(th.add(first_row.registers.item(), th.mul(warp, 16)), 8 * half)
+        places.append((th.below(row, rows), th.add(base, th.widen_index(th.mul(row, 4 * head_dim)))))
+    # Rows take turns, eight columns after eight columns.
+    held = [tile.registers[index] for index in np.ndindex(tile.registers.shape)]
+    for half, (exists, address) in enumerate(places):
+        for unit in range(len(held) // 4):
+            pairs = held[4 * unit + half], held[4 * unit + 2 + half]
+            four = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
+            place = th.add(address, _UNIT * unit)
+            th.when(exists, "st.global.v4.f32 [$0], {$1, $2, $3, $4};", place, *four)
+
+
+def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: int) -> None:
+    """Four units of a KV head, a warp each, all of whose parts are asked for before the first is used.
+
+    Args:
+      block: int32 scalar, which four units.
+      parts: `[splits, R, H]` float32 in global memory, each normalised; lses: `[splits, R or more]`, natural, -inf where empty.
+      target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
+      sinks: `[G]` float32 in global memory, or None.
+    """
+    i32, f32 = th.i32(), ir.F32Type.get()
+    (splits, held, head_dim), (part_stride, _, _) = th.shape_and_strides(parts)
+    (_, group, _), (token_stride, group_stride, _) = th.shape_and_strides(target)
+    dtype, lse_stride = ir.MemRefType(target.type).element_type, th.shape_and_strides(lses)[1][0]
+    lane, warp = th.lane_and_warp()
+    across, last = head_dim // 16, held // 8 * (head_dim // 16) - 1
+    unit = th.add(th.mul(block.registers.item(), 4), warp)
+    inside = arith.cmpi(arith.CmpIPredicate.sle, unit, utils.c(last, i32))
+    unit = arith.minsi(unit, utils.c(last, i32))
+    row = th.add(th.mul(th.div(unit, across), 8), th.div(lane, 4))
+    column = th.add(th.mul(th.rem(unit, across), 16), th.mul(th.rem(lane, 4), 2))
+    token = th.div(row, group)
+    of_group = th.sub(row, th.mul(token, group))
+    place = th.add(th.address(lses), th.widen_index(th.mul(row, 4)))
+    logits = [th.load(th.add(place, 4 * lse_stride * split), op=_ORDERED, kind="f32")[0] for split in range(splits)]
+    place = th.add(th.address(parts), th.widen_index(th.add(th.mul(unit, _UNIT), th.mul(lane, 16))))
+    found = [th.load(th.add(place, 4 * part_stride * split), 4, op=_ORDERED, kind="f32") for split in range(splits)]
+    if sinks is not None:
+        logits.append(
+            th.load(th.add(th.address(sinks), th.widen_index(th.mul(of_group, 4))), op=_ORDERED, kind="f32")[0]
+        )
+    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
+    top = functools.reduce(arith.maximumf, logits)
+    top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+    weights = [th.exp(arith.subf(logit, top)) for logit in logits]
+    total = functools.reduce(arith.addf, weights)
+    share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+    sums: list[Any] = [zero] * 4
+    for weight, values in zip(weights, found, strict=False):
+        factor = arith.mulf(weight, share)
+        some = arith.cmpf(arith.CmpFPredicate.UNE, factor, zero)
+        # Empty parts were never written: what lies there is skipped, not weighted.
+        added = [arith.select(some, arith.mulf(factor, value), zero) for value in values]
+        sums = [arith.addf(a, b) for a, b in zip(sums, added, strict=True)]
+    exists = arith.andi(inside, th.below(row, rows))
+    offset = th.add(th.add(th.mul(token, token_stride), th.mul(of_group, group_stride)), column)
+    address = th.add(th.address(target), th.mul(th.widen_index(offset), 2))
+    for start in range(2):
+        pair = vector.from_elements(ir.VectorType.get((2,), f32), sums[2 * start : 2 * start + 2])
+        word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), dtype), pair), i32)
+        th.when(exists, "st.global.b32 [$0], $1;", th.add(address, 16 * start), word)
+
+
+def combine_latent(
+    parts: Float[Array, "B splits padded R"], stats: Float[Array, "B splits kinds wide"], rows: int, dtype: Any,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B rows R"], Float[Array, "B rows"]]:  # fmt: skip
+    """Output and natural lse of all parts, one CTA for each query row, or for several of a large batch.
+
+    Of the stats the first is a part's natural lse, the next two, if there are any, the factors of the left and the right half of
+    its columns. Parts of lse -inf were never written: what lies there is not used.
+    """
+    b, splits, _, rank = parts.shape
+
+    def factor_of(stats_ref, batch, split, row, weight):
+        """Of a part's columns, in the sum."""
+        if stats.shape[2] == 1:
+            return jnp.broadcast_to(weight, (rank,))
+        left, right = (jnp.broadcast_to(weight * stats_ref[batch, split, half, row], (rank,)) for half in (1, 2))
+        factor = jnp.where(lax.iota(jnp.int32, rank) < rank // 2, left, right)
+        # Unwritten stats may be NaN as well.
+        return jnp.where(jnp.broadcast_to(weight, (rank,)) > 0, factor, 0.0)
+
+    at_once = rows_at_once(b, splits, rows)
+
+    def body(parts_ref, stats_ref, out_ref, total_ref):
+        batch, first = lax.axis_index("b"), lax.axis_index("block") * at_once
+        # As much as registers hold is asked for before the first weight is known, so that a CTA waits for memory once.
+        early = [
+            [parts_ref[batch, split, first + step] for split in range(min(splits, EARLY))] for step in range(at_once)
+        ]
+        logits = [[stats_ref[batch, split, 0, first + step] for split in range(splits)] for step in range(at_once)]
+        for step in range(at_once):
+            row = first + step
+            top = functools.reduce(jnp.maximum, logits[step])
+            top = jnp.where(top == -jnp.inf, 0.0, top)
+            weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits[step]]
+            total = functools.reduce(jnp.add, weights)
+            share = 1 / jnp.where(total == 0, 1.0, total)
+            out = jnp.zeros((rank,), jnp.float32)
+            for split, weight in enumerate(weights):
+                value = early[step][split] if split < EARLY else parts_ref[batch, split, row]
+                factor = factor_of(stats_ref, batch, split, row, weight * share)
+                # What lies in an empty part is skipped, not weighted.
+                out += jnp.where(factor != 0, value.astype(jnp.float32) * factor, 0.0)
+            out_ref[batch, row] = out.astype(dtype)
+            total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
+
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((b, rows, rank), dtype), jax.ShapeDtypeStruct((b, rows), jnp.float32)),
+        grid=(b, rows // at_once), grid_names=("b", "block"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(parts, stats)  # fmt: skip
+
+
+def rows_at_once(b: int, splits: int, rows: int) -> int:
+    """Rows of a CTA: few enough for registers, and CTAs few enough to run all at once."""
+    at_once = 1
+    while b * rows // at_once > RESIDENT and rows % (2 * at_once) == 0 and 2 * at_once * splits <= EARLY:
+        at_once *= 2
+    return at_once
+
+
+def combine_last(own, target, parts, lses, arrived, item, part, count, rows: int) -> None:
+    """Writes the output where the part is the only one; else leaves it to whoever finishes last, who adds up in the parts' order.
+
+    Args:
+      own: `[64, H]` float32 in shared memory, normalised.
+      target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
+      parts: `[I, R, H]` float32 in global memory; lses: `[I, 64]`, natural, the own row written already.
+      arrived: counter of the sequence's head, 0 between calls.
+      item, part, count: place of this part in `parts`, and among the sequence's, and how many those are.
+    """
+    quads = _Quads(target, rows)
+    item, part, count = (value.registers.item() for value in (item, part, count))
+    utils.warpgroup_barrier()
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(1, th.i32()))):
+        for row in quads.rows():
+            quads.store(row, th.load(quads.place(own, row, space=3), 4, op="ld.shared", kind="f32"))
+    with utils.when(arith.cmpi(arith.CmpIPredicate.sgt, count, utils.c(1, th.i32()))):
+        for row in quads.rows():
+            values = th.load(quads.place(own, row, space=3), 4, op="ld.shared", kind="f32")
+            there = quads.place(parts, row, index=item)
+            th.when(th.below(row, rows), "st.global.v4.f32 [$0], {$1, $2, $3, $4};", there, *values)
+        last = _arrive(arrived, quads.thread, th.sub(count, 1))
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ne, last, utils.c(0, th.i32()))):
+            first = arith.subi(item, part)
+            is_first_thread = arith.cmpi(arith.CmpIPredicate.eq, quads.thread, utils.c(0, th.i32()))
+            th.when(is_first_thread, "st.global.b32 [$0], 0;", th.address(arrived))
+            _weigh(own, lses, quads.thread, first, count, rows)
+            held = quads.rows()
+            for begin in range(0, len(held), _ROWS_AT_ONCE):
+                _add_up(quads, held[begin : begin + _ROWS_AT_ONCE], parts, own, first, count)
+
+
+class _Quads:
+    """Four columns for every thread: a row is `H / 4` threads, and a thread has one row in every `512 / H`."""
+
+    def __init__(self, target, rows: int):
+        (_, self.group, self.head_dim), (self.token_stride, self.group_stride, _) = th.shape_and_strides(target)
+        self.target, self.dtype, self.count = th.address(target), ir.MemRefType(target.type).element_type, rows
+        lane, warp = th.lane_and_warp()
+        self.thread, self.threads = th.add(th.mul(warp, 32), lane), self.head_dim // 4
+        self.column = th.mul(th.rem(self.thread, self.threads), 4)
+
+    def rows(self) -> list[Any]:
+        at_once = 128 // self.threads
+        own = th.div(self.thread, self.threads)
+        return [th.add(own, step) for step in range(0, self.count, at_once)]
+
+    def place(self, ref, row, *, space: int = 0, index: Any = None):
+        """Address of the thread's columns in `ref [rows, H]` or in `ref[index]`; of the last row for those past it."""
+        strides = th.shape_and_strides(ref)[1]
+        row = arith.minsi(row, utils.c(self.count - 1, th.i32()))
+        inner = th.mul(th.add(th.mul(row, strides[-2]), self.column), 4)
+        if space == 3:
+            return th.add(th.address(ref, 3), inner)
+        outer = th.mul(th.widen_index(index), 4 * strides[0])
+        return th.add(th.add(th.address(ref), outer), th.widen_index(inner))
+
+    def store(self, row, values) -> None:
+        """Rounded, to the output."""
+        quad = vector.from_elements(ir.VectorType.get((4,), ir.F32Type.get()), list(values))
+        rounded = arith.truncf(ir.VectorType.get((4,), self.dtype), quad)
+        rounded = utils.bitcast(rounded, ir.VectorType.get((2,), th.i32()))
+        token = th.div(row, self.group)
+        of_group = th.sub(row, th.mul(token, self.group))
+        offset = th.add(th.mul(token, self.token_stride), th.mul(of_group, self.group_stride))
+        address = th.add(self.target, th.mul(th.widen_index(th.add(offset, self.column)), 2))
+        low, high = (vector.extract(rounded, [], [i]) for i in range(2))
+        th.when(th.below(row, self.count), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
+
+
+def _weigh(own, lses, row, first, count, rows: int) -> None:
+    """Weights of all parts in their sum, `[parts, 64]` float32, to shared memory that held the own part; a thread has one row."""
+    f32 = ir.F32Type.get()
+    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
+    rounds = th.div(th.add(count, _LOGITS_AT_ONCE - 1), _LOGITS_AT_ONCE)
+
+    def logits(index):
+        for step in range(_LOGITS_AT_ONCE):
+            part = th.add(th.mul(index, _LOGITS_AT_ONCE), step)
+            there = arith.cmpi(arith.CmpIPredicate.slt, part, count)
+            yield part, there, _lse(lses, th.add(first, part), row, rows, there)
+
+    @utils.fori(rounds, [lowest, zero])
+    def totals(index, state):
+        top, total = state
+        found = [logit for _, _, logit in logits(index)]
+        new_top = functools.reduce(arith.maximumf, found, top)
+        base = _finite(new_top, lowest, zero)
+        total = arith.mulf(total, th.exp(arith.subf(top, base)))
+        return [new_top, functools.reduce(arith.addf, [th.exp(arith.subf(logit, base)) for logit in found], total)]
+
+    top, total = totals.results
+    some = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
+    base, share = _finite(top, lowest, zero), arith.divf(one, arith.select(some, total, one))
+
+    @utils.fori(rounds, [])
+    def _(index, state):
+        for part, there, logit in logits(index):
+            weight = arith.mulf(th.exp(arith.subf(logit, base)), share)
+            exists = arith.andi(there, th.below(row, rows))
+            th.when(exists, "st.shared.f32 [$0], $1;", _weight_place(own, part, row), weight)
+        return state
+
+    utils.warpgroup_barrier()
+
+
+def _add_up(quads: _Quads, rows, parts, own, first, count) -> None:
+    """Some rows of all parts times their weights, as many loads on their way as registers hold."""
+    f32, at_once = ir.F32Type.get(), min(_LOADS_AT_ONCE // len(rows), 16)
+    zero = utils.c(0.0, f32)
+
+    @utils.fori(th.div(th.add(count, at_once - 1), at_once), [[zero] * 4 for _ in rows])
+    def loop(index, sums):
+        found = []
+        for row in rows:
+            for step in range(at_once):
+                part = th.add(th.mul(index, at_once), step)
+                there = arith.cmpi(arith.CmpIPredicate.slt, part, count)
+                values = th.load(
+                    quads.place(parts, row, index=th.add(first, part)), 4, op="ld.global", kind="f32", there=there
+                )
+                last = arith.minsi(row, utils.c(quads.count - 1, th.i32()))
+                found.append((_weight(_weight_place(own, part, last), there), values))
+        added = []
+        for i, total in enumerate(sums):
+            for weight, values in found[i * at_once : (i + 1) * at_once]:
+                total = [arith.addf(a, arith.mulf(weight, b)) for a, b in zip(total, values, strict=True)]
+            added.append(total)
+        return added
+
+    for row, sums in zip(rows, loop.results, strict=True):
+        quads.store(row, sums)
+
+
+def _weight_place(own, part, row):
+    return th.add(th.address(own, 3), th.mul(th.add(th.mul(part, 64), row), 4))
+
+
+def _weight(address, there):
+    return th.load(address, op="ld.shared", kind="f32", there=there)[0]
+
+
+def _finite(top, lowest, zero):
+    return arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+
+
+def _arrive(arrived, thread, last: Any):
+    """Counts this CTA after all its threads' stores; 1 in all threads of the last one, which then see everybody's stores."""
+    utils.warpgroup_barrier()
+    return utils.inline_ptx(
+        _VOTE, thread, th.address(arrived), last, utils.warpgroup_barrier_idx(sync=False), result_types=th.i32(),
+        has_side_effects=True, convergent=True,
+    )  # fmt: skip
+
+
+def _lse(lses, index, row, rows: int, there):
+    stride = th.shape_and_strides(lses)[1][0]
+    row = arith.minsi(row, utils.c(rows - 1, th.i32()))
+    offset = th.add(th.mul(th.widen_index(index), stride), th.widen_index(row))
+    place = th.add(th.address(lses), th.mul(offset, 4))
+    return th.load(place, kind="f32", there=there, otherwise="0xff800000")[0]
+
+
+def combine_cluster(part, lse, target, rows: int, parts: int) -> None:
+    """Every CTA of the cluster merges some rows of all, four columns in each thread; none leaves before all are read."""
+    i32, f32 = th.i32(), ir.F32Type.get()
+    (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(target)
+    dtype = ir.MemRefType(target.type).element_type
+    lane, warp = th.lane_and_warp()
+    thread, threads = th.add(th.mul(warp, 32), lane), head_dim // 4
+    at_once = 128 // threads
+    rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
+    column, held, held_lse, base = th.rem(thread, threads), th.address(part, 3), th.address(lse, 3), th.address(target)
+    _cluster_barrier()
+    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
+    # CTAs take turns, so that few rows are everybody's and nobody has more steps than it must.
+    for step in range(0, rows, parts * at_once):
+        row = th.add(th.add(th.mul(rank, at_once), th.div(thread, threads)), step)
+        # Everything is asked for before the first answer is needed. Rows past the last lie in shared memory all the same.
+        row_held = arith.minsi(row, utils.c(63, i32))
+        place = th.add(held, th.add(th.mul(row_held, 4 * head_dim), th.mul(column, 16)))
+        logits = [_load_peer(th.add(held_lse, th.mul(row_held, 4)), other, 1)[0] for other in range(parts)]
+        loaded = [_load_peer(place, other, 4) for other in range(parts)]
+        top = functools.reduce(arith.maximumf, logits)
+        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+        total, sums = zero, [zero] * 4
+        for logit, values in zip(logits, loaded, strict=True):
+            weight = th.exp(arith.subf(logit, top))
+            some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
+            # Empty parts were never written: what lies there is skipped, not weighted.
+            kept = [arith.select(some, value, zero) for value in values]
+            sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
+            total = arith.addf(total, weight)
+        share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+        quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])
+        rounded = utils.bitcast(arith.truncf(ir.VectorType.get((4,), dtype), quad), ir.VectorType.get((2,), i32))
+        token = th.div(row, group)
+        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
+        address = th.add(base, th.mul(th.widen_index(th.add(offset, th.mul(column, 4))), 2))
+        low, high = (vector.extract(rounded, [], [i]) for i in range(2))
+        th.when(th.below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
+    _cluster_barrier()
+
+
+def _cluster_barrier() -> None:
+    for ptx in ("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"):
+        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+
+
+def _load_peer(address, rank: int, count: int):
+    """Float32 from the shared memory of the cluster's CTA `rank`, at an address of the own."""
+    f32, vectors = ir.F32Type.get(), "" if count == 1 else ".v4"
+    names = ", ".join(f"${i}" for i in range(count))
+    return utils.inline_ptx(
+        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, ${count}, {rank};"
+        f" ld.shared::cluster{vectors}.f32 {names if count == 1 else '{' + names + '}'}, [there]; }}",
+        address, result_types=[f32] * count, has_side_effects=True,
+    )  # fmt: skip
+
+
+def swap_with_peer(tile, top, total, memory):
+    """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
+
+    A thread's numbers go to the thread in its place over there, so that any layout will do: in `memory` lie sixteen bytes of each
+    thread, then the next sixteen.
+    """
+    lane, warp = th.lane_and_warp()
+    own = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(warp, 32), lane), 16))
+    there = utils.inline_ptx(
+        "{ .reg .b32 rank; mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $1, rank; }",
+        own, result_types=th.i32(), has_side_effects=True,
+    )  # fmt: skip
+    flat = [number for array in (tile, top, total) for number in _numbers(array)]
+    for start in range(0, len(flat), 4):
+        place = th.add(there, 128 * 4 * start)
+        four = flat[start : start + 4]
+        utils.inline_ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", place, *four, has_side_effects=True)
+    _cluster_barrier()
+    found = []
+    for start in range(0, len(flat), 4):
+        found += th.load(th.add(own, 128 * 4 * start), 4, op="ld.shared", kind="f32")
+    arrays = []
+    for array in (tile, top, total):
+        count = len(_numbers(array))
+        arrays.append(_like(array, found[:count]))
+        found = found[count:]
+    return arrays
+
+
+def _numbers(array) -> list:
+    """A thread's numbers, which its registers hold in vectors."""
+    held = array.registers.flat
+    return [vector.extract(some, [], [i]) for some in held for i in range(ir.VectorType(some.type).shape[0])]
+
+
+def _like(array, numbers):
+    held, width = np.empty_like(array.registers), ir.VectorType(array.registers.flat[0].type).shape[0]
+    for index, place in enumerate(np.ndindex(held.shape)):
+        held[place] = vector.from_elements(array.registers.flat[0].type, numbers[index * width : (index + 1) * width])
+    return mgpu.FragmentedArray(_registers=held, _layout=array.layout, _is_signed=None)
+
+
+def store_split(target, lses, tile, lse, column: int, rows: int) -> None:
+    """Leaves the first rows of a matrix instruction's result in `target [rows, H]`, from a column on, for `combine_mailbox`.
+
+    With `lse`, one number for each row, also these in `lses [64]`.
+    """
+    base, pitch = th.address(target), th.shape_and_strides(target)[1][0]
+    for position, place in zip(tile.layout.thread_idxs(tile.shape), np.ndindex(tile.registers.shape), strict=True):
+        row, first = (arith.index_cast(th.i32(), index) for index in position)
+        pair = tile.registers[place]
+        low, high = (vector.extract(pair, [], [i]) for i in range(2))
+        address = th.add(base, th.mul(th.widen_index(th.add(th.mul(row, pitch), th.add(first, column))), 4))
+        th.when(th.below(row, rows), "st.relaxed.gpu.global.v2.f32 [$0], {$1, $2};", address, low, high)
+    if lse is None:
+        return
+    for position, place in zip(lse.layout.thread_idxs(lse.shape), np.ndindex(lse.registers.shape), strict=True):
+        row = arith.index_cast(th.i32(), position[0])
+        value = lse.registers[place]
+        if isinstance(value.type, ir.VectorType):
+            value = vector.extract(value, [], [0])
+        address = th.add(th.address(lses), th.mul(th.widen_index(row), 4))
+        th.when(th.below(row, rows), "st.relaxed.gpu.global.f32 [$0], $1;", address, value)
+
+
+def combine_mailbox(shapes: SplitHeads, parts, lses, target, first_item, sequence, head, split, busy) -> None:
+    """Adds up all parts of some rows of a head, weighted, in the parts' order, and writes them as bfloat16 to `target`.
+
+    Reads what `store_split` leaves until no word is EMPTY, and makes the words EMPTY again.
+
+    Args:
+      parts: `[items, rows, H]`, float32 bits, normalised; lses: `[items, 64]`, natural.
+      target: `[B * T, N * H / 2]` words.
+      first_item: of the head; split: which of its CTAs this is; busy: how many of its parts have keys, int32 scalars.
+    """
+    first_item, sequence, head, split, busy = (
+        value.registers.item() for value in (first_item, sequence, head, split, busy)
+    )
+    lane, _ = th.lane_and_warp()
+    for exists, row, column, address in _quads(shapes, target, sequence, head, split):
+        of_lse = th.add(th.mul(first_item, ROWS), row)
+        of_part = th.add(th.mul(th.add(th.mul(first_item, shapes.rows), row), shapes.head_dim), column)
+        lse, values = (
+            th.add(th.address(ref), th.mul(th.widen_index(of), 4)) for ref, of in ((lses, of_lse), (parts, of_part))
+        )
+        wanted = arith.select(exists, busy, utils.c(0, th.i32()))
+        low, high = packed(_weighted(_take_parts(shapes, lse, values, wanted)))
+        if shapes.interleaved:
+            _store_interleaved(exists, address, column, low, high)
+        else:
+            th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $2};", address, low, high)
+        # Only now: others wait for the row.
+        _empty_parts(shapes, lse, values, wanted, lane)
+
+
+def _store_interleaved(exists, address, column, low, high) -> None:
+    """Writes four columns, two in a word, where they lie when columns are in pairs; `address` is theirs when they are not."""
+    i16, i64 = (ir.IntegerType.get_signless(bits) for bits in (16, 64))
+    among = arith.andi(column, utils.c(15, th.i32()))
+    place = th.add(th.mul(arith.andi(column, utils.c(7, th.i32())), 2), th.div(among, 8))
+    address = arith.addi(address, arith.extsi(i64, th.mul(th.sub(place, among), 2)))
+    halves = [
+        arith.trunci(i16, half) for word in (low, high) for half in (word, arith.shrui(word, utils.c(16, th.i32())))
+    ]
+    for index, half in enumerate(halves):
+        th.when(exists, f"st.relaxed.gpu.global.b16 [$0 + {4 * index}], $1;", address, half)
+
+
+def empty_heads(shapes: SplitHeads, target, sequence, head, split) -> None:
+    """Makes the words EMPTY that `combine_mailbox` has written."""
+    places = (value.registers.item() for value in (sequence, head, split))
+    for exists, _, _, address in _quads(shapes, target, *places):
+        th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $1};", address, utils.c(EMPTY, th.i32()))
+
+
+def _quads(shapes: SplitHeads, target, sequence, head, split):
+    """What this thread of a head's CTA puts together: whether it exists, row and column of the head, and address.
+
+    A row is a warp's: all its threads exist or none.
+    """
+    lane, warp = th.lane_and_warp()
+    thread = th.add(th.add(th.mul(warp, 32), lane), th.mul(split, WARPGROUP))
+    words = th.shape_and_strides(target)[0][1]
+    for start in range(0, shapes.quads, shapes.combiners * WARPGROUP):
+        quad = th.add(thread, start)
+        exists = th.below(quad, shapes.quads)
+        quad = arith.minsi(quad, utils.c(shapes.quads - 1, th.i32()))
+        row, column = th.div(quad, shapes.head_dim // 4), th.mul(th.rem(quad, shapes.head_dim // 4), 4)
+        token, among = th.div(row, shapes.group), th.rem(row, shapes.group)
+        token = th.add(th.mul(sequence, shapes.tokens), token)
+        word = th.div(th.add(th.mul(th.add(th.mul(head, shapes.group), among), shapes.head_dim), column), 2)
+        offset = th.add(th.mul(token, words), word)
+        yield exists, row, column, th.add(th.address(target), th.mul(th.widen_index(offset), 4))
+
+
+def _take_parts(shapes: SplitHeads, lse, values, busy) -> list[list]:
+    """A row's lse and a thread's four columns of the first `busy` parts, as soon as all are there; -inf and anything of the others.
+
+    Args:
+      lse, values: addresses in the first part.
+    """
+    count, f32 = shapes.splits, ir.F32Type.get()
+    strides = _strides(shapes)
+    lines = ["{", f".reg .pred p, q<{count}>; .reg .b32 m, busy; .reg .b64 l, v;"]
+    lines += [f"mov.b64 l, ${5 * count}; mov.b64 v, ${5 * count + 1}; mov.b32 busy, ${5 * count + 2};"]
+    for part in range(count):
+        lines += [f"setp.gt.s32 q{part}, busy, {part}; mov.b32 ${5 * part}, 0xff800000;"]
+        lines += [f"mov.b32 ${5 * part + word}, 0;" for word in range(1, 5)]
+    lines += ["again:"]
+    for part in range(count):
+        words = ", ".join(f"${5 * part + word}" for word in range(1, 5))
+        lines += [f"@q{part} ld.relaxed.gpu.global.b32 ${5 * part}, [l + {part * strides[0]}];"]
+        lines += [f"@q{part} ld.relaxed.gpu.global.v4.b32 {{{words}}}, [v + {part * strides[1]}];"]
+    lines += ["mov.b32 m, $0;", *(f"max.u32 m, m, ${word};" for word in range(1, 5 * count))]
+    lines += [f"setp.eq.u32 p, m, {EMPTY & 0xFFFFFFFF}; vote.sync.any.pred p, p, 0xffffffff; @p bra again;", "}"]
+    found = utils.inline_ptx(
+        "\n".join(lines), lse, values, busy, result_types=[th.i32()] * (5 * count), has_side_effects=True
+    )
+    return [[utils.bitcast(word, f32) for word in found[5 * part : 5 * part + 5]] for part in range(count)]
+
+
+def _empty_parts(shapes: SplitHeads, lse, values, busy, lane) -> None:
+    """Makes the words EMPTY again that `_take_parts` has read."""
+    strides = _strides(shapes)
+    empty, first_lane = utils.c(EMPTY, th.i32()), arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, th.i32()))
+    for part in range(shapes.splits):
+        there = arith.cmpi(arith.CmpIPredicate.sgt, busy, utils.c(part, th.i32()))
+        th.when(there, "st.global.v4.b32 [$0], {$1, $1, $1, $1};", th.add(values, part * strides[1]), empty)
+        one = arith.andi(there, first_lane)
+        th.when(one, "st.global.b32 [$0], $1;", th.add(lse, part * strides[0]), empty)
+
+
+def _strides(shapes: SplitHeads) -> tuple[int, int]:
+    """Bytes from one part's lse and values to the next one's."""
+    return 4 * ROWS, 4 * shapes.rows * shapes.head_dim
+
+
+def _weighted(found: list[list]) -> list:
+    """The sum of parts, each its lse and four columns; zeros where no part holds anything."""
+    f32 = ir.F32Type.get()
+    lowest, zero, one = (utils.c(value, f32) for value in (-math.inf, 0.0, 1.0))
+    top = functools.reduce(arith.maximumf, [lse for lse, *_ in found])
+    base = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+    total, sums = zero, [zero] * 4
+    for lse, *values in found:
+        weight = th.exp(arith.subf(lse, base))
+        total = arith.addf(total, weight)
+        sums = [arith.addf(a, arith.mulf(weight, b)) for a, b in zip(sums, values, strict=True)]
+    some = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
+    share = arith.divf(one, arith.select(some, total, one))
+    return [arith.mulf(value, share) for value in sums]

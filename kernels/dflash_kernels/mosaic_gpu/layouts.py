@@ -1,21 +1,27 @@
-"""Steps of the chain that Pallas has no words for, and what stands for them in its interpreter."""
+"""Layouts in shared memory and the order of columns and rows that matrix instructions see.
 
-# Pallas declares what it inlines with the context that it passes itself.
+A tile is swizzled over 128, 64 or 32 bytes, in groups of eight rows, as TMA writes it and matrix instructions read it without bank
+conflicts.
+"""
+
+# Pallas declares its transforms less public than it documents them, and what it inlines as if it were called as written.
 # pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, memref, scf
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
 
-TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of matrix instructions
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
+
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of two bytes a number
 
 
 def tiled(dtype: Any) -> tuple[Any, ...]:
@@ -23,77 +29,48 @@ def tiled(dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
-_SCALAR = plgpu.Layout.WG_SPLAT
-_WARPGROUP = 128
-_CHUNK = 16  # bytes that one thread copies at once
+def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
+    """Shared-memory layout that matrix instructions and TMA read without bank conflicts."""
+    for swizzle in (128, 64, 32):
+        if columns % (swizzle // jnp.dtype(dtype).itemsize) == 0:
+            return (
+                plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
+                plgpu.SwizzleTransform(swizzle),
+            )
+    raise NotImplementedError(f"rows of {columns} {jnp.dtype(dtype).name} do not tile")
 
 
-def copy_rows(source, column, target, *, rows: int, interpret: Any) -> None:
-    """Starts copies of the first rows of `source`, some columns of them, to shared memory; rows that are not there become zeros.
-
-    They do not go through the tensor memory accelerator, where they would wait behind all weights asked for before.
-
-    Args:
-      source: `[rows or more, columns]` in global memory, two bytes an element.
-      column: first column, int32 scalar.
-      target: `[blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
-      rows: how many rows count.
-      interpret: not None under Pallas's interpreter.
-    """
-    blocks, tokens, width = target.shape
-    if interpret is not None:
-        for block in range(blocks):
-            held = source[pl.ds(0, rows), pl.ds(column + block * width, width)]
-            target.at[block][...] = jnp.pad(held, ((0, tokens - rows), (0, 0)))
-        return
-    pitch, chunks = source.shape[1] * 2, blocks * tokens * width * 2 // _CHUNK
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType(TILED)))
-    def start(_, source, column, target):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-
-        def number(value):
-            return mgpu.c(value, i32)
-
-        first = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(source))
-        shared = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target))
-        thread = arith.remui(mgpu.utils.thread_idx(), number(_WARPGROUP))
-        for start in range(0, chunks, _WARPGROUP):
-            chunk = arith.addi(thread, number(start))
-            line, place = arith.divui(chunk, number(8)), arith.remui(chunk, number(8))
-            block, token = arith.divui(line, number(tokens)), arith.remui(line, number(tokens))
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, number(rows))
-            size = arith.select(there, number(_CHUNK), number(0))
-            row = arith.muli(arith.select(there, token, number(0)), number(pitch))
-            columns = arith.addi(column.registers.item(), arith.muli(block, number(width)))
-            offset = arith.addi(arith.addi(row, arith.muli(columns, number(2))), arith.muli(place, number(_CHUNK)))
-            swizzled = arith.muli(arith.xori(place, arith.remui(token, number(8))), number(_CHUNK))
-            to = arith.addi(arith.addi(shared, arith.muli(line, number(width * 2))), swizzled)
-            inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, number(chunks))
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [inside, to, arith.addi(first, arith.extui(i64, offset)), size],
-                f"@$0 cp.async.cg.shared.global [$1], [$2], {_CHUNK}, $3;", "b,r,l,r", has_side_effects=True,
-            )  # fmt: skip
-        mgpu.utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-    start(source, jnp.asarray(column, jnp.int32), target)
+def tile_of(memory):
+    """Type of a swizzled tile `[rows, columns]` in shared memory, as an operand of an operation."""
+    return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
 
 
-def copied(later: int, interpret: Any) -> None:
-    """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_):
-        mgpu.utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    wait()
+def in_key_order(q: jax.Array) -> jax.Array:
+    """`[..., H]` in the order in which products see a key's columns."""
+    return q.reshape(*q.shape[:-1], -1, 4, 2, 2).swapaxes(-2, -3).reshape(q.shape)
 
 
-def store_turned(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any) -> None:
+def in_parity_order(x: jax.Array) -> jax.Array:
+    """`[..., H]` in the order in which rows widened to bfloat16 come: each 16 columns as `[parity, column // 2]`."""
+    return x.reshape(*x.shape[:-1], -1, 8, 2).swapaxes(-1, -2).reshape(x.shape)
+
+
+def in_value_order(values: jax.Array) -> jax.Array:
+    """`[H, keys]` in the order of the product's rows."""
+    return values.reshape(-1, 8, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+
+
+def in_column_order(out: jax.Array) -> jax.Array:
+    """The other way round."""
+    return out.reshape(-1, 2, 8, out.shape[1]).swapaxes(1, 2).reshape(out.shape)
+
+
+def _stored_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
+    transposed = tile[:rows, :tokens].T.astype(target.dtype)
+    target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = transposed
+
+
+def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any = None) -> None:
     """`target[token, first_feature + row] = tile[row, token]`, rounded to the target's dtype.
 
     Args:
@@ -101,51 +78,33 @@ def store_turned(target, first_feature, tile, *, rows: int, tokens: int, interpr
       first_feature: int32 scalar.
       tile: `[64, N]` in the layout of a matrix instruction's result.
       rows, tokens: what of the tile counts, the first ones of each.
-      interpret: not None under Pallas's interpreter.
     """
-    if interpret is not None:
-        turned = tile[:rows, :tokens].T.astype(target.dtype)
-        target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = turned
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.Layout.WGMMA))
-    def store(_, target, first_feature, tile):
-        index = ir.IndexType.get()
-        feature0 = arith.index_cast(index, first_feature.registers.item())
-
-        def put(value, position):
-            limits = zip(position, (rows, tokens), tile.shape, strict=True)
-            limits = [(place, limit) for place, limit, size in limits if limit < size]
-            with contextlib.ExitStack() as stack:
-                for place, limit in limits:
-                    branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, place, mgpu.c(limit, index)))
-                    stack.enter_context(then(branch))
-                memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
-
-        tile.foreach(put)
-
-    store(target, jnp.asarray(first_feature, jnp.int32), tile.astype(target.dtype))
+    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens, interpret=interpret)
 
 
-@contextlib.contextmanager
-def then(branch: scf.IfOp) -> Iterator[None]:
-    """What is built inside runs where the branch's condition holds."""
-    with ir.InsertionPoint(branch.then_block):
-        yield
-        scf.yield_([])
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_stored_transposed)
+def _store_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
+    index = ir.IndexType.get()
+    feature0 = arith.index_cast(index, first_feature)
+
+    def put(value, position):
+        limits = zip(position, (rows, tokens), tile.shape, strict=True)
+        limits = [(place, limit) for place, limit, size in limits if limit < size]
+        with contextlib.ExitStack() as stack:
+            for place, limit in limits:
+                inside = arith.cmpi(arith.CmpIPredicate.slt, place, utils.c(limit, index))
+                stack.enter_context(utils.when(inside))
+            memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
+
+    tile.foreach(put)
 
 
 def rows_of(ref, layout):
+    """A Ref's contents in registers, in any layout."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def sigmoid(x):
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def rem(a, b: int):
-    return lax.rem(a, jnp.int32(b))
-
-
-def div(a, b: int):
-    return lax.div(a, jnp.int32(b))
+def interleaved_column(column):
+    """Where a column lies in rows whose columns are interleaved (`core.layouts.interleave_columns`)."""
+    block, other = arith.andi(column, th.number(-16)), arith.andi(arith.shrui(column, th.number(3)), th.number(1))
+    return arith.addi(block, arith.addi(th.mul(arith.andi(column, th.number(7)), 2), other))

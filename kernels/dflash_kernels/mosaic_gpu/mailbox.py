@@ -1,8 +1,8 @@
-"""How CTAs of the chain hand results to one another: words in global memory that say themselves whether they have been written.
+"""Cross-CTA mailbox: results in words of global memory that say themselves whether they have been written.
 
-Before a launch every word of its exchange is EMPTY, bits that no result has. Whoever needs a result reads it until none of its
-words is EMPTY. Nobody counts, no store waits for another one, and readers go on with what is there. Launches take turns with two
-areas: one is used, the other one is emptied for the next launch.
+Before a launch every word of a mailbox is EMPTY, bits that no result has. Whoever needs a result reads it until none of its words
+is EMPTY. Nobody counts, no store waits for another one, and readers go on with what is there. Launches take turns with two areas:
+one is used, the other one is emptied for the next launch.
 """
 
 # Pallas declares what it inlines with the context that it passes itself.
@@ -13,111 +13,130 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, vector
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
-from dflash_kernels.fused.layer.plan import EMPTY
-from dflash_kernels.mosaic_gpu import layer_memory as memory
-from dflash_kernels.mosaic_gpu.layouts import TILED
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.layouts import EMPTY
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.layouts import TILED, interleaved_column
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, GLOBAL, MATRIX, NUMBER, SCALAR, matrix, thread_op
 
-_SCALAR = plgpu.Layout.WG_SPLAT
+VECTOR = 4  # words that one thread moves at once
 
 
+@thread_op(args=(GLOBAL, SCALAR))
 def empty(area, word, *, words: int) -> None:
-    """Makes words of an exchange EMPTY; `word` and `words` are multiples of 4."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR))
-    def clear(_, area, word):
-        none = memory.number(EMPTY)
-        for first in range(0, words, memory.WARPGROUP * memory.VECTOR):
-            place = arith.addi(memory.number(first), memory.times(memory.thread(), memory.VECTOR))
-            with memory.when(arith.cmpi(arith.CmpIPredicate.ult, place, memory.number(words))):
-                memory.store(memory.address(area, arith.addi(word.registers.item(), place)), [none] * memory.VECTOR)
-
-    clear(area, jnp.asarray(word, jnp.int32))
+    """Makes words of a mailbox EMPTY; `word` and `words` are multiples of 4."""
+    none = th.number(EMPTY)
+    for first in range(0, words, WARPGROUP * VECTOR):
+        place = arith.addi(th.number(first), th.mul(th.thread(), VECTOR))
+        with utils.when(th.under(place, words)):
+            store(th.word_address(area, th.add(word, place)), [none] * VECTOR)
 
 
+@thread_op(args=(GLOBAL, SCALAR, MATRIX))
 def put_tile(area, word, tile) -> None:
-    """Hands over a tile of float32 in the layout of a matrix instruction's result, for `add_tiles`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.Layout.WGMMA))
-    def put(_, area, word, tile):
-        words = [memory.filled(value) for value in memory.words_of(tile.registers)]
-        for first in range(0, len(words), memory.VECTOR):
-            memory.store(memory.own(area, word, first), words[first : first + memory.VECTOR])
-
-    put(area, jnp.asarray(word, jnp.int32), tile)
+    """Publishes a tile of float32 in the layout of a matrix instruction's result, for `add_tiles`."""
+    words = [filled(value) for value in words_of(tile.registers)]
+    for first in range(0, len(words), VECTOR):
+        store(own(area, word, first), words[first : first + VECTOR])
 
 
 def add_tiles(area, places, tile):
-    """`tile` plus the tiles that other CTAs hand over at `places`, added in order as soon as all are there."""
-    if not places:
-        return tile
-    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[_SCALAR] * len(places), plgpu.Layout.WGMMA), return_type=result)
-    def add(_, area, *rest):
-        *words, tile = rest
-        count = len(memory.words_of(tile.registers))
-        addresses = [memory.own(area, word, first) for word in words for first in range(0, count, memory.VECTOR)]
-        found, f32 = memory.await_all(addresses, "u32"), ir.F32Type.get()
-        registers = np.empty_like(tile.registers)
-        for index, place in enumerate(np.ndindex(tile.registers.shape)):
-            register = tile.registers[place]
-            for part in range(len(words)):
-                pair = [arith.bitcast(f32, found[part * count + index * 2 + i]) for i in range(2)]
-                register = arith.addf(register, vector.from_elements(register.type, pair))
-            registers[place] = register
-        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
-
-    return add(area, *[jnp.asarray(place, jnp.int32) for place in places], tile)
+    """`tile` plus the tiles that other CTAs publish at `places`, added in order as soon as all are there (split-K reduction)."""
+    return _add_tiles(area, list(places), tile) if places else tile
 
 
-def put_turned(
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), returns=lambda area, places, tile: matrix(tile.shape, tile.dtype))
+def _add_tiles(area, words, tile):
+    count = len(words_of(tile.registers))
+    addresses = [own(area, word, first) for word in words for first in range(0, count, VECTOR)]
+    found, f32 = await_all(addresses, "u32"), ir.F32Type.get()
+    registers = np.empty_like(tile.registers)
+    for index, place in enumerate(np.ndindex(tile.registers.shape)):
+        register = tile.registers[place]
+        for part in range(len(words)):
+            pair = [arith.bitcast(f32, found[part * count + index * 2 + i]) for i in range(2)]
+            register = arith.addf(register, vector.from_elements(register.type, pair))
+        registers[place] = register
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
+
+
+def put_transposed(
     area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
 ) -> None:
-    """Hands over a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
+    """Publishes a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
 
-    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `paired`: whether columns lie in pairs.
+    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `paired`: whether columns are interleaved.
     """
+    sizes = {"first_row": first_row, "rows": rows, "tokens": tokens, "pitch": pitch}
+    _put_transposed(area, word, first_feature, tile.astype(jnp.bfloat16), paired=paired, **sizes)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.Layout.WGMMA))
-    def put(_, area, word, first_feature, tile):
-        base, i32 = memory.address(area, word.registers.item()), ir.IntegerType.get_signless(32)
 
-        def store(value, position):
-            row, token = (arith.index_cast(i32, place) for place in position)
-            limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
-            with contextlib.ExitStack() as stack:
-                if first_row:
-                    stack.enter_context(memory.when(arith.cmpi(arith.CmpIPredicate.uge, row, memory.number(first_row))))
-                for place, limit, size in limits:
-                    if limit < size:
-                        stack.enter_context(
-                            memory.when(arith.cmpi(arith.CmpIPredicate.ult, place, memory.number(limit)))
-                        )
-                feature = arith.addi(first_feature.registers.item(), row)
-                if paired:
-                    feature = memory.paired(feature)
-                element = arith.addi(memory.times(token, pitch), feature)
-                bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
-                mgpu.utils.inline_ptx(
-                    "st.relaxed.gpu.global.b16 [$0], $1;",
-                    memory.offset(base, memory.times(element, 2)),
-                    bits,
-                    has_side_effects=True,
-                )
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, MATRIX))
+def _put_transposed(
+    area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
+) -> None:
+    base = th.word_address(area, word)
 
-        tile.foreach(store)
+    def store(value, position):
+        row, token = (arith.index_cast(th.i32(), place) for place in position)
+        limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
+        with contextlib.ExitStack() as stack:
+            if first_row:
+                stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.uge, row, th.number(first_row))))
+            for place, limit, size in limits:
+                if limit < size:
+                    stack.enter_context(utils.when(th.under(place, limit)))
+            feature = th.add(first_feature, row)
+            if paired:
+                feature = interleaved_column(feature)
+            element = arith.addi(th.mul(token, pitch), feature)
+            bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
+            place = th.offset(base, th.mul(element, 2))
+            utils.inline_ptx("st.relaxed.gpu.global.b16 [$0], $1;", place, bits, has_side_effects=True)
 
-    arguments = [jnp.asarray(value, jnp.int32) for value in (word, first_feature)]
-    put(area, *arguments, tile.astype(jnp.bfloat16))
+    tile.foreach(store)
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR, SCALAR, SCALAR))
+def _take_rows(area, word, column, target, count, waits, slots, *, rows: int, pitch: int) -> None:
+    _, blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
+    tokens = groups * rows_of_group
+    chunks, size = blocks * tokens * width // 8, blocks * tokens * width * 2
+    base = th.word_address(area, word)
+    shared, wanted, sources = th.address(target, space=3), [], []
+    for unit, slot in enumerate(slots):
+        fills = arith.cmpi(arith.CmpIPredicate.ult, th.number(unit), count)
+        # What is not wanted is read where the first one is, which costs nothing.
+        columns = arith.select(fills, th.number(unit * blocks * width), th.number(0))
+        for start in range(0, chunks, WARPGROUP):
+            chunk = th.add(th.thread(), start)
+            line, place = th.div(chunk, 8), th.rem(chunk, 8)
+            block, token = th.div(line, tokens), th.rem(line, tokens)
+            there = th.under(token, rows)
+            element = arith.addi(th.mul(arith.select(there, token, th.number(0)), pitch), column)
+            element = arith.addi(element, arith.addi(th.mul(block, width), columns))
+            sources.append(th.offset(base, arith.addi(th.mul(element, 2), th.mul(place, 16))))
+            swizzle = th.mul(arith.xori(place, th.rem(token, 8)), 16)
+            first = arith.addi(shared, th.mul(slot, size))
+            wanted.append((fills, there, arith.addi(arith.addi(first, th.mul(line, width * 2)), swizzle)))
+    asked = arith.select(waits, th.mul(count, blocks), th.number(0))
+    await_first(th.offset(base, th.mul(column, 2)), asked, width * 2)
+    found = await_all(sources, "u16x2")
+    for index, (fills, there, to) in enumerate(wanted):
+        words = [arith.select(there, value, th.number(0)) for value in found[index * VECTOR : (index + 1) * VECTOR]]
+        with utils.when(fills):
+            utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
 def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pitch: int) -> None:
-    """Copies columns of a matrix that others hand over with `put_turned` to shared memory, as soon as they are there.
+    """Copies columns of a matrix that others publish with `put_transposed` to shared memory, as soon as they are there.
 
     Args:
       column: the first one, int32 scalar.
@@ -126,120 +145,125 @@ def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pit
       waits: whether a few threads ask first, where others may not have written yet. What has been there for long is read at once.
       rows: how many tokens count; the others become zeros.
     """
-    _, blocks, tokens, width = target.shape
-    chunks, size = blocks * tokens * width // 8, blocks * tokens * width * 2
-
-    scalars = [_SCALAR] * (2 + len(slots))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType(TILED), *scalars))
-    def take(_, area, word, column, target, count, waits, *slots):
-        count, waits = count.registers.item(), waits.registers.item()
-        base, i32 = memory.address(area, word.registers.item()), ir.IntegerType.get_signless(32)
-        shared, wanted, sources = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)), [], []
-        for unit, slot in enumerate(slots):
-            filled = arith.cmpi(arith.CmpIPredicate.ult, memory.number(unit), count)
-            # What is not wanted is read where the first one is, which costs nothing.
-            columns = arith.select(filled, memory.number(unit * blocks * width), memory.number(0))
-            for start in range(0, chunks, memory.WARPGROUP):
-                chunk = arith.addi(memory.thread(), memory.number(start))
-                line, place = arith.divui(chunk, memory.number(8)), arith.remui(chunk, memory.number(8))
-                block, token = arith.divui(line, memory.number(tokens)), arith.remui(line, memory.number(tokens))
-                there = arith.cmpi(arith.CmpIPredicate.ult, token, memory.number(rows))
-                element = arith.addi(
-                    memory.times(arith.select(there, token, memory.number(0)), pitch), column.registers.item()
-                )
-                element = arith.addi(element, arith.addi(memory.times(block, width), columns))
-                sources.append(memory.offset(base, arith.addi(memory.times(element, 2), memory.times(place, 16))))
-                swizzled = memory.times(arith.xori(place, arith.remui(token, memory.number(8))), 16)
-                first = arith.addi(shared, memory.times(slot.registers.item(), size))
-                wanted.append((filled, there, arith.addi(arith.addi(first, memory.times(line, width * 2)), swizzled)))
-        asked = arith.select(waits, memory.times(count, blocks), memory.number(0))
-        memory.await_first(memory.offset(base, memory.times(column.registers.item(), 2)), asked, width * 2)
-        found = memory.await_all(sources, "u16x2")
-        for index, (filled, there, to) in enumerate(wanted):
-            words = [
-                arith.select(there, value, memory.number(0))
-                for value in found[index * memory.VECTOR : (index + 1) * memory.VECTOR]
-            ]
-            with memory.when(filled):
-                mgpu.utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    word, column, count, *slots = (jnp.asarray(value, jnp.int32) for value in (word, column, count, *slots))
-    take(area, word, column, target, count, jnp.asarray(waits), *slots)
+    _take_rows(area, word, column, target, count, waits, list(slots), rows=rows, pitch=pitch)
 
 
+@thread_op(args=(GLOBAL, SCALAR, COLUMN))
 def put_columns(area, word, values) -> None:
-    """Hands over one float32 for each column of a tile, for `take_columns`."""
+    """Publishes one float32 for each column of a tile, for `take_columns`."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, plgpu.Layout.WGMMA.reduce(0)))
-    def put(_, area, word, values):
-        i32 = ir.IntegerType.get_signless(32)
+    def store(value, position):
+        place = th.add(word, arith.index_cast(th.i32(), position[0]))
+        bits = filled(arith.bitcast(th.i32(), value))
+        utils.inline_ptx(
+            "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, place), bits, has_side_effects=True
+        )
 
-        def store(value, position):
-            place = arith.addi(word.registers.item(), arith.index_cast(i32, position[0]))
-            bits = memory.filled(arith.bitcast(i32, value))
-            mgpu.utils.inline_ptx(
-                "st.relaxed.gpu.global.b32 [$0], $1;", memory.address(area, place), bits, has_side_effects=True
-            )
-
-        values.foreach(store)
-
-    put(area, jnp.asarray(word, jnp.int32), values)
+    values.foreach(store)
 
 
+@thread_op(args=(GLOBAL, SCALAR), returns=lambda *_, rows, tokens: matrix((-(-rows // 64) * 64, tokens)))
 def take_columns(area, word, *, rows: int, tokens: int):
-    """What `rows` tiles hand over with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
-    shape = (-(-rows // 64) * 64, tokens)
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)
-    def take(_, area, word):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
-        addresses, there = [], []
-        for position in zero.layout.thread_idxs(shape):
-            row, column = (arith.index_cast(i32, place) for place in position)
-            there.append(arith.cmpi(arith.CmpIPredicate.ult, row, memory.number(rows)))
-            place = arith.addi(memory.times(arith.select(there[-1], row, memory.number(0)), tokens), column)
-            addresses.append(memory.address(area, arith.addi(word.registers.item(), place)))
-        memory.await_first(memory.address(area, word.registers.item()), memory.number(rows), tokens * 4)
-        found, registers = memory.await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
-        for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
-            old: Any = zero.registers[place]
-            pair = [arith.bitcast(f32, value) for value in found[index * 2 : index * 2 + 2]]
-            registers[place] = arith.select(inside, vector.from_elements(old.type, pair), old)
-        return mgpu.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
-
-    return take(area, jnp.asarray(word, jnp.int32))
+    """What `rows` tiles publish with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
+    shape, f32 = (-(-rows // 64) * 64, tokens), ir.F32Type.get()
+    zero = mgpu.FragmentedArray.splat(utils.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
+    addresses, there = [], []
+    for position in zero.layout.thread_idxs(shape):
+        row, column = (arith.index_cast(th.i32(), place) for place in position)
+        there.append(th.under(row, rows))
+        place = arith.addi(th.mul(arith.select(there[-1], row, th.number(0)), tokens), column)
+        addresses.append(th.word_address(area, th.add(word, place)))
+    await_first(th.word_address(area, word), th.number(rows), tokens * 4)
+    found, registers = await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
+    for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
+        old: Any = zero.registers[place]
+        pair = [arith.bitcast(f32, value) for value in found[index * 2 : index * 2 + 2]]
+        registers[place] = arith.select(inside, vector.from_elements(old.type, pair), old)
+    return mgpu.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
 
 
+@thread_op(args=(GLOBAL, SCALAR), returns=NUMBER)
 def launches(area, word):
     """How many launches have ended: what `launched` has counted at this word."""
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=_SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=result)
-    def read(_, area, word):
-        i32 = ir.IntegerType.get_signless(32)
-        value = mgpu.utils.inline_ptx(
-            "ld.relaxed.gpu.global.b32 $0, [$1];", memory.address(area, word.registers.item()), result_types=i32,
-            has_side_effects=True,
-        )  # fmt: skip
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return read(area, jnp.asarray(word, jnp.int32))
+    return th.load(th.word_address(area, word), op="ld.relaxed.gpu.global")[0]
 
 
+@thread_op(args=(GLOBAL, SCALAR, SCALAR))
 def launched(area, word, count) -> None:
     """Sets the word that `launches` reads, after all threads of this warpgroup have read it."""
+    utils.warpgroup_barrier()
+    with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+        utils.inline_ptx(
+            "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, word), count, has_side_effects=True
+        )
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR))
-    def write(_, area, word, count):
-        mgpu.utils.warpgroup_barrier()
-        with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
-            mgpu.utils.inline_ptx(
-                "st.relaxed.gpu.global.b32 [$0], $1;", memory.address(area, word.registers.item()), count.registers.item(),
-                has_side_effects=True,
-            )  # fmt: skip
 
-    write(area, jnp.asarray(word, jnp.int32), jnp.asarray(count, jnp.int32))
+def await_first(base, count, pitch: int) -> None:
+    """Waits for `count` words (int32), each `pitch` bytes after the one before, with as many threads.
+
+    All threads of all CTAs, reading again and again, would be in the way of what they wait for.
+    """
+    with utils.when(arith.cmpi(arith.CmpIPredicate.ult, th.thread(), count)):
+        utils.inline_ptx(
+            "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.relaxed.gpu.global.b32 w, [a]; "
+            "setp.eq.u32 p, w, 0xffffffff; @p bra again; }",
+            th.offset(base, th.mul(th.thread(), pitch)), has_side_effects=True,
+        )  # fmt: skip
+    utils.warpgroup_barrier()
+
+
+def await_all(addresses, kind: str, width: int = VECTOR):
+    """The words at all addresses, `width` each, read until no u32, or no half of a u16x2, is EMPTY."""
+    count, i32 = len(addresses), ir.IntegerType.get_signless(32)
+
+    def load(index: int) -> str:
+        words = ", ".join(f"${index * width + word}" for word in range(width))
+        return f"ld.relaxed.gpu.global.v{width}.b32 {{{words}}}, [a{index}];"
+
+    def check(indices) -> str:
+        words = [f"${index * width + word}" for index in indices for word in range(width)]
+        lines = [f"mov.b32 m, {words[0]};", *(f"max.{kind} m, m, {word};" for word in words[1:])]
+        if kind == "u32":
+            return " ".join(lines) + " setp.eq.u32 p, m, 0xffffffff;"
+        return " ".join(lines) + " and.b32 t, m, 0xffff; setp.eq.u32 p, t, 0xffff; setp.ge.or.u32 p, m, 0xffff0000, p;"
+
+    lines = ["{", ".reg .pred p; .reg .b32 m, t;", f".reg .b64 a<{count}>;"]
+    lines += [f"mov.b64 a{index}, ${count * width + index};" for index in range(count)]
+    every = range(count)
+    lines += ["again:", *(load(index) for index in every), check(every), "@p bra again;"]
+    lines += ["}"]
+    return utils.inline_ptx("\n".join(lines), *addresses, result_types=[i32] * (count * width), has_side_effects=True)
+
+
+def load_all(addresses):
+    """The words at all addresses, VECTOR each."""
+    return [word for address in addresses for word in th.load(address, VECTOR, op="ld.relaxed.gpu.global")]
+
+
+def words_of(registers):
+    """All elements of float32 registers of two, as int32."""
+    i32 = ir.IntegerType.get_signless(32)
+    return [
+        arith.bitcast(i32, vector.extract(register, dynamic_position=[], static_position=[i]))
+        for register in registers.flat
+        for i in range(2)
+    ]
+
+
+def filled(bits):
+    """Bits of a float32 that are not EMPTY: another NaN stands for that one."""
+    none = arith.cmpi(arith.CmpIPredicate.eq, bits, th.number(EMPTY))
+    return arith.select(none, th.number(0x7FFFFFFF), bits)
+
+
+def store(address, words) -> None:
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    utils.inline_ptx(
+        f"st.relaxed.gpu.global.v{len(words)}.b32 [$0], {{{names}}};", address, *words, has_side_effects=True
+    )
+
+
+def own(area, word, first: int):
+    """Address of this thread's vector number `first / 4` of a tile in the order of threads."""
+    place = arith.addi(th.number(first * WARPGROUP), th.mul(th.thread(), VECTOR))
+    return th.word_address(area, th.add(word, place))

@@ -1,14 +1,18 @@
-"""Integers of single threads in the Hopper kernels below Pallas: places in swizzled tiles, addresses, predicated instructions.
+"""Thread-level arithmetic and PTX: integers, places in swizzled tiles, addresses, loads and predicated instructions.
 
 A fragment of the matrix layout gives the thread of warp w, row r of 8 and column pair c of 4 the elements at rows `16 w + r` and
 `+ 8`, columns `2 c` and `2 c + 1`.
 """
+
+import math
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+
+from dflash_kernels.core.device import WARP, WARPGROUP
 
 CHUNK = 16  # bytes: what an 8 by 8 matrix of 16-bit elements spans of a row, and what swizzling moves
 
@@ -17,16 +21,52 @@ def when(predicate, ptx: str, *operands) -> None:
     utils.inline_ptx(ptx, *operands, predicate=predicate, has_side_effects=True)
 
 
-def load_if(predicate, address, how: str = "ld.global.nc"):
+def load(
+    address,
+    count: int = 1,
+    *,
+    op: str = "ld.global",
+    kind: str = "b32",
+    there=None,
+    otherwise: str = "0",
+    ordered: bool = True,
+) -> list:
+    """Vector load of `count` words; of `otherwise` without the predicate `there`, where one is given.
+
+    Args:
+      op: the instruction up to its vector size. "ld.volatile.global" stays where it stands in the code; "ld.global.nc" may move to
+        where its words are needed, if it is not `ordered`.
+      kind: "b32" for integers, "f32".
+    """
+    names, vectors = ", ".join(f"${i}" for i in range(count)), "" if count == 1 else f".v{count}"
+    names = names if count == 1 else f"{{{names}}}"
+    types = [ir.F32Type.get() if kind == "f32" else i32()] * count
+    text = f"{op}{vectors}.{kind} {names}, [${count}];"
+    if there is None:
+        return list(utils.inline_ptx(text, address, result_types=types, has_side_effects=ordered))
+    words = " ".join(f"mov.b32 ${i}, {otherwise};" for i in range(count))
+    text = f"{{ .reg .pred there; setp.ne.b32 there, ${count + 1}, 0; {words} @there {text} }}"
+    return list(
+        utils.inline_ptx(text, address, arith.extui(i32(), there), result_types=types, has_side_effects=ordered)
+    )
+
+
+def load_if(predicate, address, how: str = "ld.global.nc") -> list:
     """Sixteen bytes of global memory as four words, zeros without the predicate.
 
     `how` "ld.volatile.global": asked for where it stands in the code; other loads move to where they are needed.
     """
-    return utils.inline_ptx(
-        "{ .reg .pred there; setp.ne.b32 there, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        f" @there {how}.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}",
-        address, arith.extui(i32(), predicate), result_types=[i32()] * 4, has_side_effects="volatile" in how,
-    )  # fmt: skip
+    return load(address, 4, op=how, there=predicate, ordered="volatile" in how)
+
+
+def ex2(value):
+    """2 to the power of a float32, as the hardware approximates it."""
+    return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
+
+
+def exp(value):
+    """e to the power of a float32."""
+    return ex2(arith.mulf(value, utils.c(math.log2(math.e), ir.F32Type.get())))
 
 
 def within(row, column, columns: int, width: int):
@@ -62,8 +102,35 @@ def address(ref, space: int = 0):
 
 
 def lane_and_warp():
-    thread = rem(utils.thread_idx(), 128)
-    return rem(thread, 32), div(thread, 32)
+    within_warpgroup = thread()
+    return rem(within_warpgroup, WARP), div(within_warpgroup, WARP)
+
+
+def opaque_lane_and_warp() -> list:
+    """As no compiler knows them: addresses are computed where they are needed, not before the loop, for want of registers."""
+    return [
+        utils.inline_ptx("mov.b32 $0, $1;", value, result_types=i32(), has_side_effects=True)
+        for value in lane_and_warp()
+    ]
+
+
+def thread():
+    """Of the warpgroup."""
+    return rem(utils.thread_idx(), WARPGROUP)
+
+
+def number(value: int):
+    return utils.c(value, i32())
+
+
+def offset(address, size):
+    """`size` bytes, 32 bits, further in global memory."""
+    return add(address, widen_index(size))
+
+
+def word_address(area, word):
+    """Address of word number `word` of an area of global memory."""
+    return offset(address(area), mul(word, 4))
 
 
 def constant(value, like):
@@ -72,6 +139,11 @@ def constant(value, like):
 
 def below(a, bound: int):
     return arith.cmpi(arith.CmpIPredicate.slt, a, utils.c(bound, i32()))
+
+
+def under(a, bound: int):
+    """`below` of numbers without a sign."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))
 
 
 def add(a, b):
@@ -103,7 +175,7 @@ def shift_left(a, bits: int):
 
 
 def widen_index(a):
-    return arith.extui(ir.IntegerType.get_signless(64), a)
+    return arith.extui(i64(), a)
 
 
 def as_array(words):
@@ -120,3 +192,7 @@ def as_words(array):
 
 def i32():
     return ir.IntegerType.get_signless(32)
+
+
+def i64():
+    return ir.IntegerType.get_signless(64)

@@ -72,7 +72,7 @@ def _attend(
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.attention.mla import mosaic_gpu_sm90 as kernel
-    from dflash_kernels.mosaic_gpu import mla_merge as merging
+    from dflash_kernels.mosaic_gpu import combine as merging
 
     b, tokens, heads, width = q.shape
     launch = plan(
@@ -96,7 +96,7 @@ def _attend(
     if launch.direct:
         out, lse = out[:, :rows], lse[:, 0, 0, :rows]
     else:
-        out, lse = merging.merge(out, lse, rows, folded.dtype, interpret)
+        out, lse = merging.combine_latent(out, lse, rows, folded.dtype, interpret)
     if latent_scale is not None:
         out = (out.astype(jnp.float32) * latent_scale).astype(q.dtype)
     return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
@@ -108,8 +108,8 @@ def _few_rows(
 ) -> tuple[Array, Array]:  # fmt: skip
     """The kernel for float8 rows under few queries: `q [B, rows, R + r]`, the scale in it already."""
     from dflash_kernels.attention.mla import mosaic_gpu_sm90_8bit as narrow
-    from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import in_key_order
-    from dflash_kernels.mosaic_gpu import mla_merge as merging
+    from dflash_kernels.mosaic_gpu import combine as merging
+    from dflash_kernels.mosaic_gpu.layouts import in_key_order
 
     rows = launch.tokens * launch.heads
     # A row's garbage would raise the base of all rows.
@@ -119,7 +119,7 @@ def _few_rows(
     out, lse = narrow.attention(launch, q, latent_pages, factor, table, lens, new_lens, dtype, interpret=interpret)
     if launch.direct:
         return out, lse[:, 0, 0, :rows]
-    return merging.merge(out, lse, rows, dtype, interpret)
+    return merging.combine_latent(out, lse, rows, dtype, interpret)
 
 
 def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:

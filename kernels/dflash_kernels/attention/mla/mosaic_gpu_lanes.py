@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.ptx import opaque_lane_and_warp
 
 _WGMMA = plgpu.Layout.WGMMA
 _VOTE = (
@@ -61,42 +62,6 @@ def _scaled(acc, kept) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
 
 
-def prefetch_rows(rows):
-    """Asks for whole rows that lie next to each other in global memory, so that they are in the L2 before they are copied."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def prefetch(_ctx, rows):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
-
-        from dflash_kernels.mosaic_gpu import ptx as th
-
-        ty = ir.MemRefType(rows.type)
-        count = ty.shape[0] * ty.shape[1] * utils.bytewidth(ty.element_type)
-        leads = arith.cmpi(arith.CmpIPredicate.eq, th.rem(utils.thread_idx(), 128), utils.c(0, th.i32()))
-        th.when(leads, f"cp.async.bulk.prefetch.L2.global [$0], {count};", th.address(rows))
-
-    prefetch(rows)
-
-
-def touch_row(row):
-    """Asks for a row of integers, its first 16 KiB, before it is known which of them are needed."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def touch(_ctx, row):
-        from jax.experimental.mosaic.gpu import utils
-
-        from dflash_kernels.mosaic_gpu import ptx as th
-
-        (count,), _ = th.shape_and_strides(row)
-        thread = th.rem(utils.thread_idx(), 128)
-        there = th.add(th.address(row), th.widen_index(th.mul(thread, 128)))
-        th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)
-
-    touch(row)
-
-
 def widen(source, target):
     """Writes rows of e4m3 numbers as float16; `target` may lie where `source` does. Not for the interpreter.
 
@@ -137,15 +102,3 @@ def _widened(source, target) -> None:
             utils.inline_ptx(
                 _WIDEN, th.add(place, 4 * 16 * _TILE * tile), *words[2 * i : 2 * i + 2], has_side_effects=True
             )
-
-
-def opaque_lane_and_warp() -> list[Any]:
-    """As no compiler knows them: addresses are computed where they are needed, not before the loop, for want of registers."""
-    from jax.experimental.mosaic.gpu import utils
-
-    from dflash_kernels.mosaic_gpu import ptx as th
-
-    return [
-        utils.inline_ptx("mov.b32 $0, $1;", value, result_types=th.i32(), has_side_effects=True)
-        for value in th.lane_and_warp()
-    ]

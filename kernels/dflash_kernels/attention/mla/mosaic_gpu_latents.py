@@ -17,9 +17,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.mla.launch import KEYS
-from dflash_kernels.attention.mla.mosaic_gpu_lanes import opaque_lane_and_warp
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import in_key_order
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
+from dflash_kernels.mosaic_gpu.layouts import in_key_order, swizzled
+from dflash_kernels.mosaic_gpu.ptx import opaque_lane_and_warp
 
 _MATRIX = plgpu.Layout.WGMMA
 

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.mla.launch import HALF, ROWS
 from dflash_kernels.attention.mla.mosaic_gpu_tiles import Tiles
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
 _WGMMA = plgpu.Layout.WGMMA

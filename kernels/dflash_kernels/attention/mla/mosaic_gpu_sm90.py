@@ -24,7 +24,7 @@ from dflash_kernels.attention.mla.launch import HALF, KEYS, PARTS, RANK, ROWS, L
 from dflash_kernels.attention.mla.mosaic_gpu_lanes import rescale
 from dflash_kernels.attention.mla.mosaic_gpu_results import ROW, SUM, TOP, Results
 from dflash_kernels.attention.mla.mosaic_gpu_tiles import opaque_zero, scratch, unpack_unions
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
 _SLACK = 8.0  # powers of two that scores may exceed the base of their weights by

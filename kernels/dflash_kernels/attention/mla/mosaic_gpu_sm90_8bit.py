@@ -20,8 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.attention.mla import mosaic_gpu_latents as latents
 from dflash_kernels.attention.mla.launch import KEYS, NARROW_ROWS, RANK, ROTATED, STORED, Launch
 from dflash_kernels.attention.paged import mosaic_gpu_narrow_ops as ops
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E, swizzled
 from dflash_kernels.attention.paged.mosaic_gpu_part import Part
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 # As there: what the highest score weighs when a base is raised, what weights may add up to, a base below every score.
 RAISED_TO, LIMIT, _NOTHING_SEEN = 2**5, 2**15, -1e30

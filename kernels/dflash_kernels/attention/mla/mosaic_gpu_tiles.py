@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.mla.launch import HALF, KEYS, PARTS, RANK, ROTATED, ROWS, STORED, Launch
-from dflash_kernels.attention.mla.mosaic_gpu_lanes import prefetch_rows, touch_row, widen
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
+from dflash_kernels.attention.mla.mosaic_gpu_lanes import widen
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.tma import prefetch_rows, touch_row
 
 _WGMMA = plgpu.Layout.WGMMA
 

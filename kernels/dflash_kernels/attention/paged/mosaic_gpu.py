@@ -112,7 +112,7 @@ def _attend(
         out, lse = dealing.attention_by_items(
             launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
         )
-        return out.reshape(q.shape), merging.merged_lse(lse, q_lens, None, tokens, group)
+        return out.reshape(q.shape), merging.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
     if k_scale is None or v_scale is None:
@@ -128,14 +128,14 @@ def _attend(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
         )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    lse = merging.merged_lse(parts_lse, q_lens, sinks, tokens, group)
+    lse = merging.combined_lse(parts_lse, q_lens, sinks, tokens, group)
     if whole:
         return out.reshape(q.shape), lse
     if launch.by_lanes:
-        return merging.merge_by_lanes(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    if merge == "xla" or not merging.kernel_merges(group, head_dim):
-        return merging.merge_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    return merging.merge_kernel(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
+        return merging.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    if merge == "xla" or not merging.combines_rows(group, head_dim):
+        return merging.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    return merging.combine_rows(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:

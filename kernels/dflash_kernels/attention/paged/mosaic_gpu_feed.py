@@ -11,8 +11,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import await_all, held_entry, hold_entries, pad_columns
+from dflash_kernels.attention.paged.mosaic_gpu_ops import held_entry, hold_entries, pad_columns
 from dflash_kernels.attention.paged.mosaic_gpu_part import Part
+from dflash_kernels.mosaic_gpu.pipeline import warpgroup_barrier
 
 
 class Fed(Part):
@@ -59,7 +60,7 @@ class Fed(Part):
     def refill_both(self, tile, pages):
         """Starts the tile that comes in place of a used one, keys and values, once all warps of the warpgroup are done with it."""
         if self.interpret is None:
-            await_all()
+            warpgroup_barrier()
         coming = self.next_in_stage(tile)
 
         def fill():

@@ -82,11 +82,11 @@ class _Item(Block):
             self.refs["parts"].at[self.item, self.head][...] = buffers["o_sm"].at[0][pl.ds(0, rows)]
             return
 
-        from dflash_kernels.mosaic_gpu import paged_settle as settling
+        from dflash_kernels.mosaic_gpu import combine as settling
 
         @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 5, *[_SCALAR] * 3))
         def settle(_ctx, *operands):
-            settling.settle(*operands, rows)
+            settling.combine_last(*operands, rows)
 
         refs = self.refs
         settle(

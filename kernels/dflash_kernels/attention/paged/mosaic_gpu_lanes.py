@@ -3,9 +3,6 @@
 Every function stands for code that all 128 threads of a warpgroup run together.
 """
 
-import functools
-import math
-
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -75,10 +72,6 @@ def _entry_address(table, tile, per_page: int):
     last = th.shape_and_strides(table)[0][0] - 1
     entry = arith.minsi(th.div(tile, per_page), utils.c(last, th.i32()))
     return th.add(th.address(table), th.mul(th.widen_index(entry), 4))
-
-
-def await_all() -> None:
-    utils.warpgroup_barrier()
 
 
 def pad_columns(source, target) -> None:
@@ -160,109 +153,3 @@ def store_part(target, tile, first_row, rows: int) -> None:
         exists, address = places[place % 2]
         both = (vector.extract(tile.registers[index], [], [i]) for i in range(2))
         th.when(exists, "st.global.v2.f32 [$0], {$1, $2};", th.add(address, 8 * f32_bytes * (place // 2)), *both)
-
-
-def swap(tile, top, total, memory):
-    """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
-
-    A thread's numbers go to the thread in its place over there, so that any layout will do: in `memory` lie sixteen bytes of each
-    thread, then the next sixteen.
-    """
-    lane, warp = th.lane_and_warp()
-    own = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(warp, 32), lane), 16))
-    there = utils.inline_ptx(
-        "{ .reg .b32 rank; mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $1, rank; }",
-        own, result_types=th.i32(), has_side_effects=True,
-    )  # fmt: skip
-    flat = [number for array in (tile, top, total) for number in _numbers(array)]
-    for start in range(0, len(flat), 4):
-        place = th.add(there, 128 * 4 * start)
-        four = flat[start : start + 4]
-        utils.inline_ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", place, *four, has_side_effects=True)
-    _cluster_barrier()
-    f32, found = ir.F32Type.get(), []
-    for start in range(0, len(flat), 4):
-        found += utils.inline_ptx(
-            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", th.add(own, 128 * 4 * start), result_types=[f32] * 4,
-            has_side_effects=True,
-        )  # fmt: skip
-    arrays = []
-    for array in (tile, top, total):
-        count = len(_numbers(array))
-        arrays.append(_like(array, found[:count]))
-        found = found[count:]
-    return arrays
-
-
-def _numbers(array) -> list:
-    """A thread's numbers, which its registers hold in vectors."""
-    held = array.registers.flat
-    return [vector.extract(some, [], [i]) for some in held for i in range(ir.VectorType(some.type).shape[0])]
-
-
-def _like(array, numbers):
-    held, width = np.empty_like(array.registers), ir.VectorType(array.registers.flat[0].type).shape[0]
-    for index, place in enumerate(np.ndindex(held.shape)):
-        held[place] = vector.from_elements(array.registers.flat[0].type, numbers[index * width : (index + 1) * width])
-    return mgpu.FragmentedArray(_registers=held, _layout=array.layout, _is_signed=None)
-
-
-def merge_cluster(part, lse, target, rows: int, parts: int) -> None:
-    """Every CTA of the cluster merges some rows of all, four columns in each thread; none leaves before all are read."""
-    i32, f32 = th.i32(), ir.F32Type.get()
-    (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(target)
-    dtype = ir.MemRefType(target.type).element_type
-    lane, warp = th.lane_and_warp()
-    thread, threads = th.add(th.mul(warp, 32), lane), head_dim // 4
-    at_once = 128 // threads
-    rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
-    column, held, held_lse, base = th.rem(thread, threads), th.address(part, 3), th.address(lse, 3), th.address(target)
-    _cluster_barrier()
-    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
-    # CTAs take turns, so that few rows are everybody's and nobody has more steps than it must.
-    for step in range(0, rows, parts * at_once):
-        row = th.add(th.add(th.mul(rank, at_once), th.div(thread, threads)), step)
-        # Everything is asked for before the first answer is needed. Rows past the last lie in shared memory all the same.
-        row_held = arith.minsi(row, utils.c(63, i32))
-        place = th.add(held, th.add(th.mul(row_held, 4 * head_dim), th.mul(column, 16)))
-        logits = [_load_peer(th.add(held_lse, th.mul(row_held, 4)), other, 1)[0] for other in range(parts)]
-        loaded = [_load_peer(place, other, 4) for other in range(parts)]
-        top = functools.reduce(arith.maximumf, logits)
-        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
-        total, sums = zero, [zero] * 4
-        for logit, values in zip(logits, loaded, strict=True):
-            weight = _exp2(arith.mulf(arith.subf(logit, top), utils.c(math.log2(math.e), f32)))
-            some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
-            # Empty parts were never written: what lies there is skipped, not weighted.
-            kept = [arith.select(some, value, zero) for value in values]
-            sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
-            total = arith.addf(total, weight)
-        share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
-        quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])
-        rounded = utils.bitcast(arith.truncf(ir.VectorType.get((4,), dtype), quad), ir.VectorType.get((2,), i32))
-        token = th.div(row, group)
-        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
-        address = th.add(base, th.mul(th.widen_index(th.add(offset, th.mul(column, 4))), 2))
-        low, high = (vector.extract(rounded, [], [i]) for i in range(2))
-        th.when(th.below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
-    _cluster_barrier()
-
-
-def _cluster_barrier() -> None:
-    for ptx in ("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"):
-        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
-
-
-def _load_peer(address, rank: int, count: int):
-    """Float32 from the shared memory of the cluster's CTA `rank`, at an address of the own."""
-    f32, vectors = ir.F32Type.get(), "" if count == 1 else ".v4"
-    names = ", ".join(f"${i}" for i in range(count))
-    return utils.inline_ptx(
-        f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, ${count}, {rank};"
-        f" ld.shared::cluster{vectors}.f32 {names if count == 1 else '{' + names + '}'}, [there]; }}",
-        address, result_types=[f32] * count, has_side_effects=True,
-    )  # fmt: skip
-
-
-def _exp2(value):
-    return utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())

@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from dflash_kernels.mosaic_gpu import narrow as narrow_words
+from dflash_kernels.mosaic_gpu import convert as narrow_words
 from dflash_kernels.mosaic_gpu import ptx as th
 
 

@@ -24,38 +24,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
+from dflash_kernels.mosaic_gpu.layouts import in_column_order, in_key_order, in_value_order, tile_of
+from dflash_kernels.mosaic_gpu.thread_op import NUMBER, SCALAR
 
-FLOAT8_SHIFT = (
-    120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
-)
 # What int8 values have more, and are multiplied with, as float16 without an exponent: whoever adds them up takes it off again.
 LIFT, SHRUNK = 128.0, 2.0**-24
 KEYS = 64  # of a tile: the M of the product that makes scores
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
-SCALAR = plgpu.Layout.WG_SPLAT(())
-NUMBER = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
-
-
-def in_key_order(q: jax.Array) -> jax.Array:
-    """`[..., H]` in the order in which products see a key's columns."""
-    return q.reshape(*q.shape[:-1], -1, 4, 2, 2).swapaxes(-2, -3).reshape(q.shape)
-
-
-def in_parity_order(x: jax.Array) -> jax.Array:
-    """`[..., H]` in the order in which rows widened to bfloat16 come: each 16 columns as `[parity, column // 2]`."""
-    return x.reshape(*x.shape[:-1], -1, 8, 2).swapaxes(-1, -2).reshape(x.shape)
-
-
-def _in_value_order(values: jax.Array) -> jax.Array:
-    """`[H, keys]` in the order of the product's rows."""
-    return values.reshape(-1, 8, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-
-
-def _in_column_order(out: jax.Array) -> jax.Array:
-    """The other way round."""
-    return out.reshape(-1, 2, 8, out.shape[1]).swapaxes(1, 2).reshape(out.shape)
 
 
 def _plain(stored: jax.Array) -> jax.Array:
@@ -112,9 +88,9 @@ def values(tile, interpret: Any, *, finite: bool):
     With `finite`, values may be NaN and do not become so.
     """
     if interpret is not None:
-        return _in_value_order(_plain(tile[...]).T)
+        return in_value_order(_plain(tile[...]).T)
 
-    from dflash_kernels.mosaic_gpu import narrow as words
+    from dflash_kernels.mosaic_gpu import convert as words
 
     @plgpu.inline_mgpu(arg_types=(tile_of(tile),), return_type=_matrix(tile.shape[::-1], jnp.float16))
     def widen(_ctx, tile):
@@ -180,10 +156,6 @@ def _matrix(shape, dtype):
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=_MATRIX)
 
 
-def tile_of(memory):
-    return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
-
-
 def sum_weights(weights, interpret: Any):
     """Weights `[64, N]` as far as sums along the keys go; which key a thread's share stands at is left open."""
     if interpret is not None:
@@ -241,7 +213,7 @@ def store(out, target, first_row, rows: int, factors, interpret: Any):
     """
     group = target.shape[1]
     if interpret is not None:
-        plain = _in_column_order(out).T
+        plain = in_column_order(out).T
         if factors is not None:
             plain = plain * factors[...]
 

@@ -7,8 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E, alibi_share, precise_tanh
 from dflash_kernels.attention.paged.mosaic_gpu_part import Part
+from dflash_kernels.mosaic_gpu.mask import alibi_bias
+from dflash_kernels.mosaic_gpu.softmax import LOG2E, precise_tanh
 
 MATRIX = plgpu.Layout.WGMMA
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value for each query row
@@ -51,7 +52,7 @@ class Scored(Part):
         slopes = plgpu.layout_cast(plgpu.load(self.refs["slopes"].at[self.head, own_rows], optimized=False), COLUMN)
         position = self.seq_len - self.q_len + self.tokens()
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, scores.shape, 0), MATRIX)
-        share = alibi_share(keys - self.spread(position - tile * launch.keys), launch.alibi_sqrt)
+        share = alibi_bias(keys - self.spread(position - tile * launch.keys), launch.alibi_sqrt)
         return scores + share * self.spread(slopes * LOG2E)
 
     def spread(self, of_rows):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import NUMBER, SCALAR, in_key_order, tile_of
-from dflash_kernels.attention.paged.mosaic_gpu_ops import WORDS
+from dflash_kernels.mosaic_gpu.layouts import in_key_order, tile_of
+from dflash_kernels.mosaic_gpu.thread_op import NUMBER, SCALAR, WORDS
 
 
 def query_rows(stored: Any, rows: int) -> tuple[int, Any]:

@@ -3,39 +3,18 @@
 # Pallas declares its transforms and ACC less public than it documents them, and what it inlines as if it were called as written.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
-import functools
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, Launch
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.thread_op import WORDS
 
-LOG2E = math.log2(math.e)
-FOLDED = 8  # columns of which each thread has its own: sums of so many need no exchange
 _SCALAR = plgpu.Layout.WG_SPLAT(())
-# Four words of each thread, whatever they are.
-WORDS = plgpu.ShapeDtypeStruct((512,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((512,), vec_size=4))
 _ENTRIES = plgpu.ShapeDtypeStruct((128,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((128,), vec_size=1))
-
-
-def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """Shared-memory layout that matrix instructions and TMA read without bank conflicts."""
-    for swizzle in (128, 64, 32):
-        if columns % (swizzle // jnp.dtype(dtype).itemsize) == 0:
-            return (
-                plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-                plgpu.SwizzleTransform(swizzle),
-            )
-    raise NotImplementedError(f"rows of {columns} {jnp.dtype(dtype).name} do not tile")
-
-
-def spread(bound, shape):
-    """A bound of each row over a tile; one bound for all rows stays a scalar."""
-    return bound if bound.ndim == 0 else lax.broadcast_in_dim(bound, shape, [0])
 
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
@@ -98,18 +77,6 @@ def held_entry(entries, table, begin, index, stride: int, per_page: int):
         return lanes.held_entry(*operands, stride, per_page)
 
     return entry(entries, table, begin, index)
-
-
-def await_all():
-    """All threads of the warpgroup wait for each other."""
-    from dflash_kernels.attention.paged import mosaic_gpu_lanes as lanes
-
-    plgpu.inline_mgpu()(lambda _ctx: lanes.await_all())()
-
-
-def precise_tanh(x):
-    """From exp2: the hardware's own tanh keeps eleven bits, too few under a cap of fifty."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2E)))
 
 
 def ask_for_queries(source, first_row, rows: int, columns: int, interpret: Any) -> list[Any]:
@@ -189,13 +156,13 @@ def store_part(out, target, first_row):
 
 def store_part_by_lanes(out, target, first_row):
     """`store_part` for `merge_by_lanes`: every eight rows of the target as threads hold them."""
-    from dflash_kernels.mosaic_gpu import paged_parts as parts
+    from dflash_kernels.mosaic_gpu import combine as parts
 
     rows = target.shape[0]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, _SCALAR))
     def store(_ctx, target, out, first_row):
-        parts.store(target, out, first_row, rows)
+        parts.store_fragments(target, out, first_row, rows)
 
     store(target, out, first_row)
 
@@ -224,68 +191,10 @@ def merge_cluster(part, lse, target, rows: int, parts: int):
       part: `[64, H]` float32, normalised; lse: `[64]`, natural, -inf where the part holds nothing.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
     """
-    from dflash_kernels.attention.paged import mosaic_gpu_lanes as lanes
+    from dflash_kernels.mosaic_gpu import combine as lanes
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
     def merge(_ctx, part, lse, target):
-        lanes.merge_cluster(part, lse, target, rows, parts)
+        lanes.combine_cluster(part, lse, target, rows, parts)
 
     merge(part, lse, target)
-
-
-def alibi_share(ahead, sqrt: bool):
-    """What ALiBi adds to the score of a key so many positions ahead of its query, before the slope."""
-    ahead = ahead.astype(jnp.float32)
-    return -jnp.sqrt(jnp.maximum(-ahead, 0.0)) if sqrt else ahead
-
-
-def scores_of(queries, keys, count):
-    """`[64, H] @ [count, H].T` in float32, both in shared memory."""
-
-    def multiply(scores):
-        plgpu.wgmma(scores, queries, keys.transpose((1, 0)))
-        return scores[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
-
-
-def scores_of_blocks(queries, keys, count):
-    """`scores_of` of queries in blocks of columns."""
-
-    def multiply(scores):
-        multiply_blocks(scores, queries, keys)
-        return scores[...]
-
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
-
-
-def multiply_blocks(scores, queries, keys):
-    """Begins the product of queries in blocks of columns with keys."""
-    first = 0
-    for block in queries:
-        plgpu.wgmma(scores, block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
-        first += block.shape[1]
-
-
-def folded(function, array):
-    """Each thread's own part of a reduction over columns: no exchange, and several chains of operations side by side."""
-    parts = [lax.slice(array, (0, at), (array.shape[0], at + FOLDED)) for at in range(0, array.shape[1], FOLDED)]
-    return functools.reduce(function, parts)
-
-
-def add_values(acc, weights, values, staged):
-    """`acc + weights @ values` with the weights and the sum in registers.
-
-    Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it `staged` is
-    shared memory for the weights, and the product is added afterwards.
-    """
-    if staged is None:
-        return pl.run_state(lambda total: plgpu.wgmma(total, weights, values))(plgpu.ACC.init(acc))
-    staged[...] = weights
-    plgpu.commit_smem()
-
-    def multiply(product):
-        plgpu.wgmma(product, staged, values)
-        return product[...]
-
-    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))

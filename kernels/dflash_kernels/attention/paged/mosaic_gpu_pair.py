@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E, plain_queries, ring
+from dflash_kernels.attention.paged.mosaic_gpu_ops import plain_queries, ring
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -65,14 +66,14 @@ class Pair(Block):
 
     def _swap(self, theirs, top, total):
         """What the other CTA has of this one's columns, its maxima and totals; it gets the same."""
-        from dflash_kernels.attention.paged import mosaic_gpu_lanes as lanes
+        from dflash_kernels.mosaic_gpu import combine as lanes
 
         row = plgpu.ShapeDtypeStruct((ROWS,), jnp.dtype(jnp.float32), layout=_ROW)
         tile = plgpu.ShapeDtypeStruct(theirs.shape, jnp.dtype(jnp.float32), layout=_WGMMA)
 
         @plgpu.inline_mgpu(arg_types=(_WGMMA, _ROW, _ROW, plgpu.RefType()), return_type=[tile, row, row])
         def swap(_ctx, *operands):
-            return lanes.swap(*operands)
+            return lanes.swap_with_peer(*operands)
 
         return swap(theirs, top, total, self.buffers["swapped_sm"])
 

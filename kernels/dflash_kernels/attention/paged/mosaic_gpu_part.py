@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu import paged_once as once
+from dflash_kernels.mosaic_gpu import tma as once
 
 
 class Part:
@@ -147,7 +147,7 @@ class Part:
         for page, rows, target in copies:
             if launch.once:
                 arrival = once.arrival(self.arrivals[f"{stream}_in"], stage)
-                once.copy_once(pool, page, self.head, rows, target, arrival, one_warp=self.one_warp)
+                once.copy_page_once(pool, page, self.head, rows, target, arrival, one_warp=self.one_warp)
             else:
                 plgpu.copy_gmem_to_smem(pool.at[page, self.head, rows], target, barrier)
 

@@ -19,19 +19,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.attention.paged.launch import ROWS, Launch
 from dflash_kernels.attention.paged.mosaic_gpu_feed import Fed
 from dflash_kernels.attention.paged.mosaic_gpu_ops import (
-    LOG2E,
-    add_values,
-    alibi_share,
     ask_for_queries,
     merge_cluster,
-    precise_tanh,
     put_queries,
-    scores_of,
     scratch,
-    spread,
     store_part,
     store_part_by_lanes,
 )
+from dflash_kernels.mosaic_gpu.mask import alibi_bias, spread
+from dflash_kernels.mosaic_gpu.softmax import LOG2E, precise_tanh
+from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -198,7 +195,7 @@ class Block(Fed):
         slopes = plgpu.layout_cast(slopes, _ROW)
         position = self.seq_len - self.q_len + self._row_tokens()
         keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
-        share = alibi_share(keys - spread(position - tile * self.launch.keys, shape), self.launch.alibi_sqrt)
+        share = alibi_bias(keys - spread(position - tile * self.launch.keys, shape), self.launch.alibi_sqrt)
         return share * spread(slopes * LOG2E, shape)
 
     def _mask(self, tile):

@@ -34,7 +34,8 @@ from dflash_kernels.attention.paged import mosaic_gpu_narrow_ops as ops
 from dflash_kernels.attention.paged import mosaic_gpu_narrow_start as start
 from dflash_kernels.attention.paged.launch import Launch
 from dflash_kernels.attention.paged.mosaic_gpu_narrow_scores import COLUMN, MATRIX, Scored
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E, swizzled
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 # Weight of the highest score when a base is raised, and what two weights may add up to until it is raised again: float16 ends at
 # 2^16, and below 2^-14 it has fewer bits.

@@ -26,9 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import FOLDED, LOG2E, folded, precise_tanh, spread
 from dflash_kernels.attention.ragged.launch import ROWS, Launch
 from dflash_kernels.attention.ragged.mosaic_gpu_block import Block
+from dflash_kernels.mosaic_gpu.mask import spread
+from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce, precise_tanh
 
 _WGMMA = plgpu.Layout.WGMMA
 _ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -185,7 +186,7 @@ class Compute:
             lax.slice(exponents, (0, at), (ROWS, at + _PIECE)) for at in range(0, self.launch.keys, _PIECE)
         )
         first = jnp.exp2(first)
-        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + folded(jnp.add, first)
+        total = total * lax.broadcast_in_dim(kept, total.shape, [0]) + partial_reduce(jnp.add, first)
         # The assembler moves no exponential over a loop, and a wait for a barrier is one; over a wait for a product it would.
         found = lax.optimization_barrier((kept, [first, *others], top, total))
         plgpu.barrier_wait(self.buffers["v_in"].at[slot])
@@ -195,7 +196,7 @@ class Compute:
         """Of what `_weigh` found: all weights as the values' dtype, the maximum, and the sum of all."""
         first, *others = exponents
         others = [jnp.exp2(other) for other in others]
-        total = sum((folded(jnp.add, other) for other in others), total)
+        total = sum((partial_reduce(jnp.add, other) for other in others), total)
         return [piece.astype(self.buffers["v_sm"].dtype) for piece in (first, *others)], top, total
 
     def _softmax(self, block, tile, scores, top, masked):
@@ -208,7 +209,7 @@ class Compute:
             scores, unit = scores * unit + self._bias(block, tile) * self.slope, 1.0
         if masked:
             scores = jnp.where(self._mask(block, tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, folded(jnp.maximum, scores).max(axis=1) * unit)
+        new_top = jnp.maximum(top, partial_reduce(jnp.maximum, scores).max(axis=1) * unit)
         # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         return scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]), jnp.exp2(top - base), new_top

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
 from dflash_kernels.attention.ragged.launch import BLOCK, ROWS, WARPGROUPS, Launch
 from dflash_kernels.attention.ragged.mosaic_gpu_block import Block
 from dflash_kernels.attention.ragged.mosaic_gpu_compute import Compute
+from dflash_kernels.mosaic_gpu.layouts import swizzled
 
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import when
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.fused.experts.plan import Choice, Plan
-from dflash_kernels.mosaic_gpu.layer_memory import WARPGROUP, address, number, thread, times, when
+from dflash_kernels.mosaic_gpu.ptx import mul, number, thread, word_address
 
 _LANES, _WARPS = 32, WARPGROUP // 32
 _LOG2E = 1.4426950408889634
@@ -25,7 +27,7 @@ def choices(plan: Plan, choice: Choice, logits: jax.Array) -> tuple[jax.Array, j
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_SPLAT))
         def run(_, logits, entries, weights, cta):
             lane, warp = _lane_and_warp()
-            token = arith.addi(times(cta.registers.item(), _WARPS), warp)
+            token = arith.addi(mul(cta.registers.item(), _WARPS), warp)
             with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
                 _choose_one(plan, choice, logits, token, lane, [(entries, "global"), (weights, "global")])
 
@@ -48,7 +50,7 @@ def choose(plan: Plan, choice: Choice, logits, entries, weights) -> None:
 
     @mgpu.utils.fori(number(-(-plan.tokens // _WARPS)), [])
     def _(turn, carry):
-        token = arith.addi(times(turn, _WARPS), warp)
+        token = arith.addi(mul(turn, _WARPS), warp)
         with when(arith.cmpi(arith.CmpIPredicate.ult, token, number(plan.tokens))):
             _choose_one(plan, choice, logits, token, lane, [(entries, "shared"), (weights, "shared")])
         return carry
@@ -88,9 +90,9 @@ def _choose_one(plan: Plan, choice: Choice, logits, token, lane, targets) -> Non
             total = arith.addf(total, _exp(arith.subf(arith.bitcast(f32, value), highest)))
     share = arith.mulf(arith.divf(share, _summed(total)), mgpu.c(choice.scale, f32))
     with when(inside):
-        entry = arith.addi(times(token, plan.taken), lane)
+        entry = arith.addi(mul(token, plan.taken), lane)
         for (target, space), value in zip(targets, (chosen, arith.bitcast(i32, share)), strict=True):
-            where = address(target, entry) if space == "global" else arith.addi(target, times(entry, 4))
+            where = word_address(target, entry) if space == "global" else arith.addi(target, mul(entry, 4))
             mgpu.utils.inline_ptx(f"st.{space}.b32 [$0], $1;", where, value, has_side_effects=True)
 
 
@@ -98,9 +100,9 @@ def _logit(plan: Plan, logits, token, place):
     """Bits of one logit; -inf past the last expert."""
     i32 = ir.IntegerType.get_signless(32)
     there = arith.cmpi(arith.CmpIPredicate.ult, place, number(plan.experts))
-    where = arith.addi(times(token, plan.experts), arith.select(there, place, number(0)))
+    where = arith.addi(mul(token, plan.experts), arith.select(there, place, number(0)))
     value = mgpu.utils.inline_ptx(
-        "ld.global.b32 $0, [$1];", address(logits, where), result_types=i32, has_side_effects=True
+        "ld.global.b32 $0, [$1];", word_address(logits, where), result_types=i32, has_side_effects=True
     )
     return arith.select(there, value, number(0xFF800000 - (1 << 32)))
 

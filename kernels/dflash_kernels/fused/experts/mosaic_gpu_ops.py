@@ -11,10 +11,12 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import when
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.layer_memory import WARPGROUP, address, number, offset, thread, times, when
+from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu.layouts import TILED
+from dflash_kernels.mosaic_gpu.ptx import mul, number, offset, thread, word_address
 
 _SCALAR, _WGMMA = plgpu.Layout.WG_SPLAT, plgpu.Layout.WGMMA
 _CHUNK = 16  # bytes that one thread copies at once
@@ -56,10 +58,10 @@ def copy_entries(source, column, target, order, first, live, *, taken: int, inte
             row = arith.addi(first, arith.select(there, place, number(0)))
             if taken:
                 row = arith.divui(load_shared(entries, row), number(taken))
-            bytes_ = arith.addi(times(arith.addi(column, times(block, width)), 2), times(piece, _CHUNK))
+            bytes_ = arith.addi(mul(arith.addi(column, mul(block, width)), 2), mul(piece, _CHUNK))
             where = arith.addi(arith.addi(base, arith.muli(_wide(row), mgpu.c(pitch, i64))), _wide(bytes_))
-            swizzled = times(arith.xori(piece, arith.remui(place, number(8))), _CHUNK)
-            target_at = arith.addi(arith.addi(to, times(line, width * 2)), swizzled)
+            swizzled = mul(arith.xori(piece, arith.remui(place, number(8))), _CHUNK)
+            target_at = arith.addi(arith.addi(to, mul(line, width * 2)), swizzled)
             size = arith.select(there, number(_CHUNK), number(0))
             mgpu.utils.inline_ptx(
                 f"cp.async.cg.shared.global [$0], [$1], {_CHUNK}, $2;", target_at, where, size, has_side_effects=True
@@ -85,17 +87,17 @@ def put_inner(target, tile, first, live, feature, *, rows: int, interpret: Any) 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, _SCALAR, _SCALAR, _SCALAR))
     def put(_, target, tile, first, live, feature):
         first, live, feature = (value.registers.item() for value in (first, live, feature))
-        base = address(target, number(0))
+        base = word_address(target, number(0))
 
         def store(value, position):
             row, column = (arith.index_cast(ir.IntegerType.get_signless(32), place) for place in position)
-            element = arith.addi(times(arith.addi(first, column), pitch), arith.addi(feature, row))
+            element = arith.addi(mul(arith.addi(first, column), pitch), arith.addi(feature, row))
             there = arith.cmpi(arith.CmpIPredicate.ult, column, live)
             if rows < tile.shape[0]:
                 there = arith.andi(there, arith.cmpi(arith.CmpIPredicate.ult, row, number(rows)))
             bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
             mgpu.utils.inline_ptx(
-                "st.global.b16 [$0], $1;", offset(base, times(element, 2)), bits, has_side_effects=True, predicate=there
+                "st.global.b16 [$0], $1;", offset(base, mul(element, 2)), bits, has_side_effects=True, predicate=there
             )
 
         tile.foreach(store)
@@ -126,7 +128,7 @@ def put_out(target, tile, order, share, first, live, feature, interpret: Any) ->
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
     def put(_, target, tile, order, share, first, live, feature):
         first, live, feature = (value.registers.item() for value in (first, live, feature))
-        base, entries, shares = address(target, number(0)), _shared(order), _shared(share)
+        base, entries, shares = word_address(target, number(0)), _shared(order), _shared(share)
         i64, found = ir.IntegerType.get_signless(64), {}
 
         def column_of(column, key):
@@ -136,7 +138,7 @@ def put_out(target, tile, order, share, first, live, feature, interpret: Any) ->
                 place = arith.addi(first, arith.select(there, column, number(0)))
                 entry = load_shared(entries, place)
                 token, choice = arith.divui(entry, number(taken)), arith.remui(entry, number(taken))
-                row = _wide(arith.addi(times(choice, tokens), token))
+                row = _wide(arith.addi(mul(choice, tokens), token))
                 start = arith.addi(base, arith.muli(row, mgpu.c(hidden * 4, i64)))
                 weight = arith.bitcast(ir.F32Type.get(), load_shared(shares, place))
                 found[key] = there, start, weight
@@ -150,7 +152,7 @@ def put_out(target, tile, order, share, first, live, feature, interpret: Any) ->
             # Two rows of two neighbouring columns follow one another.
             there, start, weight = column_of(column, (count // 4, count % 2))
             count += 1
-            where = offset(start, times(arith.addi(feature, row), 4))
+            where = offset(start, mul(arith.addi(feature, row), 4))
             mgpu.utils.inline_ptx(
                 "st.global.f32 [$0], $1;", where, arith.mulf(value, weight), has_side_effects=True, predicate=there
             )
@@ -169,7 +171,9 @@ def announce_tile(ready, group) -> None:
         mgpu.utils.warpgroup_barrier()
         with mgpu.utils.single_thread(scope=mgpu.utils.ThreadSubset.WARPGROUP):
             mgpu.utils.inline_ptx(
-                "red.release.gpu.global.add.u32 [$0], 1;", address(ready, group.registers.item()), has_side_effects=True
+                "red.release.gpu.global.add.u32 [$0], 1;",
+                word_address(ready, group.registers.item()),
+                has_side_effects=True,
             )
 
     announce(ready, *_scalars(group))
@@ -185,7 +189,7 @@ def await_tiles(ready, group, *, given: int, taken: int) -> None:
                 "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
                 f"setp.lt.u32 p, w, {given}; @p bra again; atom.relaxed.gpu.global.add.u32 w, [a], 1; "
                 f"setp.eq.u32 p, w, {given + taken - 1}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
-                address(ready, group.registers.item()), has_side_effects=True,
+                word_address(ready, group.registers.item()), has_side_effects=True,
             )  # fmt: skip
         mgpu.utils.warpgroup_barrier()
 
@@ -204,7 +208,7 @@ def load_shared(base, place):
     """A word of shared memory."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
-        "ld.shared.b32 $0, [$1];", arith.addi(base, times(place, 4)), result_types=i32, has_side_effects=True
+        "ld.shared.b32 $0, [$1];", arith.addi(base, mul(place, 4)), result_types=i32, has_side_effects=True
     )
 
 

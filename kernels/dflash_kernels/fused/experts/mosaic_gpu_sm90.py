@@ -20,7 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.fused.experts import mosaic_gpu_ops as ops
 from dflash_kernels.fused.experts.mosaic_gpu_sort import sort_entries
 from dflash_kernels.fused.experts.plan import BLOCK, ROWS, UNIT, Plan
-from dflash_kernels.mosaic_gpu.layouts import TILED, copied, div, rem, sigmoid
+from dflash_kernels.mosaic_gpu.layouts import TILED
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
+from dflash_kernels.mosaic_gpu.softmax import sigmoid
+from dflash_kernels.mosaic_gpu.tma import copied
 
 _MULTIPLY, _WEIGHTS, _ACTIVATIONS = range(3)
 GATED, DOWN = "gated", "down"

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.utils import when
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.fused.experts.mosaic_gpu_choose import choose
 from dflash_kernels.fused.experts.mosaic_gpu_ops import load_shared
 from dflash_kernels.fused.experts.plan import LOOK, Plan
 from dflash_kernels.fused.experts.reference import chosen
-from dflash_kernels.mosaic_gpu.layer_memory import WARPGROUP, address, number, thread, times, when
+from dflash_kernels.mosaic_gpu.ptx import mul, number, thread, word_address
 
 _VECTOR, _LANES = 4, 32
 _PLACES = 1 << 16  # more than entries: what is packed above them counts groups
@@ -97,7 +99,7 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
 
         @mgpu.utils.fori(full, [])
         def _(index, carry, expert=expert, count=count, place=place, first=first):
-            group, taken = arith.addi(first, index), times(index, plan.columns)
+            group, taken = arith.addi(first, index), mul(index, plan.columns)
             live = arith.minsi(arith.subi(count, taken), number(plan.columns))
             for row, value in enumerate((expert, arith.addi(place, taken), live)):
                 _store(groups, arith.addi(number(row * plan.groups), group), value)
@@ -111,8 +113,8 @@ def _sort(plan: Plan, entries, weights=None, **shared) -> None:
         for lane, value in enumerate(_entries(flat, step)):
             for index, expert in enumerate(own):
                 mgpu.utils.inline_ptx(
-                    "st.shared.b32 [$0], $1;", arith.addi(order, times(carry[index], 4)),
-                    arith.addi(times(step, LOOK), number(lane)), has_side_effects=True,
+                    "st.shared.b32 [$0], $1;", arith.addi(order, mul(carry[index], 4)),
+                    arith.addi(mul(step, LOOK), number(lane)), has_side_effects=True,
                     predicate=arith.cmpi(arith.CmpIPredicate.eq, value, expert),
                 )  # fmt: skip
             carry = [arith.addi(place, _one(value, expert)) for place, expert in zip(carry, own, strict=True)]
@@ -133,7 +135,7 @@ def _groups(plan: Plan, count):
 
 def _packed(plan: Plan, count):
     """How many entries an expert has and how many groups, in one word."""
-    return arith.addi(count, times(_groups(plan, count), _PLACES))
+    return arith.addi(count, mul(_groups(plan, count), _PLACES))
 
 
 def _before(plan: Plan, values, spare):
@@ -178,7 +180,7 @@ def _not_below(place, limit: int):
 def _entries(base, step):
     """`LOOK` neighbouring words of shared memory, all asked for before the first one is looked at."""
     vectors = LOOK // _VECTOR
-    asked = [_vector(base, arith.addi(times(step, vectors), number(place))) for place in range(vectors)]
+    asked = [_vector(base, arith.addi(mul(step, vectors), number(place))) for place in range(vectors)]
     return [value for vector in asked for value in vector]
 
 
@@ -186,17 +188,17 @@ def _vector(base, step):
     """Four neighbouring words of shared memory."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
-        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", arith.addi(base, times(step, 4 * _VECTOR)), result_types=[i32] * _VECTOR,
+        "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", arith.addi(base, mul(step, 4 * _VECTOR)), result_types=[i32] * _VECTOR,
         has_side_effects=True,
     )  # fmt: skip
 
 
 def _store(base, place, value) -> None:
-    mgpu.utils.inline_ptx("st.shared.b32 [$0], $1;", arith.addi(base, times(place, 4)), value, has_side_effects=True)
+    mgpu.utils.inline_ptx("st.shared.b32 [$0], $1;", arith.addi(base, mul(place, 4)), value, has_side_effects=True)
 
 
 def _global(ref, place):
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
-        "ld.global.b32 $0, [$1];", address(ref, place), result_types=i32, has_side_effects=True
+        "ld.global.b32 $0, [$1];", word_address(ref, place), result_types=i32, has_side_effects=True
     )

@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.layouts import ColumnBlocks
+from dflash_kernels.core.layouts import EMPTY, ColumnBlocks
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.mosaic_gpu import layer_chain_mosaic_gpu, refuse
-from dflash_kernels.fused.layer.plan import EMPTY, LINE, Exchange, padded_rows
+from dflash_kernels.fused.layer.plan import LINE, Exchange, padded_rows
 from dflash_kernels.fused.layer.reference import layer_chain_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}

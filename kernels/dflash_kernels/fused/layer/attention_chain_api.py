@@ -9,14 +9,13 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.layouts import ColumnBlocks
+from dflash_kernels.core.layouts import EMPTY, ColumnBlocks
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.api import chain_exchange
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.attention_chain_mosaic_gpu import attention_chain_mosaic_gpu, refuse
 from dflash_kernels.fused.layer.attention_chain_reference import attention_chain_reference
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS
-from dflash_kernels.fused.layer.plan import EMPTY
 
 IMPLEMENTATIONS = {"mosaic_gpu": attention_chain_mosaic_gpu, "xla": attention_chain_reference}
 

@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.fused.layer.mosaic_gpu_narrow import copy_digits, take_digits
 from dflash_kernels.fused.layer.plan import BLOCK, COPIES, FLIGHT, Plan, Product
 from dflash_kernels.mosaic_gpu import mailbox as exchange
-from dflash_kernels.mosaic_gpu.layouts import copied, copy_rows, div, rem
-from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
+from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_once, copy_rows
 
 
 class Bring:

@@ -12,7 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.fused.layer.mosaic_gpu_bring import Bring
 from dflash_kernels.fused.layer.plan import LINE, ROWS, Product
 from dflash_kernels.mosaic_gpu import mailbox as exchange
-from dflash_kernels.mosaic_gpu.layouts import div, rem, rows_of, sigmoid, store_turned
+from dflash_kernels.mosaic_gpu.layouts import rows_of, store_transposed
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
+from dflash_kernels.mosaic_gpu.softmax import sigmoid
 
 _WGMMA = plgpu.Layout.WGMMA
 
@@ -116,12 +118,12 @@ class Hand(Bring):
     def _hand(self, name: str, product: Product, first_feature, tile, rows: int, first_row: int = 0):
         """Writes the first rows of a tile as features of the live tokens; those before `first_row` are written by another tile."""
         if not self.syncs:
-            store_turned(
+            store_transposed(
                 self.refs[name], first_feature, tile, rows=rows, tokens=self.plan.live, interpret=self.interpret
             )
             return
         pitch = self.plan.products[1].features if name == "gated" else self.plan.hidden
-        exchange.put_turned(
+        exchange.put_transposed(
             self.refs["exchange"], self._handed(name, product), first_feature, tile,
             first_row=first_row, rows=rows, tokens=self.plan.live, pitch=pitch, paired=self.plan.narrow,
         )  # fmt: skip
@@ -139,7 +141,7 @@ class Hand(Bring):
         *tiles, factors = results
         for offset, tile in zip(product.offsets, tiles, strict=True):
             first, rows = self._first_row(product) + offset, min(product.rows - offset, ROWS)
-            store_turned(
+            store_transposed(
                 self.refs["projected"],
                 first,
                 tile * factors,

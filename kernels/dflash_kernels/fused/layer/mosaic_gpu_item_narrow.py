@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused import mosaic_gpu_ops as ops
 from dflash_kernels.fused.layer.mosaic_gpu_sm90_attention import Item
-from dflash_kernels.mosaic_gpu.layouts import rem
+from dflash_kernels.mosaic_gpu.pipeline import rem
 
 
 class NarrowItem(Item):

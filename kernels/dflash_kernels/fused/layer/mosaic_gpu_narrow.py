@@ -16,8 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.plan import ROWS
-from dflash_kernels.mosaic_gpu import layer_memory as memory
-from dflash_kernels.mosaic_gpu.layer_digits import BYTE, SECOND, digits_of, float8_words, int8_words
+from dflash_kernels.mosaic_gpu import mailbox
+from dflash_kernels.mosaic_gpu import ptx as memory
+from dflash_kernels.mosaic_gpu.convert import BYTE, SECOND, digits_of, float8_words, int8_words
 from dflash_kernels.mosaic_gpu.layouts import tiled
 
 _SCALAR = plgpu.Layout.WG_SPLAT
@@ -57,7 +58,7 @@ def take_digits(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *kinds))
     def take(_, area, word, target, units, count, waits, *places):
         count, waits, places = count.registers.item(), waits.registers.item(), [p.registers.item() for p in places]
-        base, i32 = memory.address(area, word.registers.item()), ir.IntegerType.get_signless(32)
+        base, i32 = memory.word_address(area, word.registers.item()), ir.IntegerType.get_signless(32)
         shared, of_units = (llvm.ptrtoint(i32, mgpu.utils.memref_ptr(ref)) for ref in (target, units))
         # A warp has a token's 256 columns, a thread eight of them: half of a chunk of first digits, and of one of second digits.
         warp, lane = (op(memory.thread(), memory.number(memory.WARP)) for op in (arith.divui, arith.remui))
@@ -67,38 +68,38 @@ def take_digits(
         for unit, (slot, column) in enumerate(zip(places[: len(slots)], places[len(slots) :], strict=True)):
             filled = arith.cmpi(arith.CmpIPredicate.ult, memory.number(unit), count)
             # What is not wanted is read where the first one is, which costs nothing.
-            column = arith.addi(arith.select(filled, column, places[len(slots)]), memory.times(lane, _NUMBERS))
+            column = arith.addi(arith.select(filled, column, places[len(slots)]), memory.mul(lane, _NUMBERS))
             for start in range(0, tokens, warps):
                 token = arith.addi(warp, memory.number(start))
                 there = arith.cmpi(arith.CmpIPredicate.ult, token, memory.number(rows))
                 if start < rows:
-                    element = arith.addi(memory.times(arith.select(there, token, zero), pitch), column)
-                    sources.append(memory.offset(base, memory.times(element, 2)))
-                line = arith.addi(memory.times(block, lines), token)
-                to = memory.times(arith.xori(chunk, arith.remui(token, memory.number(8))), 2 * _NUMBERS)
-                to = arith.addi(arith.addi(to, memory.times(line, width)), memory.times(half, _NUMBERS))
-                to = arith.addi(arith.addi(shared, memory.times(slot, size)), to)
-                unit_at = arith.addi(memory.times(slot, tokens), token)
-                unit_at = arith.addi(of_units, memory.times(unit_at, 4))
+                    element = arith.addi(memory.mul(arith.select(there, token, zero), pitch), column)
+                    sources.append(memory.offset(base, memory.mul(element, 2)))
+                line = arith.addi(memory.mul(block, lines), token)
+                to = memory.mul(arith.xori(chunk, arith.remui(token, memory.number(8))), 2 * _NUMBERS)
+                to = arith.addi(arith.addi(to, memory.mul(line, width)), memory.mul(half, _NUMBERS))
+                to = arith.addi(arith.addi(shared, memory.mul(slot, size)), to)
+                unit_at = arith.addi(memory.mul(slot, tokens), token)
+                unit_at = arith.addi(of_units, memory.mul(unit_at, 4))
                 wanted.append((filled, there if start < rows else None, to, unit_at))
         if checks:
             asked = arith.select(waits, memory.number(blocks * width // ROWS), zero)
-            memory.await_first(memory.offset(base, memory.times(places[len(slots)], 2)), asked, ROWS * 2)
-            found = iter(memory.await_all(sources, "u16x2"))
+            mailbox.await_first(memory.offset(base, memory.mul(places[len(slots)], 2)), asked, ROWS * 2)
+            found = iter(mailbox.await_all(sources, "u16x2"))
         else:
-            found = iter(memory.load_all(sources))
+            found = iter(mailbox.load_all(sources))
         first_lane = arith.cmpi(arith.CmpIPredicate.eq, lane, zero)
         for filled, there, to, unit_at in wanted:
             digits, unit = [zero] * 4, zero
             if there is not None:
-                *digits, unit = make_words([arith.select(there, next(found), zero) for _ in range(memory.VECTOR)])
-            with memory.when(filled):
+                *digits, unit = make_words([arith.select(there, next(found), zero) for _ in range(mailbox.VECTOR)])
+            with mgpu.utils.when(filled):
                 for digit in range(2):
                     mgpu.utils.inline_ptx(
                         "st.shared.v2.b32 [$0], {$1, $2};", arith.addi(to, memory.number(digit * tokens * width)),
                         *digits[2 * digit : 2 * digit + 2], has_side_effects=True,
                     )  # fmt: skip
-            with memory.when(arith.andi(filled, first_lane)):
+            with mgpu.utils.when(arith.andi(filled, first_lane)):
                 mgpu.utils.inline_ptx("st.shared.b32 [$0], $1;", unit_at, unit, has_side_effects=True)
         mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
@@ -120,7 +121,7 @@ def added(total, product, units, slot, interpret: Any):
     def add(_, total, product, units, slot):
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(units))
-        base = arith.addi(base, memory.times(slot.registers.item(), tokens * 4))
+        base = arith.addi(base, memory.mul(slot.registers.item(), tokens * 4))
         pair, scales = ir.VectorType.get((2,), f32), {}
         halves = product[:, :tokens].registers, product[:, tokens:].registers
         registers = np.empty_like(total.registers)
@@ -128,7 +129,7 @@ def added(total, product, units, slot, interpret: Any):
         for place, (_, column) in places:
             group = place[1]
             if group not in scales:
-                address = arith.addi(base, memory.times(arith.index_cast(i32, column), 4))
+                address = arith.addi(base, memory.mul(arith.index_cast(i32, column), 4))
                 found = mgpu.utils.inline_ptx(
                     "ld.shared.v2.f32 {$0, $1}, [$2];", address, result_types=[f32, f32], has_side_effects=True
                 )
@@ -161,7 +162,7 @@ def row_scales(scales, first, last: int, interpret: Any):
         places = zip(np.ndindex(registers.shape), zero.layout.thread_idxs((ROWS,)), strict=True)
         for place, (row,) in places:
             row = arith.addi(first.registers.item(), arith.index_cast(i32, row))
-            address = memory.address(scales, arith.minsi(row, memory.number(last)))
+            address = memory.word_address(scales, arith.minsi(row, memory.number(last)))
             # Asked for here, long before it is needed.
             found = mgpu.utils.inline_ptx(
                 "ld.volatile.global.f32 $0, [$1];", address, result_types=f32, has_side_effects=True

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.fused.layer.mosaic_gpu_hand import Hand
 from dflash_kernels.fused.layer.mosaic_gpu_narrow import added, row_scales
 from dflash_kernels.fused.layer.plan import COPIES, ROWS, Product
-from dflash_kernels.mosaic_gpu.layouts import div, rem
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
 
 _WGMMA = plgpu.Layout.WGMMA
 

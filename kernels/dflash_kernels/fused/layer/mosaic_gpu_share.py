@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused.layer.mosaic_gpu_narrow_share import NarrowShare
 from dflash_kernels.fused.layer.plan import COPIES, ROWS, Product
-from dflash_kernels.mosaic_gpu.layouts import div, rem
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
 
 
 class Share(NarrowShare):

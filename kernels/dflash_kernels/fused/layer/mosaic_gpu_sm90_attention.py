@@ -9,11 +9,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.mla.mosaic_gpu_lanes import touch_row
-from dflash_kernels.attention.paged.mosaic_gpu_ops import LOG2E, add_values, spread
 from dflash_kernels.fused import mosaic_gpu_ops as ops
 from dflash_kernels.fused.layer.mosaic_gpu_plan import KEYS, REACH
-from dflash_kernels.mosaic_gpu.layouts import div, rem
+from dflash_kernels.mosaic_gpu.mask import spread
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.tma import touch_row
+from dflash_kernels.mosaic_gpu.wgmma import add_values
 
 _WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
 

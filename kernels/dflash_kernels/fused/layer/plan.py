@@ -10,7 +10,6 @@ MOST_ROWS = 64  # most tokens of a launch
 LEAST_WIDTH = 128  # that widths are multiples of
 SHARED_MEMORY = 227 * 1024
 LINE = 32  # words of 128 bytes
-EMPTY = -1  # a word of an exchange that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
 SPARE = 6 * 1024  # barriers and the scratch of reductions
 
 

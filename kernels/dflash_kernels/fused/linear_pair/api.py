@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.fused.layer.plan import EMPTY, LINE
+from dflash_kernels.core.layouts import EMPTY
+from dflash_kernels.fused.layer.plan import LINE
 from dflash_kernels.fused.linear_pair import mosaic_gpu
 from dflash_kernels.fused.linear_pair.reference import linear_chain_reference
 

@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import arith
 from dflash_kernels.fused import heads
 from dflash_kernels.fused.layer.mosaic_gpu_plan import KEYS, Attention
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.attention_words import numbers
+from dflash_kernels.mosaic_gpu.convert import numbers
 
 _LINES = heads.ROWS_AT_ONCE  # threads with the same columns
 _LINE = 128  # bytes of a swizzled row in shared memory

@@ -25,26 +25,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, Launch
-from dflash_kernels.attention.paged.mosaic_gpu_ops import (
-    FOLDED,
-    LOG2E,
-    add_values,
-    await_all,
-    clear_rows,
-    folded,
-    multiply_blocks,
-    ring,
-    scores_of_blocks,
-    scratch,
-)
+from dflash_kernels.attention.paged.mosaic_gpu_ops import clear_rows, ring, scratch
 from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused import mosaic_gpu_ops as ops
 from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.fused.qkv_attention import mosaic_gpu_ops as qkv
-from dflash_kernels.mosaic_gpu.combine import merge_by_lanes, merge_xla
+from dflash_kernels.mosaic_gpu.combine import combine_fragments, combine_xla
 from dflash_kernels.mosaic_gpu.layouts import TILED
+from dflash_kernels.mosaic_gpu.pipeline import warpgroup_barrier
+from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
+from dflash_kernels.mosaic_gpu.wgmma import add_values, multiply_blocks, scores_of_blocks
 
 _HALF = HEAD_DIM // 2
 
@@ -92,7 +84,7 @@ def attention(
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
-        merge = merge_by_lanes if launch.by_lanes else merge_xla
+        merge = combine_fragments if launch.by_lanes else combine_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
@@ -217,12 +209,17 @@ class _Written(Block):
         unit = self.launch.scale * LOG2E
         if masked:
             scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, folded(jnp.maximum, scores).max(axis=1) * unit)
+        new_top = jnp.maximum(top, partial_reduce(jnp.maximum, scores).max(axis=1) * unit)
         # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
         base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
         weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
         kept = jnp.exp2(top - base)
-        return weights, kept, new_top, total * lax.broadcast_in_dim(kept, total.shape, [0]) + folded(jnp.add, weights)
+        return (
+            weights,
+            kept,
+            new_top,
+            total * lax.broadcast_in_dim(kept, total.shape, [0]) + partial_reduce(jnp.add, weights),
+        )
 
     def _coming(self, tile):
         """The tile that comes in place of this one, and its pages."""
@@ -235,7 +232,7 @@ class _Written(Block):
         # New keys' copies follow a fence of everybody who has stored them.
         pl.when((tile >= self.new) & (tile < self.end))(functools.partial(ops.order_copies, self.interpret))
         if self.interpret is None:
-            await_all()
+            warpgroup_barrier()
 
         def fill():
             for stream, (tile, pages) in coming.items():

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
 from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import COLUMNS, ROWS, SLAB, Plan
+from dflash_kernels.mosaic_gpu.layouts import swizzled
 
 WARPGROUPS = 2  # that multiply; a third one copies
 OUT = 64  # rows and columns of a piece of a tile on its way out

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
 from dflash_kernels.matmul.grouped.mosaic_gpu import BLOCK, FEATURES, Plan
+from dflash_kernels.mosaic_gpu.layouts import swizzled
 
 _ROWS = 64  # of one matrix instruction
 _MEMORY = 2  # the warpgroup that copies

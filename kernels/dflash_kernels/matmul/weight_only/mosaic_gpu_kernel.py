@@ -16,9 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import FLOAT8_SHIFT, in_parity_order
-from dflash_kernels.attention.paged.mosaic_gpu_ops import swizzled
 from dflash_kernels.matmul.weight_only.mosaic_gpu import BLOCK, ROWS, Plan
+from dflash_kernels.mosaic_gpu.convert import FLOAT8_SHIFT
+from dflash_kernels.mosaic_gpu.layouts import in_parity_order, swizzled
 
 _HALF = ROWS // 2  # rows of one matrix instruction
 _HALF_SHIFT = FLOAT8_SHIFT // 2  # of x, the result makes up for the rest: neither leaves the range of its type
@@ -91,7 +91,7 @@ def _add_product(total, weights, x, interpret: Any):
         shift = 1.0 if weights.dtype == jnp.int8 else 2.0**-FLOAT8_SHIFT
         return total + jnp.dot(wide, x[...].astype(jnp.float32).T, precision="highest") * shift
 
-    from dflash_kernels.mosaic_gpu.narrow import widened_rows
+    from dflash_kernels.mosaic_gpu.convert import widened_rows
 
     widen = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(swizzled(weights.dtype, BLOCK)),),

@@ -1,0 +1,58 @@
+"""Ring of tiles in shared memory between a producer and its consumers: stages, full and empty barriers, in CUTLASS' terms."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.mosaic_gpu.thread_op import thread_op
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` tiles that are filled and used in turn. The step that a tile belongs to counts from 0 over the CTA's life.
+
+    Attributes:
+      full: barriers, one for each stage, that the copies of a tile complete.
+      empty: barriers that consumers arrive at; None where whoever fills a stage knows otherwise that it is used up.
+    """
+
+    stages: int
+    full: Any
+    empty: Any = None
+
+    def stage(self, step: Any) -> Any:
+        """Where the tile of a step lies."""
+        return rem(step, self.stages)
+
+    def producer_acquire(self, step: Any, stage: Any) -> None:
+        """Waits until the stage is empty; it is before its first use."""
+        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
+
+    def consumer_wait(self, stage: Any) -> None:
+        """Waits until the stage is full."""
+        plgpu.barrier_wait(self.full.at[stage])
+
+    def consumer_release(self, stage: Any) -> None:
+        """Gives the stage back."""
+        plgpu.barrier_arrive(self.empty.at[stage])
+
+
+def rem(a: Any, b: int) -> Any:
+    """Remainder of int32 scalars."""
+    return lax.rem(a, jnp.int32(b))
+
+
+def div(a: Any, b: int) -> Any:
+    """Quotient of int32 scalars, towards 0."""
+    return lax.div(a, jnp.int32(b))
+
+
+@thread_op(interpret=lambda: None)
+def warpgroup_barrier() -> None:
+    """All threads of the warpgroup wait for each other."""
+    utils.warpgroup_barrier()
