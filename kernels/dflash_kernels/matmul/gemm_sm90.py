@@ -18,6 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.matmul.tiling import CONSUMERS, Plan
 from dflash_kernels.mosaic_gpu.layouts import tiled
+from dflash_kernels.mosaic_gpu.pipeline import Ring, div
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
 
 _WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -40,16 +42,15 @@ def gemm(
     def body(*refs):
         ins, outs = refs[: len(arrays)], refs[len(arrays) : -len(scratch)]
         buffers = dict(zip(scratch, refs[-len(scratch) :], strict=True))
-        _Cta(plan, ins, outs, buffers, hints=interpret is None).run()
+        _Cta(plan, ins, outs, buffers).run()
 
     body.__name__ = f"gemm_{plan.epilogue}"  # what profilers show
-    kernel = plgpu.kernel(
+    launch = kernel(
         body, out_type=plan.out_types(), scratch_types=list(scratch.values()), grid=(plan.ctas,),
         grid_names=("cta",), num_threads=CONSUMERS + 1, thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return kernel(*arrays)
+    return launch(*arrays)
 
 
 def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
@@ -70,14 +71,14 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 class _Cta:
     """The program of one persistent CTA."""
 
-    def __init__(self, plan: Plan, arrays: Any, outs: Any, buffers: dict[str, Any], *, hints: bool):
+    def __init__(self, plan: Plan, arrays: Any, outs: Any, buffers: dict[str, Any]):
         self.plan, self.arrays, self.outs, self.buffers = plan, arrays, outs, buffers
-        self.hints = hints  # an interpreter has no copies with cache hints
+        self.ring = Ring(plan.stages, buffers["full"], buffers["empty"])
         self.cta, self.wg = lax.axis_index("cta"), lax.axis_index("wg")
         scales = arrays[2 : 2 + 2 * (plan.itemsize == 1)]
         self.m_tiles, self.scales = plan.m_tiles, scales or None
         if live := arrays[2 + len(scales) :]:
-            self.m_tiles = lax.div(live[0][0] + (plan.tile_m - 1), jnp.int32(plan.tile_m))
+            self.m_tiles = div(live[0][0] + (plan.tile_m - 1), plan.tile_m)
 
     def run(self) -> None:
         pl.when(self.wg != CONSUMERS)(self._consume)
@@ -85,11 +86,11 @@ class _Cta:
         @pl.when(self.wg == CONSUMERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            evict_first = address_of(self.buffers["full"]) if self.hints else None
+            full = address_of(self.ring.full)
             if self.plan.one_warp:
-                plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: self._produce(evict_first)))
+                plgpu.warp_map(lambda warp: pl.when(warp == 0)(lambda: self._produce(full)))
             else:
-                self._produce(evict_first)
+                self._produce(full)
 
     # Tile scheduler and ring, the same for producer and consumers.
 
@@ -97,7 +98,7 @@ class _Cta:
         """`tile(wave, first row, first feature, part of K, carry)` for the CTA's tiles; returns the last carry, and waves."""
         plan, cta = self.plan, self.cta
         tiles = self.m_tiles * plan.split_k * plan.n_tiles
-        waves = lax.div(tiles - cta + (plan.ctas - 1), jnp.int32(plan.ctas))
+        waves = div(tiles - cta + (plan.ctas - 1), plan.ctas)
 
         def one(wave, carry):
             index = cta + wave * plan.ctas
@@ -119,58 +120,43 @@ class _Cta:
 
         def one(number, _):
             index = wave * self.plan.k_tiles + number
-            k_tile(number, index, self._stage(index))
+            k_tile(number, index, self.ring.stage(index))
 
         lax.fori_loop(0, self.plan.k_tiles, one, None)
 
-    def _stage(self, index):
-        return lax.rem(index, jnp.int32(self.plan.stages))
-
     # Producer.
 
-    def _produce(self, evict_first) -> None:
-        plan, (x, w, *_) = self.plan, self.arrays
-        x_sm, w_sm, full, empty = (self.buffers[name] for name in ("x_sm", "w_sm", "full", "empty"))
-
-        def acquire(index, stage):
-            pl.when(index >= plan.stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+    def _produce(self, full) -> None:
+        plan, ring, (x, w, *_) = self.plan, self.ring, self.arrays
+        x_sm, w_sm = self.buffers["x_sm"], self.buffers["w_sm"]
 
         def tile(wave, row, feature, part, carry):
             def k_tile(number, index, stage):
                 if not plan.in_twos:
-                    acquire(index, stage)
+                    ring.producer_acquire(index, stage)
                 else:
 
                     @pl.when(lax.rem(number, 2) == 0)
                     def _():
-                        acquire(index, stage)
-                        acquire(index + 1, self._stage(index + 1))
+                        ring.producer_acquire(index, stage)
+                        ring.producer_acquire(index + 1, ring.stage(index + 1))
 
                 columns = pl.ds((part * plan.k_tiles + number) * plan.tile_k, plan.tile_k)
                 valid = x_sm.at[stage, pl.ds(0, plan.valid_rows)]
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.valid_rows), columns], valid, full.at[stage])
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(row, plan.valid_rows), columns], valid, ring.full.at[stage])
                 base, w_columns = jnp.int32(0), columns
                 if plan.blocked:
                     base = (part * plan.k_tiles + number) * (plan.n * plan.matrices)
                     w_columns = pl.ds(0, plan.tile_k)
                 for first, offset, size in plan.w_copies:
                     target, rows = w_sm.at[stage, pl.ds(offset, size)], pl.ds(base + first + feature, size)
-                    if evict_first is None:
-                        plgpu.copy_gmem_to_smem(w.at[rows, w_columns], target, full.at[stage])
-                    else:
-                        copy_once(w, rows, w_columns, target, evict_first, stage, one_warp=plan.one_warp)
+                    copy_once(w, rows, w_columns, target, full, stage, one_warp=plan.one_warp)
 
             self._k_tiles(wave, k_tile)
             return carry
 
         _, waves = self._tiles(tile)
-        k_tiles = waves * plan.k_tiles
-
-        def drain(index, _):
-            plgpu.barrier_wait(empty.at[self._stage(index)])
-
-        # Every completion of a barrier is waited for.
-        lax.fori_loop(jnp.maximum(k_tiles - plan.stages, 0), k_tiles, drain, None)
+        ring.drain(waves * plan.k_tiles)
 
     # Consumers: mainloop and epilogue of each tile.
 
@@ -209,20 +195,19 @@ class _Cta:
 
     def _mainloop(self, wave, rows, w_rows):
         """A consumer's accumulator `[wg_m, wg_w]` of one tile."""
-        plan = self.plan
-        x_sm, w_sm, full, empty = (self.buffers[name] for name in ("x_sm", "w_sm", "full", "empty"))
+        plan, ring, x_sm, w_sm = self.plan, self.ring, self.buffers["x_sm"], self.buffers["w_sm"]
 
         def accumulate(acc):
             def k_tile(number, index, stage):
-                plgpu.barrier_wait(full.at[stage])
+                ring.consumer_wait(stage)
                 plgpu.wgmma(acc, x_sm.at[stage, rows], w_sm.at[stage, w_rows].transpose((1, 0)))
                 # All but this k-tile's instructions are done: the stage before can be filled again.
                 plgpu.wgmma_wait(1)
-                pl.when(number > 0)(lambda: plgpu.barrier_arrive(empty.at[self._stage(index - 1)]))
+                pl.when(number > 0)(lambda: ring.consumer_release(ring.stage(index - 1)))
 
             self._k_tiles(wave, k_tile)
             result = acc[...]
-            plgpu.barrier_arrive(empty.at[self._stage((wave + 1) * plan.k_tiles - 1)])
+            ring.consumer_release(ring.stage((wave + 1) * plan.k_tiles - 1))
             return result
 
         return pl.run_scoped(accumulate, plgpu.ACC((plan.wg_m, w_rows.size), jnp.float32))

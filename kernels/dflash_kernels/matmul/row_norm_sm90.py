@@ -3,19 +3,14 @@
 One warpgroup has a row in registers from its first load to its last store.
 """
 
-# Pallas declares what it inlines with the context that it passes itself.
-# pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.layouts import interleave_columns
-from dflash_kernels.mosaic_gpu.rows import VECTOR, load_row, rms_norm, row_kernel
+from dflash_kernels.mosaic_gpu.rows import VECTOR, float8_words, load_row, rms_norm, row_kernel
 from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
 SCORES = 4  # of one row in one CTA
@@ -69,7 +64,7 @@ def add_norm_float8(
         row = lax.axis_index("row")
         added, normed = _add_norm_row(parts, before, weight, row, eps)
         residual.at[row][...] = added
-        _store_float8(normed.astype(jnp.float32), words, scales, row, interpret)
+        _store_float8(normed.astype(jnp.float32), words, scales, row)
 
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype), *_float8_types(*residual.shape)
     return row_kernel(body, "add_norm_float8", residual.shape[:1], out, interpret)(parts, residual, weight)
@@ -80,7 +75,7 @@ def float8_rows(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arr
 
     def body(x, words, scales):
         row = lax.axis_index("row")
-        _store_float8(_load(x.at[row]), words, scales, row, interpret)
+        _store_float8(_load(x.at[row]), words, scales, row)
 
     return row_kernel(body, "float8_rows", x.shape[:1], _float8_types(*x.shape), interpret)(x)
 
@@ -115,26 +110,8 @@ def _float8_types(rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.Shap
     return jax.ShapeDtypeStruct((rows, width // VECTOR), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
 
 
-def _store_float8(row: Any, words: Any, scales: Any, index: Any, interpret: Any) -> None:
+def _store_float8(row: Any, words: Any, scales: Any, index: Any) -> None:
     """Writes one row, float32, scaled so that its largest number is float8's largest."""
     largest = jnp.maximum(jnp.abs(row).max(), ROW_FLOOR)
     scales[index] = largest * (1 / E4M3_MAX)
-    words.at[index][...] = _words(row * (E4M3_MAX / largest), interpret)
-
-
-def _words(row: Any, interpret: Any) -> Any:
-    """A row's numbers as words of four float8 ones, columns interleaved."""
-    if interpret is not None:
-        clipped = jnp.where(jnp.isnan(row), row, jnp.clip(row, -E4M3_MAX, E4M3_MAX)).astype(jnp.float8_e4m3fn)
-        return lax.bitcast_convert_type(interleave_columns(clipped).reshape(-1, VECTOR), jnp.int32)
-
-    from dflash_kernels.mosaic_gpu import float8_words
-
-    whole, of_words = (plgpu.Layout.WG_STRIDED((row.shape[0] // by,), vec_size=VECTOR // by) for by in (1, VECTOR))
-    result = plgpu.ShapeDtypeStruct((row.shape[0] // VECTOR,), jnp.dtype(jnp.int32), layout=of_words)
-
-    @plgpu.inline_mgpu(arg_types=(whole,), return_type=result)
-    def make(_ctx, array):
-        return float8_words.in_pairs(array, of_words.to_mgpu())
-
-    return make(row)
+    words.at[index][...] = float8_words(row * (E4M3_MAX / largest))

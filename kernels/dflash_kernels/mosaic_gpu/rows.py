@@ -11,7 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPGROUP = 128  # threads
+from dflash_kernels.core.layouts import interleave_columns
+from dflash_kernels.mosaic_gpu.convert import interleaved_float8
+from dflash_kernels.mosaic_gpu.thread_op import kernel, thread_op
+
 VECTOR = 4  # neighbouring numbers of one thread
 
 
@@ -29,9 +32,9 @@ def row_kernel(
     """
     named: Any = functools.partial(body)
     named.__name__ = name
-    return plgpu.kernel(
+    return kernel(
         named, out_type=out, grid=grid, grid_names=("row", "part")[: len(grid)],
-        compiler_params=plgpu.CompilerParams(approx_math=True), **({} if interpret is None else {"interpret": interpret}),
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
 
 
@@ -45,3 +48,25 @@ def rms_norm(row: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     wide = row.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / row.shape[0]) + eps)
     return (weight.astype(jnp.float32) * (wide * factor).astype(row.dtype).astype(jnp.float32)).astype(row.dtype)
+
+
+def _float8_words(row: jax.Array) -> jax.Array:
+    most = float(jnp.finfo(jnp.float8_e4m3fn).max)
+    numbers = jnp.where(jnp.isnan(row), row, jnp.clip(row, -most, most)).astype(jnp.float8_e4m3fn)
+    return lax.bitcast_convert_type(interleave_columns(numbers).reshape(-1, VECTOR), jnp.int32)
+
+
+def _strided(width: int, vector: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
+
+
+@thread_op(
+    args=lambda row: (_strided(row.shape[0], VECTOR),),
+    returns=lambda row: plgpu.ShapeDtypeStruct(
+        (row.shape[0] // VECTOR,), jnp.dtype(jnp.int32), layout=_strided(row.shape[0] // VECTOR, 1)
+    ),
+    interpret=_float8_words,
+)
+def float8_words(row: Any) -> Any:
+    """A row of float32 as int32 words of four float8 numbers, columns interleaved. NaN stays, others saturate."""
+    return interleaved_float8(row, _strided(row.shape[0] // VECTOR, 1).to_mgpu())
