@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
@@ -32,6 +33,9 @@ class Parser(argparse.ArgumentParser):
         # What stands behind the name of a subcommand is that one's.
         own = takewhile(lambda word: word.startswith("-"), self._given) if self._subparsers else self._given
         hints = [f"{word}: did you mean {meant}?" for word in own if (meant := self._meant(word))]
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
+            hints += [f"did you mean {meant}?" for meant in close]
         super().error("; ".join([message, *hints]))
 
     def _meant(self, word: str) -> str | None:

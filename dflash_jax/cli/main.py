@@ -6,8 +6,8 @@
     dflash-jax bench --concurrency 1 8
     dflash-jax info
 
-Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model not usable, 4 request not
-usable, 130 interrupted.
+Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a wrong value of an option, 3
+model not usable, 4 request not usable (its prompt, or its length), 130 interrupted.
 """
 
 import argparse
@@ -47,12 +47,12 @@ class UsageError(DFlashError):
 
 _EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
     (UsageError, USAGE),
+    (ParameterError, USAGE),
     (CheckpointError, MODEL),
     (ConfigError, MODEL),
     (PairError, MODEL),
     (TokenizerError, MODEL),
     (PromptError, REQUEST),
-    (ParameterError, REQUEST),
     (CapacityError, REQUEST),
     (DFlashError, UNEXPECTED),
 )
@@ -71,10 +71,24 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def check_models(args: argparse.Namespace) -> None:
+    """Raises CheckpointError for names that are no folder here and no model elsewhere, before seconds of imports."""
+    from dflash_jax.checkpoints.hub import find_here
+
+    named = ((args.model, args.revision), (None if args.no_draft else args.draft, args.draft_revision))
+    for name, revision in named:
+        if name is not None:
+            find_here(name, revision)
+
+
 def begin(args: argparse.Namespace) -> None:
     """Before anything slow is imported: files are read ahead, compiled programs are kept, the device starts."""
     from dflash_jax.cli import startup as early
 
+    if getattr(args, "chat", False):
+        from dflash_jax.text import template_process
+
+        template_process.start()
     early.read_models(args.model, False if args.no_draft else args.draft)
     from dflash_jax.compile.cache_folders import enable_compilation_cache
 
@@ -105,8 +119,12 @@ def run_generate(args: argparse.Namespace) -> int:
     """`dflash-jax generate`: texts to stdout as they come."""
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
-        seed=args.seed, stop=args.stop,
+        seed=args.seed, stop=args.stop, stop_token_ids=args.stop_token_ids, ignore_eos=args.ignore_eos,
+        min_tokens=args.min_tokens, logprobs=args.logprobs, include_stop=args.include_stop,
     )  # fmt: skip
+    if args.logprobs is not None and not args.json:
+        raise UsageError("--logprobs are part of the rows of --json: add it")
+    check_models(args)
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)
     with told_if_slow() as ready:
@@ -169,6 +187,7 @@ def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """`dflash-jax demo`: the same prompts with and without drafting."""
+    check_models(args)
     begin(args)
     from dflash_jax.cli.demo import demo
 
@@ -201,6 +220,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     """`dflash-jax info`: what `load` would do, without reading weights."""
+    check_models(args)
     from dflash_jax.cli.info import collect, lines
 
     args.calibration = None  # sizes do not depend on it

@@ -1,10 +1,10 @@
 """The arguments of `dflash-jax`."""
 
 import argparse
-import json
 from typing import Any
 
 from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
+from dflash_jax.cli.values import chat_option, token_ids
 from dflash_jax.options import FLAGS
 
 
@@ -12,8 +12,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli.main` runs what `command` names."""
     parser = Parser(
         prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
-        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model "
-        "not usable, 4 request not usable, 130 interrupted.",
+        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a "
+        "wrong value, 3 model not usable, 4 request not usable, 130 interrupted.",
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -28,12 +28,27 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
     )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="tokens of an answer at least (default: 0)"
+    )
     _add_law(sampling)
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    sampling.add_argument(
+        "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
+        help="tokens that end the text beside the model's end tokens; may be repeated",
+    )  # fmt: skip
+    sampling.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="with --json: log-probabilities of each token and of the N likeliest ones at its place",
+    )  # fmt: skip
 
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
-    demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
+    demo.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three held-out beginnings)"
+    )
     _add_model(demo, "--model", max_batch=False)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 
@@ -114,16 +129,5 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
     parser.add_argument(
         "--chat-option", type=chat_option, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: a name for the template, such as enable_thinking=false; may be repeated",
+        help="with --chat: a name for the template, such as enable_thinking=false or style=\"two words\"; may be repeated",
     )  # fmt: skip
-
-
-def chat_option(text: str) -> tuple[str, Any]:
-    """A name and its value: JSON where it is some, otherwise the text itself."""
-    name, sign, value = text.partition("=")
-    if not (name.isidentifier() and sign):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

@@ -80,8 +80,8 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["generate", "x", "--max-tokens", "0"], 4, "max_tokens must be"),
-        (["generate", "x", "--top-p", "2"], 4, "top_p must be"),
+        (["generate", "x", "--max-tokens", "0"], 2, "max_tokens must be"),
+        (["generate", "x", "--top-p", "2"], 2, "top_p must be"),
         (
             ["generate", "x", "--max-tokens", "900"],
             4,
@@ -94,16 +94,16 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         ),
         (["generate", "", "--max-tokens", "9"], 4, "error: the prompt is empty"),
         (["generate", "x", "", "--max-tokens", "9"], 4, "error: prompts[1]: the prompt is empty"),
-        (["generate", "x", "--max-model-len", "100000"], 4, "max_model_len must be"),
+        (["generate", "x", "--max-model-len", "100000"], 2, "max_model_len must be"),
         (["generate", "x", "--chat", "--max-tokens", "9"], 4, "no chat template and takes no messages: give a text"),
         (["generate", "x", "--chat-option", "enable_thinking=false"], 2, "add --chat"),
         (["generate", "-", "-"], 2, "once"),
         (["generate", "x", "--model", "/nowhere"], 3, "/nowhere"),
         (["info", "/nowhere"], 3, "/nowhere"),
-        (["info", "--max-batch", "0"], 4, "max_batch must be"),
-        (["info", "--verify-length", "99"], 4, "verify_length must be"),
-        (["info", "--draft-window", "0"], 4, "draft_window must be"),
-        (["generate", "x", "--cache-dtype", "fp8_packed"], 4, "needs latent rows"),
+        (["info", "--max-batch", "0"], 2, "max_batch must be"),
+        (["info", "--verify-length", "99"], 2, "verify_length must be"),
+        (["info", "--draft-window", "0"], 2, "draft_window must be"),
+        (["generate", "x", "--cache-dtype", "fp8_packed"], 2, "needs latent rows"),
         (["generate", "x\udcff", "--max-tokens", "9"], 4, "character 1 of the text is '\\udcff'"),
         (["generate", "x", "--model", ""], 3, "an empty name"),
         (["generate", "x", "--revision", "main"], 3, "is a local folder, so revision 'main' has no meaning"),
@@ -205,7 +205,7 @@ def test_pages_in_int8_with_texts_to_calibrate_on(target, tmp_path, capsys):
     assert capsys.readouterr().out == dj.generate(model, "ab", dj.SamplingParams(max_tokens=9)).text + "\n"
     assert main(["info", str(target), "--cache-dtype", "int8"]) == 0
     assert f"pages     {size(model.engine.pool_bytes)} in int8 (target)" in capsys.readouterr().out
-    assert main(command) == 4
+    assert main(command) == 2
     assert "needs calibration" in capsys.readouterr().err
     assert main([*command, "--calibration", str(tmp_path / "none")]) == 4
 
@@ -245,37 +245,6 @@ def test_info_says_what_a_drafter_in_eight_bits_takes(capsys, kind):
     head = size(copy.values.nbytes + copy.scales.nbytes)
     said = f", {head} for its copy of the target's head, " if kind is None else f", the target's in {kind}, "
     assert f"the drafter's large matrices in fp8_dynamic{said}" in out
-
-
-def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "24"]) == 0
-    out = capsys.readouterr().out
-    assert f"ab{generated(target, 'ab').text}\n" in out
-    assert re.search(r"with drafting +\d+ tokens/s", out)
-    assert re.search(r"without +\d+ tokens/s", out)
-    assert re.search(r"mean acceptance +[\d.]+ tokens in a cycle, of 4 at most", out)
-    assert re.search(r"cycles by length  1\S  2\S  3\S  4\S\n", out)
-    assert "same text         yes: 1 of 1" in out
-
-
-def test_demo_of_one_token_has_no_time_to_compare(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "1"]) == 0
-    assert re.search(r"with drafting +0 tokens/s\nwithout +0 tokens/s\n", capsys.readouterr().out)
-
-
-def test_demo_without_a_drafter(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--no-draft", "--max-tokens", "9"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^without drafting +\d+ tokens/s\n\Z", out, re.MULTILINE)
-    assert not any(word in out for word in ("with drafting ", "acceptance", "same text", "on a CPU"))
-
-
-def test_demo_says_that_there_is_no_drafter_and_refuses_before_it_compiles(target, tmp_path, capsys):
-    alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("draft"))
-    assert main(["demo", "", "--model", str(alone)]) == 4
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.fullmatch(r"note: no drafter: .*\nerror: the prompt is empty.*\n", told.err)
 
 
 def test_interrupt_ends_quietly_with_130(target):
