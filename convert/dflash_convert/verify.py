@@ -13,10 +13,11 @@ import numpy as np
 from dflash_convert.errors import VerificationError
 from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint, open_converted
+from dflash_jax.checkpoints.converted import Checkpoint, open_converted
 from dflash_jax.checkpoints.finite import all_finite
 from dflash_jax.checkpoints.huggingface import cast
 from dflash_jax.checkpoints.mapping import Plan, Step
+from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.checkpoints.safetensors import chunks
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import bind

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
-from dflash_jax.checkpoints.hub import resolve_source
 from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.checkpoints.prefetch import read_ahead
 from dflash_jax.config import DecoderConfig
@@ -63,25 +62,6 @@ class Checkpoint(Protocol):
           dtype: what parameters without a fixed dtype become; None keeps the stored one.
         """
         ...
-
-
-def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
-    """Opens a converted folder, a Hugging Face folder, or a model of the Hugging Face hub.
-
-    Args:
-      source: a folder, or `owner/name` on the hub where no such folder exists.
-      revision: branch, tag or commit on the hub.
-
-    Raises:
-      CheckpointError: nothing usable is there; lists every problem.
-      ConfigError: the configuration asks for something that is not implemented.
-    """
-    folder, _ = resolve_source(source, revision)
-    if (folder / MARKER).exists():
-        return open_converted(folder)
-    from dflash_jax.checkpoints import huggingface
-
-    return huggingface.open_checkpoint(folder)
 
 
 def open_converted(folder: str | Path, *, hashes: bool = False) -> "Converted":

@@ -1,4 +1,4 @@
-"""Hugging Face folders as checkpoints: the reader that `dflash_jax.open_checkpoint` finds through its entry point.
+"""Hugging Face folders as checkpoints.
 
     checkpoint = open_checkpoint("path/to/Qwen3-8B")
     params = checkpoint.load("bfloat16")

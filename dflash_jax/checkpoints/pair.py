@@ -5,7 +5,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint
+from dflash_jax.checkpoints.converted import Checkpoint
+from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, PairError
 from dflash_jax.models import DFlashConfig

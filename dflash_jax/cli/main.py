@@ -212,7 +212,7 @@ def run_bench(args: argparse.Namespace) -> int:
     chat_options_of(args)
     with told_if_slow():
         begin(args)
-        from dflash_jax.bench.command import bench
+        from dflash_jax.cli.bench import bench
 
         bench(args, load_options(args))
     return OK

@@ -10,8 +10,8 @@ An entry is one file, named after everything that its program depends on:
 
 A file is written beside its place and renamed, so it is whole or not there; what is found damaged, or does not load, is left alone
 with a notice and written again. A folder that cannot be written to is read and no more. XLA's bytes are machine code that will run:
-the folder must be the user's own (`cache_folders.open_private`), all is done relative to its descriptor, and an entry is read once
-what was opened is known to be the user's own file, which nobody else may write to.
+the folder must be the user's own (`private_folders.open_private`), all is done relative to its descriptor, and an entry is read
+once what was opened is known to be the user's own file, which nobody else may write to.
 """
 
 import hashlib
@@ -31,9 +31,9 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compile.cache_folders import foreign, open_private
 from dflash_jax.compile.described import NotDescribable, describe, rebuild
 from dflash_jax.compile.fingerprint import environment, settings
+from dflash_jax.compile.private_folders import foreign, open_private
 from dflash_jax.compile.serialization import (
     NotSerialisable,
     compile_here,

@@ -10,7 +10,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.bench import Workload, measure, programs, random_pair, read_prompts, synthetic
-from dflash_jax.bench.command import check, write
+from dflash_jax.cli.bench import check, write
 from dflash_jax.cli.main import main
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.errors import ParameterError, PromptError
@@ -252,7 +252,7 @@ def test_what_makes_no_run_is_refused_before_a_model_is_loaded(options, said, ca
     ],
 )
 def test_shapes_are_refused_before_they_are_filled(options, said, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("dflash_jax.bench.command.random_pair", None)
+    monkeypatch.setattr("dflash_jax.cli.bench.random_pair", None)
     assert main(["bench", *options]) == 2
     told = capsys.readouterr().err
     assert said in told
@@ -267,7 +267,7 @@ def test_random_prompts_are_given_room_before_weights_are_read(target, capsys, m
         raise ParameterError("so far")
 
     limit = dj.load(target, max_batch=1).target.max_position
-    monkeypatch.setattr("dflash_jax.bench.command.load", load)
+    monkeypatch.setattr("dflash_jax.cli.bench.load", load)
     monkeypatch.setattr("dflash_jax.options.DEFAULT_MODEL_LEN", limit // 2)
     few, many = ["--output-length", "3"], ["--input-length", str(limit - 3)]
     for options in ([*few, "--input-length", "5"], [*few, *many], [*few, *many, "--max-model-len", str(limit)]):

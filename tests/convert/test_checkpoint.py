@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.checkpoints import converted as checkpoint
-from dflash_jax.checkpoints.converted import Converted, group_names, open_checkpoint, open_converted
+from dflash_jax.checkpoints.converted import Converted, group_names, open_converted
 from dflash_jax.checkpoints.hub import resolve_source
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint
+from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.errors import CheckpointError, ConfigError, ParameterError
 
 

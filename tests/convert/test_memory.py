@@ -41,7 +41,7 @@ LOAD = (
     MEASURE
     + """
 import jax
-from dflash_jax.checkpoints.converted import open_checkpoint
+from dflash_jax.checkpoints.opening import open_checkpoint
 jax.devices()
 before = held("VmRSS")
 params = open_checkpoint(sys.argv[1]).load()

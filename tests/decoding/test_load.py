@@ -13,8 +13,8 @@ from dflash_convert.cli import main as dflash_convert
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.checkpoints.converted import open_checkpoint
 from dflash_jax.checkpoints.hub import resolve_source
+from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.engine.memory import size
 from dflash_jax.models import family_of, to_huggingface
 

@@ -1,7 +1,8 @@
-"""The structure of dflash_jax: no tests of classes outside the registry."""
+"""The structure of dflash_jax: no tests of classes outside the registry, no import cycle between files or folders."""
 
 import ast
 import builtins
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,8 @@ def _is_plain(node: ast.expr) -> bool:
 def test_the_check_sees_every_form():
     tests = (
         "type(layer) is MLP", "type(a) in (MLP, MoE)", "type(a) == type(b)", "isinstance(config, models.Qwen3Config)",
-        "isinstance(x, int | DFlashConfig)", "issubclass(kind, DFlashConfig)", "function.__name__ == 'loop'", "'loop' == f.__name__", "type(x) is not MLP",
+        "isinstance(x, int | DFlashConfig)", "issubclass(kind, DFlashConfig)", "function.__name__ == 'loop'",
+        "'loop' == f.__name__", "type(x) is not MLP",
     )  # fmt: skip
     assert all(class_tests(one) for one in tests)
     plain = (
@@ -78,3 +80,75 @@ def test_classes_are_told_apart_by_the_registry_alone(package):
 
 def test_the_registry_is_needed():
     assert class_tests(REGISTRY.read_text()) == ["type(config) is family.config_class"]
+
+
+def imports(source: str, modules: set[str]) -> set[str]:
+    """Modules among `modules` that a file imports when it runs, inside functions too, and not for type checkers alone."""
+    found = set[str]()
+    for node in _run(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules | ({node.module} if names - modules else set())
+    return found & modules
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, but for what stands under `if TYPE_CHECKING`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield from _run(child)
+
+
+def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of nodes of which each reaches every other one."""
+
+    def reached(start: str) -> set[str]:
+        seen, todo = set[str](), [start]
+        while todo:
+            new = graph.get(todo.pop(), set()) - seen
+            seen |= new
+            todo += new
+        return seen
+
+    reach = {node: reached(node) for node in graph}
+    groups = {frozenset(one for one in reach[node] if node in reach.get(one, ())) for node in graph}
+    return sorted((set(group) for group in groups if group), key=sorted)
+
+
+def files_of(package: Path) -> dict[str, Path]:
+    """Paths by module names, of one package."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def test_cycles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
+    assert cycles(graph) == [{"b", "c"}, {"e"}]
+    modules = {"p", "p.a", "p.b.c", "p.d"}
+    source = "from p import a\nfrom p.b import c\nif TYPE_CHECKING:\n    from p.d import X\ndef f():\n    import p\n"
+    assert imports(source, modules) == {"p.a", "p.b.c", "p"}
+    assert imports("from p import name, a", modules) == {"p", "p.a"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
+def test_files_and_folders_import_in_one_direction(package):
+    """Folders are those directly below a package. A folder's `__init__` stands for it, and may import what lies in it."""
+    files = files_of(package)
+    graph = {name: imports(path.read_text(), set(files)) - {name} for name, path in files.items()}
+    inner = {name: {one for one in to if not name.startswith(f"{one}.")} for name, to in graph.items()}
+    assert cycles(inner) == []
+    folders: dict[str, set[str]] = {}
+    for name, to in graph.items():
+        folders.setdefault(_folder(name), set()).update(_folder(one) for one in to)
+    apart = {name: to - {name, package.name} for name, to in folders.items() if name != package.name}
+    assert cycles(apart) == []
+
+
+def _folder(name: str) -> str:
+    return ".".join(name.split(".")[:2])
