@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
+from dflash_kernels.attention.paged.mosaic_gpu_block import Block
 from dflash_kernels.attention.paged.mosaic_gpu_ops import plain_queries, ring
-from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
 
 _WGMMA = plgpu.Layout.WGMMA
