@@ -30,9 +30,9 @@ class Ring:
         """Where the tile of a step lies."""
         return rem(step, self.stages)
 
-    def producer_acquire(self, step: Any, stage: Any) -> None:
-        """Waits until the stage is empty, as it is before its first use."""
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
+    def producer_acquire(self, used: Any, stage: Any) -> None:
+        """Waits until the stage is empty, if it has been `used`: from step `stages` on."""
+        pl.when(used)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
 
     def consumer_wait(self, stage: Any) -> None:
         """Waits until the stage is full."""
