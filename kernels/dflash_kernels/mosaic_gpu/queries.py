@@ -54,8 +54,8 @@ def _ask_for_rows(source, first_row, *, rows: int, columns: int) -> list[Any]:
         offset = th.mul(token, token_stride)
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        found.append(th.as_array(th.load_if(exists, address, _ORDERED)))
-    return found
+        found.append(th.load_if(exists, address, _ORDERED))
+    return [th.as_array(words) for words in found]
 
 
 def _put_rows_interpreted(asked, source, target, first_row) -> None:
@@ -105,8 +105,8 @@ def ask_for_scaled(source, first_row, *, count: int) -> list[Any]:
         token = th.div(row, group)
         offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        found += [th.as_array(th.load_if(inside, th.add(address, i * th.CHUNK), _ORDERED)) for i in range(2)]
-    return found
+        found += [th.load_if(inside, th.add(address, i * th.CHUNK), _ORDERED) for i in range(2)]
+    return [th.as_array(words) for words in found]
 
 
 def _put_scaled_interpreted(asked, source, target, factors, memory, first_row, rows):
