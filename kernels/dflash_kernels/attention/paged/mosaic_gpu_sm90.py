@@ -241,7 +241,7 @@ def _ask(cta: Cta) -> tuple[list[Any], list[Any]]:
 def _prologue(cta: Cta, rows: list[Any], pages: list[Any]) -> None:
     """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
     pl.when(cta.work.warpgroup == 0)(functools.partial(cta.kv.fill_ring, ("k", "v"), pages))
-    put_rows(rows, cta.queries, cta.buffers["q_sm"].at[cta.work.warpgroup], cta.work.first_row)
+    put_rows(cta.queries, cta.buffers["q_sm"].at[cta.work.warpgroup], cta.work.first_row, rows)
 
 
 def _nothing_seen(cta: Cta) -> tuple[Any, Any, Any]:

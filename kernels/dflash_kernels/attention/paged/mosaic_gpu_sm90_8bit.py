@@ -160,8 +160,8 @@ def _attend(cta: Cta) -> None:
     def _():
         by_one_warp(lambda: kv.fill_ring(cta.streams, pages), work.begin < work.end)
         common = queries.put_scaled(
-            asked, source, cta.buffers["q_sm"], cta.buffers["q_factor_sm"], cta.buffers["columns_sm"], work.first_row,
-            jnp.minimum(work.q_len, launch.tokens) * launch.group,
+            source, cta.buffers["q_sm"], cta.buffers["q_factor_sm"], cta.buffers["columns_sm"], work.first_row,
+            jnp.minimum(work.q_len, launch.tokens) * launch.group, asked,
         )  # fmt: skip
         scale_log2 = _scale_log2(cta, common)
         acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
