@@ -141,7 +141,7 @@ def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, as
     interpret=_put_scaled_interpreted,
 )
 def put_scaled(source, target, factors, memory, first_row, rows, asked):
-    """What `ask_for_scaled` of `source` has asked for to shared memory, times powers of two that bring a largest number to between 2^14 and 2^15.
+    """What `ask_for_scaled` of `source` has asked for to shared memory, scaled: a largest number comes to between 2^14 and 2^15.
 
     Args:
       target: `[N, H]` float16, given rows `first_row` and on in the keys' order, each row times its own power, those of float16 as
