@@ -54,10 +54,10 @@ def attention(
     """
     b, rows = q.shape[0], (launch.tokens, launch.heads)
     shape = (b, *rows, RANK) if launch.direct else (b, launch.splits, *rows, RANK)
-    names = ("q", "k", "factor", "table", "seq_lens", "q_lens", "o", "lse")
+    names: tuple[str, ...] = ("q", "k", "factor", "table", "seq_lens", "q_lens", "o", "lse")
 
     def body(*refs, **buffers):
-        named = dict(zip(names, refs, strict=True))
+        named: dict[str, Any] = dict(zip(names, refs, strict=True))
         _attend(Cta(named, buffers, paged_kv(_Launch(launch), named, buffers), launch))
 
     out, lse = kernel(
