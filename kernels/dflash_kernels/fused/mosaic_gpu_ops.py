@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.mosaic_gpu.layouts import TILED, tiled
 from dflash_kernels.quantize.reference import to_e4m3
 

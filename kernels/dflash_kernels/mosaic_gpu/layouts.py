@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, SCALAR
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of two bytes a number
 
@@ -65,7 +65,11 @@ def in_column_order(out: jax.Array) -> jax.Array:
     return out.reshape(-1, 2, 8, out.shape[1]).swapaxes(1, 2).reshape(out.shape)
 
 
-def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any) -> None:
+def _store_transposed_interpreted(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
+    target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = tile[:rows, :tokens].T
+
+
+def store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
     """`target[token, first_feature + row] = tile[row, token]`, rounded to the target's dtype.
 
     Args:
@@ -73,30 +77,25 @@ def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, int
       first_feature: int32 scalar.
       tile: `[64, N]` in the layout of a matrix instruction's result.
       rows, tokens: what of the tile counts, the first ones of each.
-      interpret: not None under Pallas's interpreter.
     """
-    if interpret is not None:
-        transposed = tile[:rows, :tokens].T.astype(target.dtype)
-        target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = transposed
-        return
+    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, MATRIX))
-    def store(_, target, first_feature, tile):
-        index = ir.IndexType.get()
-        feature0 = arith.index_cast(index, first_feature.registers.item())
 
-        def put(value, position):
-            limits = zip(position, (rows, tokens), tile.shape, strict=True)
-            limits = [(place, limit) for place, limit, size in limits if limit < size]
-            with contextlib.ExitStack() as stack:
-                for place, limit in limits:
-                    inside = arith.cmpi(arith.CmpIPredicate.slt, place, utils.c(limit, index))
-                    stack.enter_context(utils.when(inside))
-                memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_store_transposed_interpreted)
+def _store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
+    index = ir.IndexType.get()
+    feature0 = arith.index_cast(index, first_feature)
 
-        tile.foreach(put)
+    def put(value, position):
+        limits = zip(position, (rows, tokens), tile.shape, strict=True)
+        limits = [(place, limit) for place, limit, size in limits if limit < size]
+        with contextlib.ExitStack() as stack:
+            for place, limit in limits:
+                inside = arith.cmpi(arith.CmpIPredicate.slt, place, utils.c(limit, index))
+                stack.enter_context(utils.when(inside))
+            memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
 
-    store(target, jnp.asarray(first_feature, jnp.int32), tile.astype(target.dtype))
+    tile.foreach(put)
 
 
 def rows_of(ref, layout):

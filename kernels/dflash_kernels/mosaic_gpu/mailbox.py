@@ -17,228 +17,199 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED, interleaved_column
-from dflash_kernels.mosaic_gpu.thread_op import SCALAR
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, GLOBAL, MATRIX, NUMBER, SCALAR, matrix, thread_op
 
 VECTOR = 4  # words that one thread moves at once
 
 
-def empty(area, word, *, words: int) -> None:
-    """Makes words of an exchange EMPTY; `word` and `words` are multiples of 4."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-    def clear(_, area, word):
-        none = th.number(EMPTY)
-        for first in range(0, words, WARPGROUP * VECTOR):
-            place = arith.addi(th.number(first), th.mul(th.thread(), VECTOR))
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(words))):
-                store(th.word_address(area, arith.addi(word.registers.item(), place)), [none] * VECTOR)
-
-    clear(area, jnp.asarray(word, jnp.int32))
+@thread_op(args=(GLOBAL, SCALAR))
+def empty(area: Any, word: Any, *, words: int) -> None:
+    """Makes words of a mailbox EMPTY; `word` and `words` are multiples of 4."""
+    none = th.number(EMPTY)
+    for first in range(0, words, WARPGROUP * VECTOR):
+        place = arith.addi(th.number(first), th.mul(th.thread(), VECTOR))
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(words))):
+            store(th.word_address(area, arith.addi(word, place)), [none] * VECTOR)
 
 
-def put_tile(area, word, tile) -> None:
-    """Hands over a tile of float32 in the layout of a matrix instruction's result, for `add_tiles`."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.Layout.WGMMA))
-    def put(_, area, word, tile):
-        words = [filled(value) for value in words_of(tile.registers)]
-        for first in range(0, len(words), VECTOR):
-            store(own(area, word, first), words[first : first + VECTOR])
-
-    put(area, jnp.asarray(word, jnp.int32), tile)
+@thread_op(args=(GLOBAL, SCALAR, MATRIX))
+def put_tile(area: Any, word: Any, tile: Any) -> None:
+    """Publishes a float32 accumulator, for `add_tiles`."""
+    words = [filled(value) for value in words_of(tile.registers)]
+    for first in range(0, len(words), VECTOR):
+        store(own(area, word, first), words[first : first + VECTOR])
 
 
-def add_tiles(area, places, tile):
-    """`tile` plus the tiles that other CTAs hand over at `places`, added in order as soon as all are there."""
-    if not places:
-        return tile
-    result = plgpu.ShapeDtypeStruct(tile.shape, tile.dtype, layout=plgpu.Layout.WGMMA)
+def add_tiles(area: Any, places: list[Any], tile: Any) -> Any:
+    """`tile` plus the accumulators that other CTAs publish at `places`, added in order as soon as all are there."""
+    return _add_tiles(area, places, tile) if places else tile
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * len(places), plgpu.Layout.WGMMA), return_type=result)
-    def add(_, area, *rest):
-        *words, tile = rest
-        count = len(words_of(tile.registers))
-        addresses = [own(area, word, first) for word in words for first in range(0, count, VECTOR)]
-        found, f32 = await_all(addresses, "u32"), ir.F32Type.get()
-        registers = np.empty_like(tile.registers)
-        for index, place in enumerate(np.ndindex(tile.registers.shape)):
-            register = tile.registers[place]
-            for part in range(len(words)):
-                pair = [arith.bitcast(f32, found[part * count + index * 2 + i]) for i in range(2)]
-                register = arith.addf(register, vector.from_elements(register.type, pair))
-            registers[place] = register
-        return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
-    return add(area, *[jnp.asarray(place, jnp.int32) for place in places], tile)
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), returns=lambda area, places, tile: matrix(tile.shape, tile.dtype))
+def _add_tiles(area: Any, places: list[Any], tile: Any) -> Any:
+    count = len(words_of(tile.registers))
+    addresses = [own(area, word, first) for word in places for first in range(0, count, VECTOR)]
+    found, f32 = await_all(addresses, "u32"), ir.F32Type.get()
+    registers = np.empty_like(tile.registers)
+    for index, place in enumerate(np.ndindex(tile.registers.shape)):
+        register = tile.registers[place]
+        for part in range(len(places)):
+            pair = [arith.bitcast(f32, found[part * count + index * 2 + i]) for i in range(2)]
+            register = arith.addf(register, vector.from_elements(register.type, pair))
+        registers[place] = register
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
 def put_transposed(
-    area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
-) -> None:
-    """Hands over a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
+    area: Any, word: Any, first_feature: Any, tile: Any, *, first_row: int, rows: int, tokens: int, pitch: int,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    """Publishes a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
 
-    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `paired`: whether columns lie in pairs.
+    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `interleaved`: whether columns are.
     """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.Layout.WGMMA))
-    def put(_, area, word, first_feature, tile):
-        base, i32 = th.word_address(area, word.registers.item()), ir.IntegerType.get_signless(32)
-
-        def store(value, position):
-            row, token = (arith.index_cast(i32, place) for place in position)
-            limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
-            with contextlib.ExitStack() as stack:
-                if first_row:
-                    stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.uge, row, th.number(first_row))))
-                for place, limit, size in limits:
-                    if limit < size:
-                        stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(limit))))
-                feature = arith.addi(first_feature.registers.item(), row)
-                if paired:
-                    feature = interleaved_column(feature)
-                element = arith.addi(th.mul(token, pitch), feature)
-                bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
-                utils.inline_ptx(
-                    "st.relaxed.gpu.global.b16 [$0], $1;",
-                    th.offset(base, th.mul(element, 2)),
-                    bits,
-                    has_side_effects=True,
-                )
-
-        tile.foreach(store)
-
-    arguments = [jnp.asarray(value, jnp.int32) for value in (word, first_feature)]
-    put(area, *arguments, tile.astype(jnp.bfloat16))
+    sizes = {"first_row": first_row, "rows": rows, "tokens": tokens, "pitch": pitch, "interleaved": interleaved}
+    _put_transposed(area, word, first_feature, tile.astype(jnp.bfloat16), **sizes)
 
 
-def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pitch: int) -> None:
-    """Copies columns of a matrix that others hand over with `put_transposed` to shared memory, as soon as they are there.
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, MATRIX))
+def _put_transposed(
+    area: Any, word: Any, first_feature: Any, tile: Any, *, first_row: int, rows: int, tokens: int, pitch: int,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    base = th.word_address(area, word)
+
+    def put(value: Any, position: Any) -> None:
+        row, token = (arith.index_cast(th.i32(), place) for place in position)
+        limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
+        with contextlib.ExitStack() as stack:
+            if first_row:
+                stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.uge, row, th.number(first_row))))
+            for place, limit, size in limits:
+                if limit < size:
+                    stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(limit))))
+            feature = arith.addi(first_feature, row)
+            if interleaved:
+                feature = interleaved_column(feature)
+            element = arith.addi(th.mul(token, pitch), feature)
+            bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
+            address = th.offset(base, th.mul(element, 2))
+            utils.inline_ptx("st.relaxed.gpu.global.b16 [$0], $1;", address, bits, has_side_effects=True)
+
+    tile.foreach(put)
+
+
+def take_rows(
+    area: Any, word: Any, column: Any, target: Any, stages: list[Any], count: Any, waits: Any, *, rows: int, pitch: int
+) -> None:
+    """Copies columns of a matrix that CTAs publish with `put_transposed` to shared memory, as soon as they are there.
 
     Args:
       column: the first one, int32 scalar.
-      target: `[slots, blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
-      slots: where each `blocks * 64` columns go, int32 scalars; count: how many of them are filled, the first ones.
+      target: `[stages, blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
+      stages: where each `blocks * 64` columns go, int32 scalars; count: how many of them are filled, the first ones.
       waits: whether a few threads ask first, where others may not have written yet. What has been there for long is read at once.
       rows: how many tokens count; the others become zeros.
     """
-    _, blocks, tokens, width = target.shape
+    _take_rows(
+        area, word, column, target, count, jnp.asarray(waits), stages, rows=rows, pitch=pitch, shape=target.shape[1:]
+    )  # fmt: skip
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR, SCALAR, SCALAR))
+def _take_rows(
+    area: Any, word: Any, column: Any, target: Any, count: Any, waits: Any, stages: list[Any], *, rows: int, pitch: int,
+    shape: tuple[int, int, int],
+) -> None:  # fmt: skip
+    blocks, tokens, width = shape
     chunks, size = blocks * tokens * width // 8, blocks * tokens * width * 2
-
-    scalars = [SCALAR] * (2 + len(slots))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.RefType(TILED), *scalars))
-    def take(_, area, word, column, target, count, waits, *slots):
-        count, waits = count.registers.item(), waits.registers.item()
-        base, i32 = th.word_address(area, word.registers.item()), ir.IntegerType.get_signless(32)
-        shared, wanted, sources = llvm.ptrtoint(i32, utils.memref_ptr(target)), [], []
-        for unit, slot in enumerate(slots):
-            filled = arith.cmpi(arith.CmpIPredicate.ult, th.number(unit), count)
-            # What is not wanted is read where the first one is, which costs nothing.
-            columns = arith.select(filled, th.number(unit * blocks * width), th.number(0))
-            for start in range(0, chunks, WARPGROUP):
-                chunk = arith.addi(th.thread(), th.number(start))
-                line, place = arith.divui(chunk, th.number(8)), arith.remui(chunk, th.number(8))
-                block, token = arith.divui(line, th.number(tokens)), arith.remui(line, th.number(tokens))
-                there = arith.cmpi(arith.CmpIPredicate.ult, token, th.number(rows))
-                element = arith.addi(th.mul(arith.select(there, token, th.number(0)), pitch), column.registers.item())
-                element = arith.addi(element, arith.addi(th.mul(block, width), columns))
-                sources.append(th.offset(base, arith.addi(th.mul(element, 2), th.mul(place, 16))))
-                swizzled = th.mul(arith.xori(place, arith.remui(token, th.number(8))), 16)
-                first = arith.addi(shared, th.mul(slot.registers.item(), size))
-                wanted.append((filled, there, arith.addi(arith.addi(first, th.mul(line, width * 2)), swizzled)))
-        asked = arith.select(waits, th.mul(count, blocks), th.number(0))
-        await_first(th.offset(base, th.mul(column.registers.item(), 2)), asked, width * 2)
-        found = await_all(sources, "u16x2")
-        for index, (filled, there, to) in enumerate(wanted):
-            words = [arith.select(there, value, th.number(0)) for value in found[index * VECTOR : (index + 1) * VECTOR]]
-            with utils.when(filled):
-                utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
-        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-    word, column, count, *slots = (jnp.asarray(value, jnp.int32) for value in (word, column, count, *slots))
-    take(area, word, column, target, count, jnp.asarray(waits), *slots)
+    base = th.word_address(area, word)
+    shared, wanted, sources = th.address(target, space=3), [], []
+    for index, stage in enumerate(stages):
+        filled = arith.cmpi(arith.CmpIPredicate.ult, th.number(index), count)
+        # What is not wanted is read where the first one is, which costs nothing.
+        columns = arith.select(filled, th.number(index * blocks * width), th.number(0))
+        for start in range(0, chunks, WARPGROUP):
+            chunk = arith.addi(th.thread(), th.number(start))
+            line, place = arith.divui(chunk, th.number(8)), arith.remui(chunk, th.number(8))
+            block, token = arith.divui(line, th.number(tokens)), arith.remui(line, th.number(tokens))
+            there = arith.cmpi(arith.CmpIPredicate.ult, token, th.number(rows))
+            element = arith.addi(th.mul(arith.select(there, token, th.number(0)), pitch), column)
+            element = arith.addi(element, arith.addi(th.mul(block, width), columns))
+            sources.append(th.offset(base, arith.addi(th.mul(element, 2), th.mul(place, 16))))
+            swizzled = th.mul(arith.xori(place, arith.remui(token, th.number(8))), 16)
+            first = arith.addi(shared, th.mul(stage, size))
+            wanted.append((filled, there, arith.addi(arith.addi(first, th.mul(line, width * 2)), swizzled)))
+    asked = arith.select(waits, th.mul(count, blocks), th.number(0))
+    await_first(th.offset(base, th.mul(column, 2)), asked, width * 2)
+    found = await_all(sources, "u16x2")
+    for index, (filled, there, to) in enumerate(wanted):
+        words = [arith.select(there, value, th.number(0)) for value in found[index * VECTOR : (index + 1) * VECTOR]]
+        with utils.when(filled):
+            utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
-def put_columns(area, word, values) -> None:
-    """Hands over one float32 for each column of a tile, for `take_columns`."""
+@thread_op(args=(GLOBAL, SCALAR, COLUMN))
+def put_columns(area: Any, word: Any, values: Any) -> None:
+    """Publishes one float32 for each column of a tile, for `take_columns`."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.Layout.WGMMA.reduce(0)))
-    def put(_, area, word, values):
-        i32 = ir.IntegerType.get_signless(32)
+    def put(value: Any, position: Any) -> None:
+        place = arith.addi(word, arith.index_cast(th.i32(), position[0]))
+        bits = filled(arith.bitcast(th.i32(), value))
+        utils.inline_ptx(
+            "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, place), bits, has_side_effects=True
+        )
 
-        def store(value, position):
-            place = arith.addi(word.registers.item(), arith.index_cast(i32, position[0]))
-            bits = filled(arith.bitcast(i32, value))
-            utils.inline_ptx(
-                "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, place), bits, has_side_effects=True
-            )
-
-        values.foreach(store)
-
-    put(area, jnp.asarray(word, jnp.int32), values)
+    values.foreach(put)
 
 
-def take_columns(area, word, *, rows: int, tokens: int):
-    """What `rows` tiles hand over with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
-    shape = (-(-rows // 64) * 64, tokens)
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
-    def take(_, area, word):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
-        addresses, there = [], []
-        for position in zero.layout.thread_idxs(shape):
-            row, column = (arith.index_cast(i32, place) for place in position)
-            there.append(arith.cmpi(arith.CmpIPredicate.ult, row, th.number(rows)))
-            place = arith.addi(th.mul(arith.select(there[-1], row, th.number(0)), tokens), column)
-            addresses.append(th.word_address(area, arith.addi(word.registers.item(), place)))
-        await_first(th.word_address(area, word.registers.item()), th.number(rows), tokens * 4)
-        found, registers = await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
-        for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
-            old: Any = zero.registers[place]
-            pair = [arith.bitcast(f32, value) for value in found[index * 2 : index * 2 + 2]]
-            registers[place] = arith.select(inside, vector.from_elements(old.type, pair), old)
-        return mgpu.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
-
-    return take(area, jnp.asarray(word, jnp.int32))
+def _padded(rows: int, tokens: int) -> tuple[int, int]:
+    return -(-rows // 64) * 64, tokens
 
 
-def launches(area, word):
+@thread_op(args=(GLOBAL, SCALAR), returns=lambda *_, rows, tokens: matrix(_padded(rows, tokens)))
+def take_columns(area: Any, word: Any, *, rows: int, tokens: int) -> Any:
+    """What `rows` tiles publish with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
+    shape, f32 = _padded(rows, tokens), ir.F32Type.get()
+    zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
+    addresses, there = [], []
+    for position in zero.layout.thread_idxs(shape):
+        row, column = (arith.index_cast(th.i32(), place) for place in position)
+        there.append(arith.cmpi(arith.CmpIPredicate.ult, row, th.number(rows)))
+        place = arith.addi(th.mul(arith.select(there[-1], row, th.number(0)), tokens), column)
+        addresses.append(th.word_address(area, arith.addi(word, place)))
+    await_first(th.word_address(area, word), th.number(rows), tokens * 4)
+    found, registers = await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
+    for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
+        old: Any = zero.registers[place]
+        pair = [arith.bitcast(f32, value) for value in found[index * 2 : index * 2 + 2]]
+        registers[place] = arith.select(inside, vector.from_elements(old.type, pair), old)
+    return mgpu.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
+
+
+@thread_op(args=(GLOBAL, SCALAR), returns=NUMBER)
+def launches(area: Any, word: Any) -> Any:
     """How many launches have ended: what `launched` has counted at this word."""
-    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=result)
-    def read(_, area, word):
-        i32 = ir.IntegerType.get_signless(32)
-        value = utils.inline_ptx(
-            "ld.relaxed.gpu.global.b32 $0, [$1];", th.word_address(area, word.registers.item()), result_types=i32,
-            has_side_effects=True,
-        )  # fmt: skip
-        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
-
-    return read(area, jnp.asarray(word, jnp.int32))
+    return utils.inline_ptx(
+        "ld.relaxed.gpu.global.b32 $0, [$1];", th.word_address(area, word), result_types=th.i32(), has_side_effects=True
+    )
 
 
-def launched(area, word, count) -> None:
+@thread_op(args=(GLOBAL, SCALAR, SCALAR))
+def launched(area: Any, word: Any, count: Any) -> None:
     """Sets the word that `launches` reads, after all threads of this warpgroup have read it."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-    def write(_, area, word, count):
-        utils.warpgroup_barrier()
-        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-            utils.inline_ptx(
-                "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, word.registers.item()), count.registers.item(),
-                has_side_effects=True,
-            )  # fmt: skip
-
-    write(area, jnp.asarray(word, jnp.int32), jnp.asarray(count, jnp.int32))
+    utils.warpgroup_barrier()
+    with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+        utils.inline_ptx(
+            "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, word), count, has_side_effects=True
+        )
 
 
 def await_first(base, count, pitch: int) -> None:
@@ -313,4 +284,4 @@ def store(address, words) -> None:
 def own(area, word, first: int):
     """Address of this thread's vector number `first / 4` of a tile in the order of threads."""
     place = arith.addi(th.number(first * WARPGROUP), th.mul(th.thread(), VECTOR))
-    return th.word_address(area, arith.addi(word.registers.item(), place))
+    return th.word_address(area, arith.addi(word, place))

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED, swizzled, tiled
-from dflash_kernels.mosaic_gpu.thread_op import SCALAR
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 _BARRIER = 8  # bytes
 # What createpolicy.fractional.L2::evict_first makes of all bytes: a constant needs no registers over the loop.
@@ -172,69 +172,66 @@ def _add_hint() -> None:
     copy.erase()
 
 
-def copy_rows(source, column, target, *, rows: int, interpret: Any) -> None:
+def _copy_rows_interpreted(source: Any, column: Any, target: Any, *, rows: int) -> None:
+    blocks, tokens, width = target.shape
+    for block in range(blocks):
+        held = source[pl.ds(0, rows), pl.ds(column + block * width, width)]
+        target.at[block][...] = jnp.pad(held, ((0, tokens - rows), (0, 0)))
+
+
+def copy_rows(source: Any, column: Any, target: Any, *, rows: int) -> None:
     """Starts copies of the first rows of `source`, some columns of them, to shared memory; rows that are not there become zeros.
 
-    They do not go through the tensor memory accelerator, where they would wait behind all weights asked for before.
+    They are `cp.async`: TMA would queue them behind all copies of weights that were started before.
 
     Args:
       source: `[rows or more, columns]` in global memory, two bytes an element.
       column: first column, int32 scalar.
       target: `[blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
       rows: how many rows count.
-      interpret: not None under Pallas's interpreter.
     """
-    blocks, tokens, width = target.shape
-    if interpret is not None:
-        for block in range(blocks):
-            held = source[pl.ds(0, rows), pl.ds(column + block * width, width)]
-            target.at[block][...] = jnp.pad(held, ((0, tokens - rows), (0, 0)))
-        return
-    pitch, chunks = source.shape[1] * 2, blocks * tokens * width * 2 // th.CHUNK
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, plgpu.RefType(TILED)))
-    def start(_, source, column, target):
-        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-
-        def number(value):
-            return mgpu.c(value, i32)
-
-        first = llvm.ptrtoint(i64, utils.memref_ptr(source))
-        shared = llvm.ptrtoint(i32, utils.memref_ptr(target))
-        thread = arith.remui(utils.thread_idx(), number(WARPGROUP))
-        for start in range(0, chunks, WARPGROUP):
-            chunk = arith.addi(thread, number(start))
-            line, place = arith.divui(chunk, number(8)), arith.remui(chunk, number(8))
-            block, token = arith.divui(line, number(tokens)), arith.remui(line, number(tokens))
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, number(rows))
-            size = arith.select(there, number(th.CHUNK), number(0))
-            row = arith.muli(arith.select(there, token, number(0)), number(pitch))
-            columns = arith.addi(column.registers.item(), arith.muli(block, number(width)))
-            offset = arith.addi(arith.addi(row, arith.muli(columns, number(2))), arith.muli(place, number(th.CHUNK)))
-            swizzled = arith.muli(arith.xori(place, arith.remui(token, number(8))), number(th.CHUNK))
-            to = arith.addi(arith.addi(shared, arith.muli(line, number(width * 2))), swizzled)
-            inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, number(chunks))
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [inside, to, arith.addi(first, arith.extui(i64, offset)), size],
-                f"@$0 cp.async.cg.shared.global [$1], [$2], {th.CHUNK}, $3;", "b,r,l,r", has_side_effects=True,
-            )  # fmt: skip
-        utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
-
-    start(source, jnp.asarray(column, jnp.int32), target)
+    _copy_rows(source, column, target, rows=rows, shape=target.shape, pitch=source.shape[1] * 2)
 
 
-def copied(later: int, interpret: Any) -> None:
-    """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
-    if interpret is not None:
-        plgpu.commit_smem()
-        return
+@thread_op(
+    args=(GLOBAL, SCALAR, plgpu.RefType(TILED)),
+    interpret=lambda source, column, target, *, rows, **_: _copy_rows_interpreted(source, column, target, rows=rows),
+)
+def _copy_rows(source: Any, column: Any, target: Any, *, rows: int, shape: tuple[int, int, int], pitch: int) -> None:
+    blocks, tokens, width = shape
+    i64, chunks, number = ir.IntegerType.get_signless(64), blocks * tokens * width * 2 // th.CHUNK, th.number
+    first, shared, thread = th.address(source), th.address(target, space=3), th.thread()
+    for start in range(0, chunks, WARPGROUP):
+        chunk = arith.addi(thread, number(start))
+        line, place = arith.divui(chunk, number(8)), arith.remui(chunk, number(8))
+        block, token = arith.divui(line, number(tokens)), arith.remui(line, number(tokens))
+        there = arith.cmpi(arith.CmpIPredicate.ult, token, number(rows))
+        size = arith.select(there, number(th.CHUNK), number(0))
+        row = arith.muli(arith.select(there, token, number(0)), number(pitch))
+        columns = arith.addi(column, arith.muli(block, number(width)))
+        offset = arith.addi(arith.addi(row, arith.muli(columns, number(2))), arith.muli(place, number(th.CHUNK)))
+        swizzled = arith.muli(arith.xori(place, arith.remui(token, number(8))), number(th.CHUNK))
+        to = arith.addi(arith.addi(shared, arith.muli(line, number(width * 2))), swizzled)
+        inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, number(chunks))
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [inside, to, arith.addi(first, arith.extui(i64, offset)), size],
+            f"@$0 cp.async.cg.shared.global [$1], [$2], {th.CHUNK}, $3;", "b,r,l,r", has_side_effects=True,
+        )  # fmt: skip
+    utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
-    @plgpu.inline_mgpu()
-    def wait(_):
-        utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
-        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
-    wait()
+@thread_op(interpret=lambda *, later: plgpu.commit_smem())
+def copied(*, later: int) -> None:
+    """Waits for all `cp.async` copies that this warpgroup started but those of the `later` last groups."""
+    utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
+    utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+
+@thread_op(interpret=lambda: None)
+def order_copies() -> None:
+    """Copies that begin afterwards find what the warpgroup's threads have stored in global memory before."""
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+    utils.warpgroup_barrier()
 
 
 def prefetch_rows(rows):
@@ -256,18 +253,10 @@ def prefetch_rows(rows):
     prefetch(rows)
 
 
-def touch_row(row):
+@thread_op(args=(GLOBAL,), interpret=lambda row: None)
+def touch_row(row: Any) -> None:
     """Asks for a row of integers, its first 16 KiB, before it is known which of them are needed."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def touch(_ctx, row):
-        from jax.experimental.mosaic.gpu import utils
-
-        from dflash_kernels.mosaic_gpu import ptx as th
-
-        (count,), _ = th.shape_and_strides(row)
-        thread = th.rem(utils.thread_idx(), 128)
-        there = th.add(th.address(row), th.widen_index(th.mul(thread, 128)))
-        th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)
-
-    touch(row)
+    (count,), _ = th.shape_and_strides(row)
+    thread = th.thread()
+    there = th.add(th.address(row), th.widen_index(th.mul(thread, 128)))
+    th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)

@@ -9,7 +9,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir.dialects import arith
 
 from dflash_kernels.fused import heads
-from dflash_kernels.fused.layer.mosaic_gpu_plan import KEYS, Attention
+from dflash_kernels.fused.plan import KEYS, Attention
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import numbers
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused import mosaic_gpu_ops as chain
-from dflash_kernels.fused.layer.mosaic_gpu_plan import Attention
+from dflash_kernels.fused.plan import Attention
 from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.thread_op import WORDS
 

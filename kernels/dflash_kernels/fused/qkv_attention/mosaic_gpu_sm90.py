@@ -30,7 +30,7 @@ from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
 from dflash_kernels.core.layouts import aliased_ref, ref_value
 from dflash_kernels.fused import mosaic_gpu_ops as ops
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.fused.qkv_attention import mosaic_gpu_ops as qkv
 from dflash_kernels.mosaic_gpu.combine import combine_fragments, combine_xla
 from dflash_kernels.mosaic_gpu.layouts import TILED
