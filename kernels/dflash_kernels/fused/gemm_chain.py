@@ -642,5 +642,5 @@ def _publish(
         return
     mailbox.put_transposed(
         cta.refs["mailbox"], cta.word(name, product), first_feature, tile, first_row=first_row, rows=rows,
-        tokens=cta.plan.live, pitch=cta.pitch(name), interleaved=cta.plan.is_8bit,
+        tokens=cta.plan.live, pitch=cta.pitch(name), paired=cta.plan.is_8bit,
     )  # fmt: skip

@@ -65,11 +65,12 @@ def in_column_order(out: jax.Array) -> jax.Array:
     return out.reshape(-1, 2, 8, out.shape[1]).swapaxes(1, 2).reshape(out.shape)
 
 
-def _store_transposed_interpreted(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
-    target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = tile[:rows, :tokens].T
+def _stored_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
+    transposed = tile[:rows, :tokens].T.astype(target.dtype)
+    target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = transposed
 
 
-def store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
+def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any = None) -> None:
     """`target[token, first_feature + row] = tile[row, token]`, rounded to the target's dtype.
 
     Args:
@@ -78,11 +79,11 @@ def store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, t
       tile: `[64, N]` in the layout of a matrix instruction's result.
       rows, tokens: what of the tile counts, the first ones of each.
     """
-    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens)
+    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens, interpret=interpret)
 
 
-@thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_store_transposed_interpreted)
-def _store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, tokens: int) -> None:
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_stored_transposed)
+def _store_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
     index = ir.IndexType.get()
     feature0 = arith.index_cast(index, first_feature)
 
@@ -99,6 +100,7 @@ def _store_transposed(target: Any, first_feature: Any, tile: Any, *, rows: int, 
 
 
 def rows_of(ref, layout):
+    """A Ref's contents in registers, in any layout."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 

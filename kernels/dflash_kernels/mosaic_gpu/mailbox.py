@@ -29,37 +29,37 @@ VECTOR = 4  # words that one thread moves at once
 
 
 @thread_op(args=(GLOBAL, SCALAR))
-def empty(area: Any, word: Any, *, words: int) -> None:
+def empty(area, word, *, words: int) -> None:
     """Makes words of a mailbox EMPTY; `word` and `words` are multiples of 4."""
     none = th.number(EMPTY)
     for first in range(0, words, WARPGROUP * VECTOR):
         place = arith.addi(th.number(first), th.mul(th.thread(), VECTOR))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(words))):
-            store(th.word_address(area, arith.addi(word, place)), [none] * VECTOR)
+        with utils.when(th.under(place, words)):
+            store(th.word_address(area, th.add(word, place)), [none] * VECTOR)
 
 
 @thread_op(args=(GLOBAL, SCALAR, MATRIX))
-def put_tile(area: Any, word: Any, tile: Any) -> None:
-    """Publishes a float32 accumulator, for `add_tiles`."""
+def put_tile(area, word, tile) -> None:
+    """Publishes a tile of float32 in the layout of a matrix instruction's result, for `add_tiles`."""
     words = [filled(value) for value in words_of(tile.registers)]
     for first in range(0, len(words), VECTOR):
         store(own(area, word, first), words[first : first + VECTOR])
 
 
-def add_tiles(area: Any, places: list[Any], tile: Any) -> Any:
-    """`tile` plus the accumulators that other CTAs publish at `places`, added in order as soon as all are there."""
-    return _add_tiles(area, places, tile) if places else tile
+def add_tiles(area, places, tile):
+    """`tile` plus the tiles that other CTAs publish at `places`, added in order as soon as all are there (split-K reduction)."""
+    return _add_tiles(area, list(places), tile) if places else tile
 
 
 @thread_op(args=(GLOBAL, SCALAR, MATRIX), returns=lambda area, places, tile: matrix(tile.shape, tile.dtype))
-def _add_tiles(area: Any, places: list[Any], tile: Any) -> Any:
+def _add_tiles(area, words, tile):
     count = len(words_of(tile.registers))
-    addresses = [own(area, word, first) for word in places for first in range(0, count, VECTOR)]
+    addresses = [own(area, word, first) for word in words for first in range(0, count, VECTOR)]
     found, f32 = await_all(addresses, "u32"), ir.F32Type.get()
     registers = np.empty_like(tile.registers)
     for index, place in enumerate(np.ndindex(tile.registers.shape)):
         register = tile.registers[place]
-        for part in range(len(places)):
+        for part in range(len(words)):
             pair = [arith.bitcast(f32, found[part * count + index * 2 + i]) for i in range(2)]
             register = arith.addf(register, vector.from_elements(register.type, pair))
         registers[place] = register
@@ -67,25 +67,23 @@ def _add_tiles(area: Any, places: list[Any], tile: Any) -> Any:
 
 
 def put_transposed(
-    area: Any, word: Any, first_feature: Any, tile: Any, *, first_row: int, rows: int, tokens: int, pitch: int,
-    interleaved: bool,
-) -> None:  # fmt: skip
+    area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
+) -> None:
     """Publishes a tile `[64, N]` as bfloat16: element `[token, first_feature + row]` of a matrix of `pitch` columns.
 
-    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `interleaved`: whether columns are.
+    Rows from `first_row` up to `rows` and so many `tokens` are what of the tile counts; `paired`: whether columns are interleaved.
     """
-    sizes = {"first_row": first_row, "rows": rows, "tokens": tokens, "pitch": pitch, "interleaved": interleaved}
-    _put_transposed(area, word, first_feature, tile.astype(jnp.bfloat16), **sizes)
+    sizes = {"first_row": first_row, "rows": rows, "tokens": tokens, "pitch": pitch}
+    _put_transposed(area, word, first_feature, tile.astype(jnp.bfloat16), paired=paired, **sizes)
 
 
 @thread_op(args=(GLOBAL, SCALAR, SCALAR, MATRIX))
 def _put_transposed(
-    area: Any, word: Any, first_feature: Any, tile: Any, *, first_row: int, rows: int, tokens: int, pitch: int,
-    interleaved: bool,
-) -> None:  # fmt: skip
+    area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
+) -> None:
     base = th.word_address(area, word)
 
-    def put(value: Any, position: Any) -> None:
+    def store(value, position):
         row, token = (arith.index_cast(th.i32(), place) for place in position)
         limits = [(row, rows, tile.shape[0]), (token, tokens, tile.shape[1])]
         with contextlib.ExitStack() as stack:
@@ -93,98 +91,88 @@ def _put_transposed(
                 stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.uge, row, th.number(first_row))))
             for place, limit, size in limits:
                 if limit < size:
-                    stack.enter_context(utils.when(arith.cmpi(arith.CmpIPredicate.ult, place, th.number(limit))))
-            feature = arith.addi(first_feature, row)
-            if interleaved:
+                    stack.enter_context(utils.when(th.under(place, limit)))
+            feature = th.add(first_feature, row)
+            if paired:
                 feature = interleaved_column(feature)
             element = arith.addi(th.mul(token, pitch), feature)
             bits = arith.bitcast(ir.IntegerType.get_signless(16), value)
-            address = th.offset(base, th.mul(element, 2))
-            utils.inline_ptx("st.relaxed.gpu.global.b16 [$0], $1;", address, bits, has_side_effects=True)
+            place = th.offset(base, th.mul(element, 2))
+            utils.inline_ptx("st.relaxed.gpu.global.b16 [$0], $1;", place, bits, has_side_effects=True)
 
-    tile.foreach(put)
-
-
-def take_rows(
-    area: Any, word: Any, column: Any, target: Any, stages: list[Any], count: Any, waits: Any, *, rows: int, pitch: int
-) -> None:
-    """Copies columns of a matrix that CTAs publish with `put_transposed` to shared memory, as soon as they are there.
-
-    Args:
-      column: the first one, int32 scalar.
-      target: `[stages, blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
-      stages: where each `blocks * 64` columns go, int32 scalars; count: how many of them are filled, the first ones.
-      waits: whether a few threads ask first, where others may not have written yet. What has been there for long is read at once.
-      rows: how many tokens count; the others become zeros.
-    """
-    _take_rows(
-        area, word, column, target, count, jnp.asarray(waits), stages, rows=rows, pitch=pitch, shape=target.shape[1:]
-    )  # fmt: skip
+    tile.foreach(store)
 
 
 @thread_op(args=(GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR, SCALAR, SCALAR))
-def _take_rows(
-    area: Any, word: Any, column: Any, target: Any, count: Any, waits: Any, stages: list[Any], *, rows: int, pitch: int,
-    shape: tuple[int, int, int],
-) -> None:  # fmt: skip
-    blocks, tokens, width = shape
+def _take_rows(area, word, column, target, count, waits, slots, *, rows: int, pitch: int) -> None:
+    _, blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
+    tokens = groups * rows_of_group
     chunks, size = blocks * tokens * width // 8, blocks * tokens * width * 2
     base = th.word_address(area, word)
     shared, wanted, sources = th.address(target, space=3), [], []
-    for index, stage in enumerate(stages):
-        filled = arith.cmpi(arith.CmpIPredicate.ult, th.number(index), count)
+    for unit, slot in enumerate(slots):
+        fills = arith.cmpi(arith.CmpIPredicate.ult, th.number(unit), count)
         # What is not wanted is read where the first one is, which costs nothing.
-        columns = arith.select(filled, th.number(index * blocks * width), th.number(0))
+        columns = arith.select(fills, th.number(unit * blocks * width), th.number(0))
         for start in range(0, chunks, WARPGROUP):
-            chunk = arith.addi(th.thread(), th.number(start))
-            line, place = arith.divui(chunk, th.number(8)), arith.remui(chunk, th.number(8))
-            block, token = arith.divui(line, th.number(tokens)), arith.remui(line, th.number(tokens))
-            there = arith.cmpi(arith.CmpIPredicate.ult, token, th.number(rows))
+            chunk = th.add(th.thread(), start)
+            line, place = th.div(chunk, 8), th.rem(chunk, 8)
+            block, token = th.div(line, tokens), th.rem(line, tokens)
+            there = th.under(token, rows)
             element = arith.addi(th.mul(arith.select(there, token, th.number(0)), pitch), column)
             element = arith.addi(element, arith.addi(th.mul(block, width), columns))
             sources.append(th.offset(base, arith.addi(th.mul(element, 2), th.mul(place, 16))))
-            swizzled = th.mul(arith.xori(place, arith.remui(token, th.number(8))), 16)
-            first = arith.addi(shared, th.mul(stage, size))
-            wanted.append((filled, there, arith.addi(arith.addi(first, th.mul(line, width * 2)), swizzled)))
+            swizzle = th.mul(arith.xori(place, th.rem(token, 8)), 16)
+            first = arith.addi(shared, th.mul(slot, size))
+            wanted.append((fills, there, arith.addi(arith.addi(first, th.mul(line, width * 2)), swizzle)))
     asked = arith.select(waits, th.mul(count, blocks), th.number(0))
     await_first(th.offset(base, th.mul(column, 2)), asked, width * 2)
     found = await_all(sources, "u16x2")
-    for index, (filled, there, to) in enumerate(wanted):
+    for index, (fills, there, to) in enumerate(wanted):
         words = [arith.select(there, value, th.number(0)) for value in found[index * VECTOR : (index + 1) * VECTOR]]
-        with utils.when(filled):
+        with utils.when(fills):
             utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", to, *words, has_side_effects=True)
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
+def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pitch: int) -> None:
+    """Copies columns of a matrix that others publish with `put_transposed` to shared memory, as soon as they are there.
+
+    Args:
+      column: the first one, int32 scalar.
+      target: `[slots, blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
+      slots: where each `blocks * 64` columns go, int32 scalars; count: how many of them are filled, the first ones.
+      waits: whether a few threads ask first, where others may not have written yet. What has been there for long is read at once.
+      rows: how many tokens count; the others become zeros.
+    """
+    _take_rows(area, word, column, target, count, waits, list(slots), rows=rows, pitch=pitch)
+
+
 @thread_op(args=(GLOBAL, SCALAR, COLUMN))
-def put_columns(area: Any, word: Any, values: Any) -> None:
+def put_columns(area, word, values) -> None:
     """Publishes one float32 for each column of a tile, for `take_columns`."""
 
-    def put(value: Any, position: Any) -> None:
-        place = arith.addi(word, arith.index_cast(th.i32(), position[0]))
+    def store(value, position):
+        place = th.add(word, arith.index_cast(th.i32(), position[0]))
         bits = filled(arith.bitcast(th.i32(), value))
         utils.inline_ptx(
             "st.relaxed.gpu.global.b32 [$0], $1;", th.word_address(area, place), bits, has_side_effects=True
         )
 
-    values.foreach(put)
+    values.foreach(store)
 
 
-def _padded(rows: int, tokens: int) -> tuple[int, int]:
-    return -(-rows // 64) * 64, tokens
-
-
-@thread_op(args=(GLOBAL, SCALAR), returns=lambda *_, rows, tokens: matrix(_padded(rows, tokens)))
-def take_columns(area: Any, word: Any, *, rows: int, tokens: int) -> Any:
+@thread_op(args=(GLOBAL, SCALAR), returns=lambda *_, rows, tokens: matrix((-(-rows // 64) * 64, tokens)))
+def take_columns(area, word, *, rows: int, tokens: int):
     """What `rows` tiles publish with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
-    shape, f32 = _padded(rows, tokens), ir.F32Type.get()
-    zero = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
+    shape, f32 = (-(-rows // 64) * 64, tokens), ir.F32Type.get()
+    zero = mgpu.FragmentedArray.splat(utils.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
     addresses, there = [], []
     for position in zero.layout.thread_idxs(shape):
         row, column = (arith.index_cast(th.i32(), place) for place in position)
-        there.append(arith.cmpi(arith.CmpIPredicate.ult, row, th.number(rows)))
+        there.append(th.under(row, rows))
         place = arith.addi(th.mul(arith.select(there[-1], row, th.number(0)), tokens), column)
-        addresses.append(th.word_address(area, arith.addi(word, place)))
+        addresses.append(th.word_address(area, th.add(word, place)))
     await_first(th.word_address(area, word), th.number(rows), tokens * 4)
     found, registers = await_all(addresses, "u32", width=2), np.empty_like(zero.registers)
     for index, (place, inside) in enumerate(zip(np.ndindex(registers.shape), there, strict=True)):
@@ -195,15 +183,13 @@ def take_columns(area: Any, word: Any, *, rows: int, tokens: int) -> Any:
 
 
 @thread_op(args=(GLOBAL, SCALAR), returns=NUMBER)
-def launches(area: Any, word: Any) -> Any:
+def launches(area, word):
     """How many launches have ended: what `launched` has counted at this word."""
-    return utils.inline_ptx(
-        "ld.relaxed.gpu.global.b32 $0, [$1];", th.word_address(area, word), result_types=th.i32(), has_side_effects=True
-    )
+    return th.load(th.word_address(area, word), op="ld.relaxed.gpu.global")[0]
 
 
 @thread_op(args=(GLOBAL, SCALAR, SCALAR))
-def launched(area: Any, word: Any, count: Any) -> None:
+def launched(area, word, count) -> None:
     """Sets the word that `launches` reads, after all threads of this warpgroup have read it."""
     utils.warpgroup_barrier()
     with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
@@ -251,11 +237,7 @@ def await_all(addresses, kind: str, width: int = VECTOR):
 
 def load_all(addresses):
     """The words at all addresses, VECTOR each."""
-    i32, load = ir.IntegerType.get_signless(32), "ld.relaxed.gpu.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    found = [
-        utils.inline_ptx(load, address, result_types=[i32] * VECTOR, has_side_effects=True) for address in addresses
-    ]
-    return [word for words in found for word in words]
+    return [word for address in addresses for word in th.load(address, VECTOR, op="ld.relaxed.gpu.global")]
 
 
 def words_of(registers):
@@ -284,4 +266,4 @@ def store(address, words) -> None:
 def own(area, word, first: int):
     """Address of this thread's vector number `first / 4` of a tile in the order of threads."""
     place = arith.addi(th.number(first * WARPGROUP), th.mul(th.thread(), VECTOR))
-    return th.word_address(area, arith.addi(word, place))
+    return th.word_address(area, th.add(word, place))

@@ -160,6 +160,9 @@ def select(condition, a, b):
 def least(a, b):
     """The smaller one of two integers with sign."""
     return arith.minsi(a, constant(b, a))
+def under(a, bound: int):
+    """`below` of numbers without a sign."""
+    return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))
 
 
 def add(a, b):
@@ -236,7 +239,7 @@ def shift_left(a, bits: int):
 
 
 def widen_index(a):
-    return arith.extui(ir.IntegerType.get_signless(64), a)
+    return arith.extui(i64(), a)
 
 
 def as_array(words):
@@ -253,3 +256,7 @@ def as_words(array):
 
 def i32():
     return ir.IntegerType.get_signless(32)
+
+
+def i64():
+    return ir.IntegerType.get_signless(64)

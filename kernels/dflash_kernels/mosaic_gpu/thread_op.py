@@ -76,7 +76,7 @@ def thread_op(
 
     Args:
       args: type of each operand, a layout or `RefType`; or a function of operands and options that gives them. The type of a list
-        is that of its elements, that of None is left out.
+        is that of its elements; None is for what only the interpreter's form looks at.
       returns: `ShapeDtypeStruct` of the result, a list of several, None; or a function as for `args`.
       interpret: what runs in its place in the interpreter; None: there is nothing, the operation must not be reached there.
       context: the function's first argument is Mosaic's launch context.
@@ -99,9 +99,9 @@ def thread_op(
 
             @plgpu.inline_mgpu(arg_types=tuple(of for _, of in given), return_type=result)
             def inlined(ctx: Any, *held: Any) -> Any:
-                held = tuple(jax.tree.map(_plain, value) for value in held)
+                held = jax.tree.map(_plain, held, is_leaf=_in_registers)
                 found = threads(ctx, *held, **options) if context else threads(*held, **options)
-                return jax.tree.map(_splat, found, result) if result is not None else None
+                return None if result is None else jax.tree.map(_splat, result, found)
 
             return inlined(*(operand for operand, _ in given))
 
@@ -113,18 +113,26 @@ def thread_op(
 
 def _as_typed(operand: Any, of: Any) -> tuple[Any, Any]:
     """An operand and its type, or those of a list's elements; plain numbers as arrays."""
-    types = jax.tree.map(lambda _: of, operand)
+    if of is None:
+        return None, None
     if of == SCALAR:
-        operand = jax.tree.map(lambda held: jnp.asarray(held, jnp.int32) if isinstance(held, int) else held, operand)
-    return operand, types
+        operand = jax.tree.map(_as_array, operand)
+    return operand, jax.tree.map(lambda _: of, operand)
+
+
+def _as_array(number: Any) -> Any:
+    return jnp.asarray(number, jnp.int32 if type(number) is int else None) if isinstance(number, int) else number
+
+
+def _in_registers(held: Any) -> bool:
+    return isinstance(held, mgpu.FragmentedArray)
 
 
 def _plain(held: Any) -> Any:
-    splat = isinstance(held, mgpu.FragmentedArray) and held.shape == ()
-    return held.registers.item() if splat else held
+    return held.registers.item() if _in_registers(held) and held.shape == () else held
 
 
-def _splat(found: Any, wanted: plgpu.ShapeDtypeStruct) -> Any:
+def _splat(wanted: plgpu.ShapeDtypeStruct, found: Any) -> Any:
     if not isinstance(found, ir.Value):
         return found
     return mgpu.FragmentedArray.splat(found, (), is_signed=True if jnp.issubdtype(wanted.dtype, jnp.integer) else None)

@@ -46,52 +46,6 @@ def address_of(barriers: Any) -> Any:
     return _address_p.bind(barriers)
 
 
-def copy_once(
-    source: Any, rows: Any, columns: Any, target: Any, barriers: Any, slot: Any, *, one_warp: bool = False
-) -> None:
-    """Starts a copy of rows and columns of `source` to swizzled tiles of 8 rows, and arrives at a barrier with its bytes.
-
-    Args:
-      source: a matrix in global memory, an argument of the kernel; rows, columns: slices of it, 128 bytes of columns.
-      target: `[rows, columns]` in shared memory.
-      barriers: `address_of` some; slot: which of them.
-      one_warp: called by a warp alone, not by all threads of a warpgroup.
-    """
-    box = rows.size, columns.size
-    size = box[0] * box[1] * jnp.dtype(source.dtype).itemsize
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, plgpu.RefType(tiled(source.dtype)), SCALAR))
-    def start(ctx, source, row, column, target, barrier):
-        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        descriptor = ctx._get_tma_desc(source, (), None, box, 128, None)
-        row, column, barrier = (value.registers.item() for value in (row, column, barrier))
-        shared = llvm.ptrtoint(i32, utils.memref_ptr(target))
-        # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes, and one of a warp
-        # that is alone arrives for three others.
-        scope, threads, others = utils.ThreadSubset.WARPGROUP, WARPGROUP, ""
-        if one_warp:
-            scope, threads = utils.ThreadSubset.WARP, WARP
-            others = "mbarrier.arrive.noComplete.shared::cta.b64 _, [$5], 3; "
-        one = utils.single_thread_predicate(scope)
-        policy = utils.inline_ptx(
-            "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=i64, has_side_effects=False
-        )
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), [one, shared, descriptor, column, row, barrier, policy],
-            f"{others}mbarrier.arrive.expect_tx.shared::cta.b64 _, [$5], {size // threads};"
-            " @$0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-            " [$1], [$2, {$3, $4}], [$5], $6;",
-            "b,r,l,r,r,r,l", has_side_effects=True,
-        )  # fmt: skip
-
-    start(
-        source,
-        *(jnp.asarray(value, jnp.int32) for value in (rows.start, columns.start)),
-        target,
-        barriers + slot * _BARRIER,
-    )
-
-
 def addresses(buffers: dict[str, Any]) -> dict[str, Any]:
     """Where barriers that copies arrive at lie in shared memory, by name."""
     return {name: address_of(barriers) for name, barriers in buffers.items() if name.endswith("_in")}
@@ -102,8 +56,51 @@ def arrival(address: Any, slot: Any) -> Any:
     return address + slot * _BARRIER
 
 
+def copy_once(
+    source: Any, rows: Any, columns: Any, target: Any, barriers: Any, slot: Any, *, one_warp: bool = False
+) -> None:
+    """Starts an evict-first TMA copy of rows and columns of `source` to swizzled tiles of 8 rows.
+
+    Args:
+      source: a matrix in global memory, an argument of the kernel; rows, columns: slices of it, 128 bytes of columns.
+      target: `[rows, columns]` in shared memory.
+      barriers: `address_of` some; slot: which of them the copy arrives at with its bytes.
+      one_warp: called by a warp alone, not by all threads of a warpgroup.
+    """
+    box, barrier = (rows.size, columns.size), arrival(barriers, slot)
+    size = box[0] * box[1] * jnp.dtype(source.dtype).itemsize
+    tile = plgpu.RefType(tiled(source.dtype))
+    _copy_tile(source, rows.start, columns.start, target, barrier, tile=tile, box=box, size=size, one_warp=one_warp)
+
+
+@thread_op(args=lambda *_, tile, **__: (GLOBAL, SCALAR, SCALAR, tile, SCALAR), context=True)
+def _copy_tile(
+    ctx, source, row, column, target, barrier, *, tile: Any, box: tuple[int, int], size: int, one_warp: bool
+):
+    del tile
+    descriptor = ctx._get_tma_desc(source, (), None, box, 128, None)
+    shared = th.address(target, space=3)
+    # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes, and one of a warp that is
+    # alone arrives for three others.
+    scope, threads, others = utils.ThreadSubset.WARPGROUP, WARPGROUP, ""
+    if one_warp:
+        scope, threads = utils.ThreadSubset.WARP, WARP
+        others = "mbarrier.arrive.noComplete.shared::cta.b64 _, [$5], 3; "
+    one = utils.single_thread_predicate(scope)
+    policy = utils.inline_ptx(
+        "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", result_types=th.i64(), has_side_effects=False
+    )
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), [one, shared, descriptor, column, row, barrier, policy],
+        f"{others}mbarrier.arrive.expect_tx.shared::cta.b64 _, [$5], {size // threads};"
+        " @$0 cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [$1], [$2, {$3, $4}], [$5], $6;",
+        "b,r,l,r,r,r,l", has_side_effects=True,
+    )  # fmt: skip
+
+
 def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, barrier: Any, *, one_warp: bool) -> None:
-    """Starts a copy of some rows of a page.
+    """Starts an evict-first TMA copy of some rows of a page.
 
     Args:
       source: `[P, K, p, H]`, or `[P, K, p]` of float32, in global memory: an argument of the kernel.
@@ -112,37 +109,36 @@ def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, ba
       barrier: `arrival` of the one that completes.
       one_warp: runs this, not all of a warpgroup.
     """
-    tiled = len(source.shape) == 4 and source.shape[3] % 16 == 0
-    transforms = swizzled(source.dtype, source.shape[3]) if tiled else ()
+    swizzles = len(source.shape) == 4 and source.shape[3] % 16 == 0
+    transforms = swizzled(source.dtype, source.shape[3]) if swizzles else ()
     size = rows.size * math.prod(source.shape[3:]) * jnp.dtype(source.dtype).itemsize
-    threads = 32 if one_warp else WARPGROUP
+    _copy_page(
+        source, page, head, rows.start, target, barrier, transforms=transforms, rows=rows.size, size=size, one_warp=one_warp
+    )  # fmt: skip
+
+
+@thread_op(args=lambda *_, transforms, **__: (GLOBAL, *[SCALAR] * 3, plgpu.RefType(transforms), SCALAR), context=True)
+def _copy_page(
+    ctx, source, page, head, first, target, barrier, *, transforms: Any, rows: int, size: int, one_warp: bool
+):
+    page, head, first = (arith.index_cast(ir.IndexType.get(), value) for value in (page, head, first))
+    threads = WARP if one_warp else WARPGROUP
     scope = utils.ThreadSubset.WARP if one_warp else utils.ThreadSubset.WARPGROUP
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 3, plgpu.RefType(transforms), SCALAR))
-    def start(ctx, source, page, head, first, target, barrier):
-        page, head, first, barrier = (_scalar(value) for value in (page, head, first, barrier))
-        page, head, first = (arith.index_cast(ir.IndexType.get(), value) for value in (page, head, first))
-        # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes.
-        if one_warp:
-            more = WARPGROUP // threads - 1
-            utils.inline_ptx(f"mbarrier.arrive.shared::cta.b64 _, [$0], {more};", barrier, has_side_effects=True)
-        utils.inline_ptx(
-            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size // threads};", barrier, has_side_effects=True
-        )
-        tiles: dict[str, Any] = {}
-        if transforms:
-            tiles = {"gmem_transform": mgpu.TileTransform(transforms[0].tiling), "swizzle": transforms[1].swizzle}
-        ctx.async_copy(
-            src_ref=source, dst_ref=target, gmem_slice=(page, head, utils.ds(first, rows.size)), arrive=False,
-            barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
-        )  # fmt: skip
-        _add_hint()
-
-    start(source, page, head, jnp.asarray(rows.start, jnp.int32), target, barrier)
-
-
-def _scalar(value):
-    return value.registers.item() if isinstance(value, mgpu.FragmentedArray) else value
+    # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes.
+    if one_warp:
+        more = WARPGROUP // threads - 1
+        utils.inline_ptx(f"mbarrier.arrive.shared::cta.b64 _, [$0], {more};", barrier, has_side_effects=True)
+    utils.inline_ptx(
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size // threads};", barrier, has_side_effects=True
+    )
+    tiles: dict[str, Any] = {}
+    if transforms:
+        tiles = {"gmem_transform": mgpu.TileTransform(transforms[0].tiling), "swizzle": transforms[1].swizzle}
+    ctx.async_copy(
+        src_ref=source, dst_ref=target, gmem_slice=(page, head, utils.ds(first, rows)), arrive=False,
+        barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
+    )  # fmt: skip
+    _add_hint()
 
 
 class _Barrier:
@@ -172,17 +168,18 @@ def _add_hint() -> None:
     copy.erase()
 
 
-def _copy_rows_interpreted(source: Any, column: Any, target: Any, *, rows: int) -> None:
+def _copied_rows(source, column, target, *, rows: int) -> None:
     blocks, tokens, width = target.shape
     for block in range(blocks):
         held = source[pl.ds(0, rows), pl.ds(column + block * width, width)]
         target.at[block][...] = jnp.pad(held, ((0, tokens - rows), (0, 0)))
 
 
-def copy_rows(source: Any, column: Any, target: Any, *, rows: int) -> None:
-    """Starts copies of the first rows of `source`, some columns of them, to shared memory; rows that are not there become zeros.
+@thread_op(args=(GLOBAL, SCALAR, plgpu.RefType(TILED)), interpret=_copied_rows)
+def copy_rows(source, column, target, *, rows: int) -> None:
+    """Starts `cp.async` copies of the first rows of `source`, some columns of them; rows that are not there become zeros.
 
-    They are `cp.async`: TMA would queue them behind all copies of weights that were started before.
+    They do not go through the tensor memory accelerator, where they would wait behind all weights asked for before.
 
     Args:
       source: `[rows or more, columns]` in global memory, two bytes an element.
@@ -190,39 +187,36 @@ def copy_rows(source: Any, column: Any, target: Any, *, rows: int) -> None:
       target: `[blocks, tokens, 64]` in shared memory, in swizzled tiles of 8 rows.
       rows: how many rows count.
     """
-    _copy_rows(source, column, target, rows=rows, shape=target.shape, pitch=source.shape[1] * 2)
-
-
-@thread_op(
-    args=(GLOBAL, SCALAR, plgpu.RefType(TILED)),
-    interpret=lambda source, column, target, *, rows, **_: _copy_rows_interpreted(source, column, target, rows=rows),
-)
-def _copy_rows(source: Any, column: Any, target: Any, *, rows: int, shape: tuple[int, int, int], pitch: int) -> None:
-    blocks, tokens, width = shape
-    i64, chunks, number = ir.IntegerType.get_signless(64), blocks * tokens * width * 2 // th.CHUNK, th.number
+    blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
+    tokens, pitch = groups * rows_of_group, th.shape_and_strides(source)[1][0] * 2
+    chunks = blocks * tokens * width * 2 // th.CHUNK
     first, shared, thread = th.address(source), th.address(target, space=3), th.thread()
     for start in range(0, chunks, WARPGROUP):
-        chunk = arith.addi(thread, number(start))
-        line, place = arith.divui(chunk, number(8)), arith.remui(chunk, number(8))
-        block, token = arith.divui(line, number(tokens)), arith.remui(line, number(tokens))
-        there = arith.cmpi(arith.CmpIPredicate.ult, token, number(rows))
-        size = arith.select(there, number(th.CHUNK), number(0))
-        row = arith.muli(arith.select(there, token, number(0)), number(pitch))
-        columns = arith.addi(column, arith.muli(block, number(width)))
-        offset = arith.addi(arith.addi(row, arith.muli(columns, number(2))), arith.muli(place, number(th.CHUNK)))
-        swizzled = arith.muli(arith.xori(place, arith.remui(token, number(8))), number(th.CHUNK))
-        to = arith.addi(arith.addi(shared, arith.muli(line, number(width * 2))), swizzled)
-        inside = arith.cmpi(arith.CmpIPredicate.ult, chunk, number(chunks))
+        chunk = th.add(thread, start)
+        line, place = th.div(chunk, 8), th.rem(chunk, 8)
+        block, token = th.div(line, tokens), th.rem(line, tokens)
+        there = th.under(token, rows)
+        size = arith.select(there, th.number(th.CHUNK), th.number(0))
+        row = th.mul(arith.select(there, token, th.number(0)), pitch)
+        columns = th.add(column, th.mul(block, width))
+        offset = th.add(th.add(row, th.mul(columns, 2)), th.mul(place, th.CHUNK))
+        swizzle = th.mul(th.xor(place, th.rem(token, 8)), th.CHUNK)
+        to = th.add(th.add(shared, th.mul(line, width * 2)), swizzle)
+        inside = th.under(chunk, chunks)
         llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), [inside, to, arith.addi(first, arith.extui(i64, offset)), size],
+            ir.Type.parse("!llvm.void"), [inside, to, th.offset(first, offset), size],
             f"@$0 cp.async.cg.shared.global [$1], [$2], {th.CHUNK}, $3;", "b,r,l,r", has_side_effects=True,
         )  # fmt: skip
     utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
 
-@thread_op(interpret=lambda *, later: plgpu.commit_smem())
-def copied(*, later: int) -> None:
-    """Waits for all `cp.async` copies that this warpgroup started but those of the `later` last groups."""
+def copied(later: int, interpret: Any = None) -> None:
+    """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
+    _wait_for_rows(later=later, interpret=interpret)
+
+
+@thread_op(interpret=lambda later: plgpu.commit_smem())
+def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
@@ -234,29 +228,19 @@ def order_copies() -> None:
     utils.warpgroup_barrier()
 
 
-def prefetch_rows(rows):
+@thread_op(args=(GLOBAL,), interpret=lambda rows: None)
+def prefetch_rows(rows) -> None:
     """Asks for whole rows that lie next to each other in global memory, so that they are in the L2 before they are copied."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def prefetch(_ctx, rows):
-        from jax.experimental.mosaic.gpu import utils
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import arith
-
-        from dflash_kernels.mosaic_gpu import ptx as th
-
-        ty = ir.MemRefType(rows.type)
-        count = ty.shape[0] * ty.shape[1] * utils.bytewidth(ty.element_type)
-        leads = arith.cmpi(arith.CmpIPredicate.eq, th.rem(utils.thread_idx(), 128), utils.c(0, th.i32()))
-        th.when(leads, f"cp.async.bulk.prefetch.L2.global [$0], {count};", th.address(rows))
-
-    prefetch(rows)
+    ty = ir.MemRefType(rows.type)
+    count = ty.shape[0] * ty.shape[1] * utils.bytewidth(ty.element_type)
+    leads = arith.cmpi(arith.CmpIPredicate.eq, th.thread(), utils.c(0, th.i32()))
+    th.when(leads, f"cp.async.bulk.prefetch.L2.global [$0], {count};", th.address(rows))
 
 
 @thread_op(args=(GLOBAL,), interpret=lambda row: None)
-def touch_row(row: Any) -> None:
+def touch_row(row) -> None:
     """Asks for a row of integers, its first 16 KiB, before it is known which of them are needed."""
     (count,), _ = th.shape_and_strides(row)
     thread = th.thread()
-    there = th.add(th.address(row), th.widen_index(th.mul(thread, 128)))
+    there = th.offset(th.address(row), th.mul(thread, 128))
     th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)
