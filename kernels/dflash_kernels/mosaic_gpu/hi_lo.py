@@ -135,7 +135,7 @@ def add(total: Any, both: Any, scales: Any, stage: Any) -> Any:
     Args:
       scales: `[stages, tokens]` float32 in shared memory; stage: int32 scalar.
     """
-    tokens, whole = total.shape[1], ir.IntegerType.isinstance(both.mlir_dtype)
+    tokens, whole = total.shape[1], isinstance(both.mlir_dtype, ir.IntegerType)
     i32, f32 = th.i32(), ir.F32Type.get()
     base = arith.addi(th.address(scales, space=3), th.mul(stage, tokens * 4))
     pair, found = ir.VectorType.get((2,), f32), {}

@@ -160,6 +160,8 @@ def select(condition, a, b):
 def least(a, b):
     """The smaller one of two integers with sign."""
     return arith.minsi(a, constant(b, a))
+
+
 def under(a, bound: int):
     """`below` of numbers without a sign."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))

@@ -187,6 +187,25 @@ def _of_split(
 
 
 @dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile of the ring `[tiles, 2 * 64, 64]`: 64 rows as two blocks of 64 columns, one below the other."""
+
+    ring: Any
+    place: Any
+
+    @property
+    def whole(self) -> Any:
+        return self.rows(0, 0, TILE_ROWS)
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [self.rows(block, 0, KEYS) for block in range(2)]
+
+    def rows(self, block: int, first: int, count: int) -> Any:
+        return self.ring.at[self.place, pl.ds(block * KEYS + first, count)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Split:
     """A CTA's split of a sequence's keys under the queries of one KV head. Scalars are read once.
 
@@ -222,18 +241,15 @@ class Split:
     # The ring of tiles, counted from the end of the weights' memory: queries, then keys and values of each stage.
 
     @property
-    def queries(self) -> Any:
-        return self.rows(self.buffers["kv_sm"].shape[0] - 1)
+    def queries(self) -> "Tile":
+        return Tile(self.buffers["kv_sm"], self.buffers["kv_sm"].shape[0] - 1)
 
     def stage(self, tile: Any) -> Any:
         return rem(tile - self.begin, self.attention.stages)
 
-    def tile(self, which: int, stage: Any) -> Any:
+    def tile(self, which: int, stage: Any) -> "Tile":
         """Memory of a stage's keys or values."""
-        return self.rows(self.buffers["kv_sm"].shape[0] - 2 - 2 * stage - which)
-
-    def rows(self, place: Any) -> Any:
-        return self.buffers["kv_sm"].at[place, pl.ds(0, TILE_ROWS)]
+        return Tile(self.buffers["kv_sm"], self.buffers["kv_sm"].shape[0] - 2 - 2 * stage - which)
 
     def full(self, which: int, stage: Any) -> Any:
         return self.buffers["kv"[which] + "_ring"][0].at[stage]
@@ -287,7 +303,7 @@ def produce_16bit(split: Split, started: Callable[[], None]) -> None:
             target = split.tile(which, stage)
             for rows, source in _page_rows(split, which, tile, pages):
                 for block in range(2):
-                    of_block = target.at[pl.ds(block * KEYS + rows.start, rows.size)]
+                    of_block = target.rows(block, rows.start, rows.size)
                     columns = source.at[:, pl.ds(block * KEYS, KEYS)]
                     plgpu.copy_gmem_to_smem(columns, of_block, split.full(which, stage))
         return coming
@@ -318,7 +334,7 @@ def produce_8bit(split: Split, started: Callable[[], None]) -> None:
         for which in (K, V):
             plgpu.barrier_wait(_full_8bit(split, which, tile))
             split.await_empty(which, tile)
-            widen_tile(split.buffers["kv_8bit_sm"].at[_place_8bit(split, which, tile)], split.tile(which, stage))
+            widen_tile(split.buffers["kv_8bit_sm"].at[_place_8bit(split, which, tile)], split.tile(which, stage).whole)
             plgpu.barrier_arrive(split.full(which, stage))
             pl.when(tile + ahead < split.end)(functools.partial(_fill_8bit, split, which, tile + ahead, coming))
 
@@ -369,7 +385,7 @@ def attend(split: Split, *, eps: float) -> None:
     refs, shapes = split.refs, split.attention
     # Before the first branch on a length, so that loads are on their way together.
     heads.load_queries(
-        refs["qkv"], refs["cos"], refs["sin"], refs["q_norm"], split.sequence, split.head, split.queries, shapes=shapes, eps=eps
+        refs["qkv"], refs["cos"], refs["sin"], refs["q_norm"], split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps
     )  # fmt: skip
 
     @pl.when(split.begin < split.end)
@@ -422,12 +438,12 @@ def _blocks_of(split: Split, which: int, tile: Any, plain: bool) -> list[Any]:
     held = split.tile(which, stage)
     if not plain:
         first, live = split.first - tile * KEYS, split.kv_len - tile * KEYS
-        heads.overlay(split.buffers["new_sm"], held, first, live, shapes=split.attention, which=which)
-    return heads.blocks(held)
+        heads.overlay(split.buffers["new_sm"], held.whole, first, live, shapes=split.attention, which=which)
+    return held.blocks
 
 
 def _scores(split: Split, keys: list[Any]) -> Any:
-    queries = heads.blocks(split.queries)
+    queries = split.queries.blocks
 
     def multiply(scores: Any) -> Any:
         for query, key in zip(queries, keys, strict=True):
