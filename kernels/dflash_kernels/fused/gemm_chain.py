@@ -200,7 +200,9 @@ def outputs(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 def stages_of(plan: Plan) -> tuple[Product | Reduction, ...]:
     """Products and the reductions of those that are split, in order."""
-    split = [(product, Reduction(product)) if product.name in ("o", "down") else (product,) for product in plan.products]
+    split = [
+        (product, Reduction(product)) if product.name in ("o", "down") else (product,) for product in plan.products
+    ]
     return tuple(stage for stages in split for stage in stages)
 
 

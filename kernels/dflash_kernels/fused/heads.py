@@ -135,9 +135,7 @@ def write_new(
     new.put(eps, words, pools, head, page, staged, scales)
 
 
-def _overlay_interpreted(
-    staged: Any, target: Any, first: Any, live: Any, *, shapes: Attention, which: int
-) -> None:
+def _overlay_interpreted(staged: Any, target: Any, first: Any, live: Any, *, shapes: Attention, which: int) -> None:
     rows = lax.broadcasted_iota(jnp.int32, (KEYS, _HALF), 0)
     new = staged.at[which][...]
     for block, place in enumerate(blocks(target)):
@@ -180,9 +178,7 @@ def overlay(staged: Any, target: Any, first: Any, live: Any, *, shapes: Attentio
     th.commit_shared()
 
 
-def _normed_and_rotated(
-    held: Any, cos: Any, sin: Any, norm: Any, sequence: Any, shapes: Attention, eps: float
-) -> Any:
+def _normed_and_rotated(held: Any, cos: Any, sin: Any, norm: Any, sequence: Any, shapes: Attention, eps: float) -> Any:
     """`[T, heads, H]` in the interpreter."""
     wide = held.astype(jnp.float32)
     wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)

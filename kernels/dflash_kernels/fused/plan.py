@@ -8,7 +8,9 @@ from dflash_kernels.core.device import SHARED_MEMORY, WARPGROUP
 
 BLOCK = 64  # columns of one copy: 128 bytes of bfloat16, one swizzled row of shared memory
 COPIES = 2  # blocks that fill one stage of weights: 256 bytes of each row
-IN_FLIGHT = 3  # stages of weights that a CTA asks for at once; with more requests everybody else's wait longer for memory
+IN_FLIGHT = (
+    3  # stages of weights that a CTA asks for at once; with more requests everybody else's wait longer for memory
+)
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
 LEAST_WIDTH = 128  # that widths are multiples of
@@ -25,7 +27,9 @@ MOST_STAGES = 4  # tiles of keys and of values in flight, where memory has the r
 WIDENED_STAGES = 2  # tiles of float8 pages that are widened before they are needed
 LEAST_STAGES = 1  # of the weights' ring that stay the weights' while attention has the others
 TILE_ROWS = 2 * KEYS  # rows of 128 bytes that a tile of keys or values takes, a block of columns after the other
-REACH = 2**16  # `q_lens` of a launch hold the number of new tokens, and this times how many tokens after its own each of them sees
+REACH = (
+    2**16
+)  # `q_lens` of a launch hold the number of new tokens, and this times how many tokens after its own each of them sees
 
 
 @dataclasses.dataclass(frozen=True)

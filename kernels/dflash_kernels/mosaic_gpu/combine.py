@@ -646,7 +646,9 @@ def _store_split(parts: Any, lses: Any, blocks: list[Any], lse: Any, *, rows: in
     columns = 0
     for index, block in enumerate(blocks):
         base, pitch = th.address(parts), th.shape_and_strides(parts)[1][0]
-        for position, place in zip(block.layout.thread_idxs(block.shape), np.ndindex(block.registers.shape), strict=True):
+        for position, place in zip(
+            block.layout.thread_idxs(block.shape), np.ndindex(block.registers.shape), strict=True
+        ):
             row, first = (arith.index_cast(th.i32(), at) for at in position)
             pair = block.registers[place]
             low, high = (vector.extract(pair, [], [i]) for i in range(2))

@@ -157,12 +157,10 @@ def _refuse_stream(made: Plan, rows: int, stream: Array) -> None:
         raise NotImplementedError(f"takes a stream of {made.tokens} columns for {rows} rows, not {stream.shape[1]}")
 
 
-# Compiled as functions of their own, so that the layers of a model share one trace and one lowering of the kernel; their imports not
-# at the top: other machines need neither Pallas nor the time its import takes.
+# Compiled as functions of their own, so that the layers of a model share one trace and one lowering of the kernel. The kernels are
+# imported there: other machines need neither Pallas nor the time its import takes.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _run_products(
-    made: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any
-) -> tuple[Array, Array | None]:
+def _run_products(made: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> tuple[Array, Array | None]:
     from dflash_kernels.fused.layer import mosaic_gpu_sm90 as kernel
 
     return kernel.layer_chain(made, inputs, exchange, interpret)

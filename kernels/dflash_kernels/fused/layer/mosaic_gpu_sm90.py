@@ -31,7 +31,7 @@ def layer_chain(
         inputs = inputs | {"x": interleaved(inputs["x"])}
 
     found = gemm_chain.launch(
-        gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": mailbox}, gemm_chain.outputs(plan, dtype),
-        gemm_chain.scratch(plan, dtype, inputs["o"].dtype), interpret,
+        gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": mailbox},
+        gemm_chain.outputs(plan, dtype), gemm_chain.scratch(plan, dtype, inputs["o"].dtype), interpret,
     )  # fmt: skip
     return found["stream"], found["projected"] if "next" in inputs else None

@@ -97,7 +97,7 @@ def attention_chain(
     """
     dtype = inputs["qkv"].dtype
     aliased = {name: aliased_ref(pool) for name, pool in pools.items()}
-    given = dict(zip(("mailbox", "attended", "lses", "x"), mailboxes or (None,) * 4, strict=True))
+    given: dict[str, Any] = dict(zip(("mailbox", "attended", "lses", "x"), mailboxes or (None,) * 4, strict=True))
 
     def body(stages: Sequence[Any], refs: dict[str, Any], buffers: dict[str, Any]) -> None:
         rings = buffers.pop("rings", ())
@@ -177,7 +177,11 @@ def _empty_heads(product: Product, of_split: Callable[..., None]) -> None:
 
 
 def _of_split(
-    attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str, Any], index: Any, work: Callable[["Split"], None]
+    attention: Attention,
+    refs: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    index: Any,
+    work: Callable[["Split"], None],
 ) -> None:
     """`work` of the CTA's split, where it has one."""
     pl.when(index < attention.work_items)(lambda: work(split_of(attention, refs, buffers, index)))
@@ -384,9 +388,8 @@ def attend(split: Split, *, eps: float) -> None:
     """Online softmax over the split's tiles; leaves the split in the mailbox, where it has keys."""
     refs, shapes = split.refs, split.attention
     # Before the first branch on a length, so that loads are on their way together.
-    heads.load_queries(
-        refs["qkv"], refs["cos"], refs["sin"], refs["q_norm"], split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps
-    )  # fmt: skip
+    given = [refs[name] for name in ("qkv", "cos", "sin", "q_norm")]
+    heads.load_queries(*given, split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps)
 
     @pl.when(split.begin < split.end)
     def _():
@@ -394,7 +397,10 @@ def attend(split: Split, *, eps: float) -> None:
 
         @pl.when(split.plain_end < split.end)
         def _():
-            pools, scales = [refs[name] for name in "kv"], [refs[f"{name}_scale"] for name in "kv" if shapes.stages_8bit]
+            pools, scales = (
+                [refs[name] for name in "kv"],
+                [refs[f"{name}_scale"] for name in "kv" if shapes.stages_8bit],
+            )
             heads.write_new(
                 *[refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")], pools, scales or None,
                 split.buffers["new_sm"], split.sequence, split.head, [split.first, low, high], shapes=shapes, eps=eps,
