@@ -22,7 +22,7 @@ from record import Record, arguments
 
 from dflash_jax.bench import Figures, measure, programs, random_pair, synthetic
 from dflash_jax.bench.workload import SHAPES
-from dflash_jax.quantization.weights import WEIGHT_DTYPES
+from dflash_jax.options import WEIGHT_DTYPES
 
 THREADS = 12
 # Name of a row, what the engine is told to verify, whether it drafts.

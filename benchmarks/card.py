@@ -21,7 +21,7 @@ class Card:
 
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-CARDS = {H200: Card(4.3e12, 790e12), H100: Card(3.0e12, 700e12)}
+CARDS = {H200: Card(4.3e12, 790e12), H100: Card(3.0e12, 790e12)}
 
 
 def card() -> Card:

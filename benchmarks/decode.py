@@ -42,8 +42,8 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.execution import persistent as chain
 from dflash_jax.execution.weight_layout import blocks_pay, cycle_rows
 from dflash_jax.models import family_named, fuse_context_projection, init_params
-from dflash_jax.quantization.kv_formats import CALIBRATED, INT8_CALIBRATED_TO
-from dflash_jax.quantization.weights import WEIGHT_DTYPES, WeightDtype
+from dflash_jax.options import CALIBRATED, WEIGHT_DTYPES, WeightDtype
+from dflash_jax.quantization.kv_formats import INT8_CALIBRATED_TO
 from dflash_jax.sampling_params import SamplingParams
 
 THREADS = 12  # that compile

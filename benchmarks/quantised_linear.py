@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from card import card
-from dflash_kernels import quantised_linear
+from dflash_kernels import quantized_linear
 from record import Record, arguments
 
 SHAPES = {
@@ -82,7 +82,7 @@ def main() -> None:
                 for path in ("xla",) if kind == "bfloat16" else ("mosaic_gpu", "xla"):
 
                     def product(x: jax.Array, values: jax.Array, scales: jax.Array, path: str = path) -> jax.Array:
-                        return quantised_linear(x, values, scales, implementation=path)
+                        return quantized_linear(x, values, scales, implementation=path)
 
                     if path == "mosaic_gpu":
                         check(product, x, matrices[0], scales)

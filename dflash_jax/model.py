@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Unpack, cast, get_args
 
 import tqdm
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from dflash_jax._scalars import as_flag, as_integer
-from dflash_jax.cache import CacheDtype
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
@@ -23,12 +21,11 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
+from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import check_limits, plan_engine
-from dflash_jax.quantization.kv_formats import CALIBRATED
-from dflash_jax.quantization.weights import WeightDtype
+from dflash_jax.options import LoadKeywords, read_options, taking_options
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
@@ -115,25 +112,12 @@ class Model:
         return self.engine.programs.shapes()
 
 
+@taking_options
 def load(
     path: str | Path | None = None,
     *,
-    draft: str | Path | bool | None = None,
-    dtype: DTypeLike | None = None,
-    max_model_len: int | None = None,
-    max_batch: int = 8,
-    page_size: int = 64,
-    num_pages: int | None = None,
-    proposals: Literal["shared_noise", "argmax", "rejection"] = "shared_noise",
-    cache_dtype: CacheDtype | None = None,
-    calibration: Sequence[str | Sequence[int]] = (),
-    weight_dtype: WeightDtype | None = None,
-    draft_weight_dtype: WeightDtype | None = None,
-    verify_length: int | str | None = None,
-    draft_window: int | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
     ahead: Callable[[Model], Run] | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> Model:
     """Loads a target and its drafter.
 
@@ -141,36 +125,7 @@ def load(
 
     Args:
       path: a folder made by `dflash-convert`, a local Hugging Face folder, or a hub id; None for the pair that ships.
-      draft: a drafter's path or id. None takes the one beside the target (a `draft` folder in it) or the published one for a
-        hub id, where there is one; True insists on that; False loads none.
-      dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
-      max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
-      max_batch: requests that run side by side, no more than are expected: on Hopper weights lie in memory as is best for so many
-        (`dflash_jax.execution.weight_layout`).
-      page_size: tokens of one page.
-      num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
-        no room for them.
-      proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
-        "rejection" for its own samples judged by p/q rejection.
-      cache_dtype: None keeps the target's pages in `dtype`, "fp8" in eight bits, "int8" (keys and values of heads) with a scale of
-        each key and of each channel of the values, "fp8_packed" (latent attention) in eight bits with scales in each row; keys and
-        values of all layers alike. Texts may differ from those of unquantised pages; drafting changes them no more than before, but
-        for numbers that lie on the border between two roundings.
-      calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found;
-        without, those of "fp8" are 1, and "int8" is refused.
-      weight_dtype: None keeps weights in `dtype`; "int8" and "fp8" keep the large matrices of both models in eight bits, one scale
-        a row, so that a step reads nearly half as much. Texts are those of the rounded target. Experts stay in `dtype`.
-        "fp8_dynamic" is "fp8" that also rounds the rows which matrices multiply, where 64 or more are multiplied at once: faster
-        for prompts and many requests. Then a token's logits depend on how many are computed with it, and drafting changes texts
-        somewhat more often.
-      draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. The text stays the target's own: only proposals
-        change. A drafter that proposes with the target's head keeps a copy of it in eight bits.
-      verify_length: how many tokens the target verifies in a cycle, of those that the drafter offers; the emitted text is the
-        target's own with any. None is the whole block, an integer stays, 1 is no drafting. "auto" chooses anew every few cycles,
-        by how many proposals stood and what cycles cost, and stops drafting for a while where it does not pay; on CPUs it is None.
-      draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
-        than a drafter was trained on, where it may guess better so, and faster. No text depends on it.
-      revision, draft_revision: of hub ids.
+      **options: fields of `LoadOptions`.
       ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
         they are read. The run itself is not started.
 
@@ -181,44 +136,30 @@ def load(
       CapacityError: the device has no room for weights and pages, with the numbers.
       DeviceError: JAX starts no device.
     """
-    max_batch, page_size, num_pages = check_limits(max_batch, page_size, num_pages)
-    if proposals not in ("shared_noise", "argmax", "rejection"):
-        raise ParameterError(f"proposals must be shared_noise, argmax or rejection, got {proposals!r}")
-    target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    asked = read_options(dict(options))
+    target, drafter = open_pair(path, asked.draft, revision=asked.revision, draft_revision=asked.draft_revision)
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
-    if isinstance(calibration, str):
-        raise ParameterError(
-            f"calibration must be a list of texts or of token ids, got one text: [{calibration!r:.40}]"
-        )
-    if isinstance(calibration, bytes | bytearray) or not isinstance(calibration, Sequence):
-        raise ParameterError(
-            f"calibration must be a list of texts or of token ids, got {type(calibration).__name__}; leave it out for none"
-        )
-    if len(calibration) and cache_dtype not in CALIBRATED:
-        raise ParameterError(
-            f'calibration finds scales for cache_dtype "fp8" and "int8", not for {cache_dtype!r}: leave it out'
-        )
-    if cache_dtype == "int8" and not len(calibration):
+    if asked.cache_dtype == "int8" and not len(asked.calibration):
         raise ParameterError(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
-    engine, memory = plan_engine(
-        target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype, cache_dtype=cache_dtype,
-        max_model_len=max_model_len,
-        max_batch=max_batch, num_pages=num_pages, page_size=page_size, proposals=proposals, verify_length=verify_length,
-        draft_window=draft_window,
-    )  # fmt: skip
+    engine, memory = plan_engine(target, drafter, asked)
     tokenizer = Tokenizer.from_folder(target.folder)
-    texts = [_calibration_ids(tokenizer, text) for text in calibration]
+    texts = [_calibration_ids(tokenizer, text) for text in asked.calibration]
     if texts:
         check_texts(target.config, texts)
-    notices = [*target.notices, *(() if drafter is None else drafter.notices), *drafter_notice(path, draft, drafter)]
+    notices = [
+        *target.notices,
+        *(() if drafter is None else drafter.notices),
+        *drafter_notice(path, asked.draft, drafter),
+    ]
     notices += tokenizer_notices(target.folder)
-    if memory.num_pages < memory.full_pages and num_pages is None:
+    if memory.num_pages < memory.full_pages and asked.num_pages is None:
         notices.append(
-            f"the device has room for {memory.num_pages} pages; {max_batch} requests of full length would fill {memory.full_pages}"
+            f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill "
+            f"{memory.full_pages}"
         )
     name = "the shipped pair" if path is None else str(path)
     model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
@@ -226,7 +167,7 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
             engine.cache_scales = calibrate(
-                target.config, params, texts, cache_dtype="int8" if cache_dtype == "int8" else "fp8"
+                target.config, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
             )
 
     compiled = start_compiling(reading_jobs(engine.weights))
@@ -234,8 +175,8 @@ def load(
     try:
         with named_memory_errors("weights were loaded"):
             engine.weights = read_weights(
-                target, drafter, engine.dtype, weight_dtype, draft_weight_dtype, observe,
-                rows=cycle_rows(max_batch, engine.draft),
+                target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
+                rows=cycle_rows(asked.max_batch, engine.draft),
             )  # fmt: skip
     except BaseException:
         drop(compiled)

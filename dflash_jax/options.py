@@ -1,167 +1,225 @@
-"""What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
+"""Every option of `load`, declared and checked once: `load`, the command line, `info` and `bench` read it here.
 
-from dataclasses import replace
-from typing import Any, Literal, SupportsIndex
+Nothing slow is imported, since the command line makes its arguments of these fields before it imports JAX. What an option comes to
+for a model's sizes is in `engine/planning.py`.
+"""
 
-import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args, no_type_check
 
 from dflash_jax._scalars import as_integer
-from dflash_jax.cache import CacheDtype, check_cache_dtype
-from dflash_jax.checkpoints.converted import FLOAT_DTYPES, Checkpoint
-from dflash_jax.checkpoints.pair import check_pair
-from dflash_jax.checkpoints.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
-from dflash_jax.config import DecoderConfig
-from dflash_jax.device import local_device
-from dflash_jax.engine import Engine
-from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
 from dflash_jax.errors import ParameterError
-from dflash_jax.execution.weight_layout import cycle_rows
-from dflash_jax.models import DFlashConfig
-from dflash_jax.quantization.weights import WEIGHT_DTYPES, WeightDtype
 
 DEFAULT_MODEL_LEN = 4096
+type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
+CacheDtype = Literal["fp8", "fp8_packed", "int8"]
+Proposals = Literal["shared_noise", "argmax", "rejection"]
+WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
+CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
+PROPOSALS: tuple[str, ...] = get_args(Proposals)
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+# Page dtypes whose scales are found on texts.
+CALIBRATED = ("fp8", "int8")
 
 
-def plan_engine(
-    target: Checkpoint,
-    drafter: Checkpoint | None,
-    *,
-    dtype: DTypeLike | None = None,
-    weight_dtype: WeightDtype | None = None,
-    draft_weight_dtype: WeightDtype | None = None,
-    cache_dtype: CacheDtype | None = None,
-    max_model_len: SupportsIndex | None = None,
-    max_batch: int,
-    verify_length: SupportsIndex | str | None = None,
-    draft_window: Any = None,
-    num_pages: int | None = None,
-    **options: Any,
-) -> tuple[Engine, MemoryPlan]:
-    """The engine for two checkpoints, with shapes in place of weights and as many pages as there is room for.
+@dataclass(frozen=True)
+class Flag:
+    """An option as the command line has it.
 
-    Args:
-      **options: further ones of `Engine`, as they are.
+    Attributes:
+      about: what `--help` says.
+      metavar: name of the value.
+      choices: the values there are; None where others are possible.
+      kind: makes the value of the text.
+    """
+
+    about: str
+    metavar: str | None = None
+    choices: tuple[str, ...] | None = None
+    kind: Callable[[str], Any] = str
+
+
+def _length(text: str) -> int | str:
+    """A number, or a word; the option's own check says which there are."""
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+# Options that the command line has, in the order of its help; `--draft` and `--no-draft` exclude one another and are made apart.
+FLAGS: dict[str, Flag] = {
+    "dtype": Flag("of weights, activations and pages", choices=FLOAT_DTYPES),
+    "max_model_len": Flag(
+        "prompt and produced tokens of a request at most (default: the model's own, at most 4096)", kind=int
+    ),
+    "max_batch": Flag("prompts that run side by side at most (default: 8)", kind=int),
+    "page_size": Flag("tokens of a page (default: 64)", kind=int),
+    "num_pages": Flag("pages shared by all requests (default: as many as are needed)", kind=int),
+    "proposals": Flag("how the drafter proposes where a request samples (default: shared_noise)", choices=PROPOSALS),
+    "cache_dtype": Flag(
+        "the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
+        choices=CACHE_DTYPES,
+    ),
+    "calibration": Flag(
+        "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
+        metavar="FILE",
+    ),
+    "weight_dtype": Flag(
+        "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many",
+        choices=WEIGHT_DTYPES,
+    ),
+    "draft_weight_dtype": Flag("the same for the drafter alone, which changes no text", choices=WEIGHT_DTYPES),
+    "verify_length": Flag(
+        "tokens verified in a cycle: a number, or auto for what pays (default: the whole block)", kind=_length
+    ),
+    "draft_window": Flag(
+        "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
+    ),
+    "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
+    "draft_revision": Flag("the same for --draft", metavar="REV"),
+}
+
+
+@no_type_check  # it says itself what is wrong with a value
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What `load` takes beside the path. Scalars of numpy or JAX count as the numbers that they are.
+
+    Attributes:
+      draft: a drafter's path or id. None takes the one beside the target (a `draft` folder in it) or the published one for a
+        hub id, where there is one; True insists on that; False loads none.
+      dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
+      max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
+      max_batch: requests that run side by side, no more than are expected: it also decides the layout of weights on Hopper
+        (`dflash_jax.execution.weight_layout`).
+      page_size: tokens of one page.
+      num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
+        no room for them.
+      proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
+        "rejection" for its own samples judged by p/q rejection.
+      cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
+        scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. One format
+        holds for keys and values of all layers. Texts may differ from those of unquantized pages.
+      calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
+        Without, "fp8" has scales of 1, and "int8" is refused.
+      weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
+        with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
+        multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
+        Texts are those of the rounded target.
+      draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. Only proposals change, no text. A drafter that
+        proposes with the target's head keeps a copy of it in eight bits.
+      verify_length: how many tokens of the block the target verifies in a cycle. None is the whole block, an integer stays, 1 is no
+        drafting. "auto" chooses anew every few cycles by acceptance and measured costs; on CPUs it is None. No text depends on it.
+      draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
+        than a drafter was trained on. No text depends on it.
+      revision: branch, tag or commit of the target's hub id.
+      draft_revision: the same for `draft`.
 
     Raises:
-      PairError, ParameterError, CapacityError, DeviceError: see `load`.
+      ParameterError: a value that no model could take; it says which there are.
     """
-    local_device()  # first, so that its own error is the one that is seen
-    draft = None if drafter is None else drafter.config
-    if draft is not None:
-        check_pair(target.config, draft)
-    check_cache_dtype(target.config, cache_dtype)
-    check_weight_dtype(weight_dtype)
-    check_weight_dtype(draft_weight_dtype, "draft_weight_dtype")
-    if draft is None and draft_weight_dtype is not None:
-        raise ParameterError(f"draft_weight_dtype must be left out without a drafter, got {draft_weight_dtype!r}")
-    kind = jnp.dtype(choose_dtype(dtype) or target.dtype)
-    pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    rows, stored = cycle_rows(max_batch, draft), stored_shapes(pair, kind)
-    weights = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype, rows=rows)
-    engine = Engine(
-        target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=cache_dtype,
-        max_model_len=choose_model_len(target.config, max_model_len), max_batch=max_batch,
-        verify_length=choose_verify_length(draft, verify_length), draft_window=choose_draft_window(draft, draft_window),
-        **options,
-    )  # fmt: skip
-    memory = plan_for(engine, reading_bytes(stored, weights), num_pages)
-    return replace(engine, num_pages=memory.num_pages), memory
+
+    draft: str | Path | bool | None = None
+    dtype: Any = None
+    max_model_len: int | None = None
+    max_batch: int = 8
+    page_size: int = 64
+    num_pages: int | None = None
+    proposals: Proposals = "shared_noise"
+    cache_dtype: CacheDtype | None = None
+    calibration: Sequence[str | Sequence[int]] = ()
+    weight_dtype: WeightDtype | None = None
+    draft_weight_dtype: WeightDtype | None = None
+    verify_length: int | str | None = None
+    draft_window: int | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in (("max_batch", 4096), ("page_size", 4096), ("num_pages", 2**31 - 1)):
+            value = getattr(self, name)
+            if not (name == "num_pages" and value is None):
+                object.__setattr__(self, name, _count(name, value, most))
+        for name in ("max_model_len", "verify_length", "draft_window"):
+            if (number := as_integer(getattr(self, name))) is not None:
+                object.__setattr__(self, name, number)
+        _one_of("proposals", self.proposals, PROPOSALS)
+        for name in ("weight_dtype", "draft_weight_dtype"):
+            check_weight_dtype(getattr(self, name), name)
+        self._check_calibration()
+
+    def _check_calibration(self) -> None:
+        texts, wanted = self.calibration, "calibration must be a list of texts or of token ids, got"
+        if isinstance(texts, str):
+            raise ParameterError(f"{wanted} one text: [{texts!r:.40}]")
+        if isinstance(texts, bytes | bytearray) or not isinstance(texts, Sequence):
+            raise ParameterError(f"{wanted} {type(texts).__name__}; leave it out for none")
+        if len(texts) and self.cache_dtype not in CALIBRATED:
+            raise ParameterError(
+                f'calibration finds scales for cache_dtype "fp8" and "int8", not for {self.cache_dtype!r}: leave it out'
+            )
 
 
-def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
-    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` as keywords of `load`, for type checkers and editors; a test compares both."""
 
-    Args:
-      reading: see `MemoryPlan`.
-    """
-    workspace = workspace_bytes(
-        engine.target, engine.draft, engine.dtype,
-        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
-    )  # fmt: skip
-    return plan_memory(
-        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
-        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
-    )  # fmt: skip
+    draft: str | Path | bool | None
+    dtype: Any
+    max_model_len: int | None
+    max_batch: int
+    page_size: int
+    num_pages: int | None
+    proposals: Proposals
+    cache_dtype: CacheDtype | None
+    calibration: Sequence[str | Sequence[int]]
+    weight_dtype: WeightDtype | None
+    draft_weight_dtype: WeightDtype | None
+    verify_length: int | str | None
+    draft_window: int | None
+    revision: str | None
+    draft_revision: str | None
 
 
-def check_limits(max_batch: Any, page_size: Any = 1, num_pages: Any = None) -> tuple[int, int, int | None]:
-    """The three as Python's integers. Raises ParameterError for counts that no engine can have."""
-    pages = None if num_pages is None else _count("num_pages", num_pages, 2**31 - 1)
-    return _count("max_batch", max_batch, 4096), _count("page_size", page_size, 4096), pages
+def read_options(given: dict[str, Any], function: str = "load") -> LoadOptions:
+    """`LoadOptions` of keywords. Raises TypeError for a keyword that is none, as Python does for functions."""
+    known = [one.name for one in fields(LoadOptions)]
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{function}() got an unexpected keyword argument {unknown[0]!r}; there are {', '.join(known)}")
+    return LoadOptions(**given)
+
+
+def taking_options[F: Callable[..., Any]](function: F) -> F:
+    """Gives a function of `**options` the fields of `LoadOptions` in its signature and docstring, for `help` and notebooks."""
+    signature = inspect.signature(function)
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(one.name, keyword, default=one.default, annotation=one.type) for one in fields(LoadOptions)
+    ]
+    places = [one for one in own if one.kind is not keyword] + options + [one for one in own if one.kind is keyword]
+    function.__signature__ = signature.replace(parameters=places)  # pyright: ignore[reportFunctionMemberAccess]
+    listed = inspect.getdoc(LoadOptions)
+    assert listed is not None
+    texts = listed.partition("Attributes:\n")[2].partition("\n\n")[0]
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("  **options: fields of `LoadOptions`.", texts)
+    return function
+
+
+def check_weight_dtype(weight_dtype: str | None, name: str = "weight_dtype") -> None:
+    """Raises ParameterError unless weights can be kept in it."""
+    if weight_dtype is not None:
+        _one_of(name, weight_dtype, (None, *WEIGHT_DTYPES))
+
+
+def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    if value not in choices:
+        *others, last = map(str, choices)
+        raise ParameterError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 
 
 def _count(name: str, value: Any, most: int) -> int:
     number = as_integer(value)
     if number is None or not 1 <= number <= most:
         raise ParameterError(f"{name} must be an integer from 1 to {most}, got {value!r}")
-    return number
-
-
-def check_weight_dtype(weight_dtype: str | None, name: str = "weight_dtype") -> None:
-    """Raises ParameterError unless weights can be kept in it."""
-    if weight_dtype not in (None, *WEIGHT_DTYPES):
-        *others, last = WEIGHT_DTYPES
-        raise ParameterError(f"{name} must be None, {', '.join(others)} or {last}, got {weight_dtype!r}")
-
-
-def choose_dtype(dtype: DTypeLike | None) -> str | None:
-    """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
-    if dtype is None:
-        return None if jax.default_backend() != "cpu" else "float32"
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = None
-    if name not in FLOAT_DTYPES:
-        raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
-    return name
-
-
-def choose_model_len(config: DecoderConfig, length: SupportsIndex | None) -> int:
-    """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
-
-    Raises:
-      ParameterError: the model was not made for that length.
-    """
-    limit = config.max_position
-    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else as_integer(length)
-    if chosen is None or not 2 <= chosen <= limit:
-        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
-    return chosen
-
-
-def choose_verify_length(
-    draft: DFlashConfig | None, length: SupportsIndex | str | None
-) -> int | Literal["auto"] | None:
-    """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
-
-    Raises:
-      ParameterError: the drafter does not offer so many tokens.
-    """
-    if length is None:
-        return None
-    if isinstance(length, str) and length == "auto":
-        return None if jax.default_backend() == "cpu" else "auto"
-    offered = 0 if draft is None else draft.num_drafts + 1
-    if (number := as_integer(length)) is not None and 1 <= number <= offered:
-        return number
-    which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
-    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
-
-
-def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:
-    """As asked; None for all of a context.
-
-    Raises:
-      ParameterError: no number of tokens, or nobody who would see them.
-    """
-    if window is None:
-        return None
-    if draft is None:
-        raise ParameterError(f"draft_window must be left out without a drafter, got {window!r}")
-    number = as_integer(window)
-    if number is None or not 1 <= number < 2**31:
-        raise ParameterError(f"draft_window must be an integer from 1 to {2**31 - 1}, or None for all, got {window!r}")
     return number

@@ -25,7 +25,7 @@ from dflash_convert.console import UNEXPECTED, Console, peak_rss
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import VerificationError, verify_hash, verify_logits
 from dflash_convert.write import OutputError, OutputExistsError, output_folder, refuse_existing, write_converted
-from dflash_jax.checkpoints.converted import DRAFT, FLOAT_DTYPES, MARKER, open_converted
+from dflash_jax.checkpoints.converted import DRAFT, MARKER, open_converted
 from dflash_jax.checkpoints.hf_folder import CONFIG
 from dflash_jax.checkpoints.hub import resolve_source
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, inspect, open_checkpoint
@@ -36,6 +36,7 @@ from dflash_jax.cli.signals import interrupts
 from dflash_jax.device import local_device
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError, PairError
 from dflash_jax.models import DFlashConfig
+from dflash_jax.options import FLOAT_DTYPES
 
 OK, USAGE, SOURCE, VERIFY, EXISTS, INTERRUPTED = 0, 2, 3, 4, 5, 130
 

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_convert.write import Progress, copy_sidecars, silent
-from dflash_jax.checkpoints.converted import FLOAT_DTYPES, Converted, main_dtype
+from dflash_jax.checkpoints.converted import Converted, main_dtype
 from dflash_jax.checkpoints.hf_folder import CONFIG, SINGLE
 from dflash_jax.checkpoints.safetensors import DTYPE_NAMES
+from dflash_jax.options import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from dflash_jax.cli.info import PACKAGES, installed_version
 from dflash_jax.cli.terminal import note
 from dflash_jax.config import DecoderConfig
 from dflash_jax.device import local_device
+from dflash_jax.engine.planning import choose_model_len
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model, load
-from dflash_jax.options import choose_model_len
 from dflash_jax.prompts import prompt_ids
 from dflash_jax.sampling_params import SamplingParams
 
@@ -97,17 +97,12 @@ def _model(args: argparse.Namespace, options: Mapping[str, Any]) -> Model:
     users = max(args.concurrency)
     if args.shapes is None:
         target, _ = open_pair(args.model, False, revision=args.revision)
-        return load(**{**options, "max_batch": users, "max_model_len": model_len(args, target.config)})
+        changes = {"max_batch": users, "max_model_len": model_len(args, target.config)}
+        return load(args.model, **dict(options) | changes)
     device = local_device().device_kind
     note(f"filling the shapes of {args.shapes} with random weights on {device} ...")
-    return random_pair(
-        args.shapes,
-        max_model_len=args.max_model_len or args.input_length + args.output_length + 64,
-        max_batch=users,
-        dtype=args.dtype or "bfloat16",
-        verify_length=args.verify_length,
-        draft_window=args.draft_window,
-    )
+    length = args.max_model_len or args.input_length + args.output_length + 64
+    return random_pair(args.shapes, **dict(options) | {"max_batch": users, "max_model_len": length})
 
 
 def model_len(args: argparse.Namespace, target: DecoderConfig) -> int | None:

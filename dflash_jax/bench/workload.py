@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ import numpy as np
 from dflash_jax.checkpoints.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.device import local_device
 from dflash_jax.engine import Engine
+from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.options import choose_draft_window, choose_verify_length, plan_for
-from dflash_jax.quantization.weights import WeightDtype
+from dflash_jax.options import LoadKeywords, read_options
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -125,10 +125,7 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     return family, {**TARGETS, **MOE_TARGETS}[target], DRAFTERS[draft]
 
 
-def random_pair(
-    name: str, *, max_model_len: int, max_batch: int, dtype: str = "bfloat16", verify_length: int | str | None = None,
-    weight_dtype: WeightDtype | None = None, draft_weight_dtype: WeightDtype | None = None, draft_window: int | None = None,
-) -> Model:  # fmt: skip
+def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     """A model of a published shape (a key of `SHAPES`) whose weights are random: made on the device, no file is read.
 
     Its time is the published model's; its texts and its acceptance mean nothing.
@@ -138,16 +135,19 @@ def random_pair(
       CapacityError: the device has no room for weights and pages.
       DeviceError: JAX starts no device.
     """
+    asked = read_options(dict(options), "random_pair")
     family, target, draft = published_shape(name)
     local_device()
     families = family_named(family), family_named("dflash")
+    dtype = asked.dtype or "bfloat16"
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
-    rows, stored = cycle_rows(max_batch, draft), stored_shapes(pair, kind)
-    kept = weight_shapes(pair, kind, weight_dtype, draft_weight_dtype, rows=rows)
+    rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind)
+    kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = Engine(
         target=target, draft=draft, weights=kept, dtype=kind,
-        max_model_len=max_model_len, max_batch=max_batch,
-        verify_length=choose_verify_length(draft, verify_length), draft_window=choose_draft_window(draft, draft_window),
+        max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
+        verify_length=choose_verify_length(draft, asked.verify_length),
+        draft_window=choose_draft_window(draft, asked.draft_window),
     )  # fmt: skip
     memory = plan_for(engine, weight_bytes(stored), None)
     tables = families[0].parameters(target), families[1].parameters(draft)
@@ -156,7 +156,7 @@ def random_pair(
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, target, draft, kind, weight_dtype, draft_weight_dtype, rows=rows)
+    weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
-from dflash_jax.quantization.kv_formats import CALIBRATED, CacheScales, default_scales, pool_dtype
+from dflash_jax.options import CALIBRATED
+from dflash_jax.quantization.kv_formats import CacheScales, default_scales, pool_dtype
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays

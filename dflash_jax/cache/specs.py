@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dflash_kernels.kv_cache.latent.reference import packed_width
+from dflash_kernels import packed_latent_width
 
 from dflash_jax.config import DecoderConfig
 
@@ -35,6 +35,6 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
     latent_width = getattr(config, "latent_width", 0)
     if latent_width:
         rank = getattr(config, "kv_lora_rank", 0)
-        width = packed_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
+        width = packed_latent_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
         return (LayerSpec(1, width, values=False),) * config.num_layers
     return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers

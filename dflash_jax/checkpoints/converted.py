@@ -29,12 +29,12 @@ from dflash_jax.checkpoints.prefetch import read_ahead
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.models import Family, family_named
+from dflash_jax.options import FLOAT_DTYPES
 
 MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
 FORMAT = 1
 # Arrays are written and read in groups: one Orbax call for each array would cost more than the small arrays themselves.
 MIN_GROUP_BYTES = 64 << 20
-FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 
 
 @runtime_checkable

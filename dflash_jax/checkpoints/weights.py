@@ -17,7 +17,8 @@ from dflash_jax.execution.draft_head import head_index, index_pays
 from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.quantization.weights import Quantised, Weight, WeightDtype, quantise_weights
+from dflash_jax.options import WeightDtype
+from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
 

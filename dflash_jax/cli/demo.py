@@ -19,9 +19,12 @@ from dflash_jax.sampling_params import SamplingParams
 PROMPTS = ("def quicksort(", "class Matrix:\n    def __init__(self, rows, columns):", "def test_")
 
 
-def demo(prompts: Sequence[str], max_tokens: int, options: Mapping[str, Any], *, bars: bool = True) -> int:
+def demo(
+    prompts: Sequence[str], max_tokens: int, path: str | None, options: Mapping[str, Any], *, bars: bool = True
+) -> int:
     """Prints the demonstration; `options` are `load`'s. Exact float32 unless they say otherwise. Returns the exit code."""
-    model = load(**{**options, "dtype": options.get("dtype") or "float32", "max_batch": 1})
+    asked: dict[str, Any] = {**options, "dtype": options.get("dtype") or "float32", "max_batch": 1}
+    model = load(path, **asked)
     for notice in model.notices:
         note(notice)
     params = SamplingParams(max_tokens=max_tokens)

@@ -3,42 +3,25 @@
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-from jax.typing import DTypeLike
 
-from dflash_jax.cache import CacheDtype
 from dflash_jax.checkpoints.converted import Checkpoint, Converted, open_converted
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine.memory import size
+from dflash_jax.engine.planning import plan_engine
 from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.options import check_limits, plan_engine
+from dflash_jax.options import LoadKeywords, read_options
 from dflash_jax.quantization.kv_formats import pool_dtype
-from dflash_jax.quantization.weights import WeightDtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
 
-def collect(
-    path: str | Path | None = None,
-    *,
-    draft: str | Path | bool | None = None,
-    dtype: DTypeLike | None = None,
-    max_model_len: int | None = None,
-    max_batch: int = 8,
-    weight_dtype: WeightDtype | None = None,
-    draft_weight_dtype: WeightDtype | None = None,
-    cache_dtype: CacheDtype | None = None,
-    verify_length: int | str | None = None,
-    draft_window: int | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    hashes: bool = False,
-) -> dict[str, Any]:
+def collect(path: str | Path | None = None, *, hashes: bool = False, **options: Unpack[LoadKeywords]) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights.
 
     Args:
@@ -47,16 +30,12 @@ def collect(
     Raises:
       CheckpointError: a file is not what was recorded.
     """
-    max_batch, _, _ = check_limits(max_batch)
-    target, drafter = open_pair(path, draft, revision=revision, draft_revision=draft_revision)
+    asked = read_options(dict(options), "collect")
+    target, drafter = open_pair(path, asked.draft, revision=asked.revision, draft_revision=asked.draft_revision)
     compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
     for one in compared:
         open_converted(one.folder, hashes=True)
-    engine, memory = plan_engine(
-        target, drafter, dtype=dtype, weight_dtype=weight_dtype, draft_weight_dtype=draft_weight_dtype,
-        cache_dtype=cache_dtype, max_model_len=max_model_len, max_batch=max_batch, verify_length=verify_length,
-        draft_window=draft_window,
-    )  # fmt: skip
+    engine, memory = plan_engine(target, drafter, asked)
     checkpoints = [target] if drafter is None else [target, drafter]
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -71,7 +50,7 @@ def collect(
         "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
         "pages": {
             "dtype": str(engine.dtype),
-            "target_dtype": str(pool_dtype(cache_dtype, engine.dtype)),
+            "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
@@ -80,8 +59,8 @@ def collect(
         },
         "memory": {
             "free_bytes": memory.free,
-            "weight_dtype": weight_dtype,
-            "draft_weight_dtype": draft_weight_dtype or weight_dtype if drafter is not None else None,
+            "weight_dtype": asked.weight_dtype,
+            "draft_weight_dtype": (asked.draft_weight_dtype or asked.weight_dtype) if drafter is not None else None,
             **{
                 key: weight_bytes({"": {name: engine.weights.get("draft", {}).get(name)}})
                 for key, name in (("shared_head_bytes", SHARED_HEAD), ("head_index_bytes", HEAD_INDEX))
@@ -96,7 +75,7 @@ def collect(
         "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
-            *drafter_notice(path, draft, drafter),
+            *drafter_notice(path, asked.draft, drafter),
             *tokenizer_notices(target.folder),
         ],
     }

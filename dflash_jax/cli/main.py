@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.cli.progress import announced, told_if_slow
@@ -34,6 +35,7 @@ from dflash_jax.errors import (
     PromptError,
     TokenizerError,
 )  # fmt: skip
+from dflash_jax.options import FLAGS
 from dflash_jax.sampling_params import SamplingParams
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -57,18 +59,16 @@ _EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
 MOST_PROBLEMS = 6  # of a folder, in the one line that tells them
 
 
-def load_options(args: argparse.Namespace) -> dict:
-    """Arguments of `dflash_jax.load` as the command line gave them."""
-    options = {"path": args.model, "draft": False if args.no_draft else args.draft}
-    options |= {"revision": args.revision, "draft_revision": args.draft_revision}
-    options |= {"dtype": args.dtype, "weight_dtype": args.weight_dtype, "cache_dtype": args.cache_dtype}
-    options |= {"draft_weight_dtype": args.draft_weight_dtype, "draft_window": args.draft_window}
-    options |= {"verify_length": args.verify_length, "max_model_len": args.max_model_len}
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of `dflash_jax.load` that the command line gave; the others keep their defaults."""
+    options: dict[str, Any] = {"draft": False if args.no_draft else args.draft}
+    given = {option: getattr(args, option, None) for option in FLAGS}
+    options |= {name: value for name, value in given.items() if value is not None}
     if args.calibration is not None:
         from dflash_jax.bench.workload import read_prompts as read_texts
 
         options["calibration"] = read_texts(args.calibration)
-    return options | ({"max_batch": args.max_batch} if "max_batch" in args else {})
+    return options
 
 
 def begin(args: argparse.Namespace) -> None:
@@ -127,7 +127,7 @@ def _generate(
     def first_run(model: Model) -> Run:
         return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
 
-    model = load(**load_options(args), ahead=first_run)
+    model = load(args.model, **load_options(args), ahead=first_run)
     for notice in model.notices:
         note(notice)
     pieces = stream(model, prompts, params, **chat, cycles=cycles)
@@ -172,7 +172,7 @@ def run_demo(args: argparse.Namespace) -> int:
     begin(args)
     from dflash_jax.cli.demo import demo
 
-    return demo(args.prompts, args.max_tokens, load_options(args), bars=shows_all(sys.stdout))
+    return demo(args.prompts, args.max_tokens, args.model, load_options(args), bars=shows_all(sys.stdout))
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -204,7 +204,7 @@ def run_info(args: argparse.Namespace) -> int:
     from dflash_jax.cli.info import collect, lines
 
     args.calibration = None  # sizes do not depend on it
-    facts = collect(**load_options(args), hashes=args.hashes)
+    facts = collect(args.model, **load_options(args), hashes=args.hashes)
     print(json.dumps(facts, indent=2) if args.json else printable("\n".join(lines(facts)), sys.stdout))
     return OK
 

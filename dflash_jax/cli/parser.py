@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-_WEIGHTS = "int8", "fp8", "fp8_dynamic"
+from dflash_jax.options import FLAGS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -96,42 +96,13 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
     drafts = group.add_mutually_exclusive_group()
     drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
     drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of a target's hub id")
-    group.add_argument("--draft-revision", metavar="REV", help="the same for --draft")
-    group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights, activations and pages")
-    group.add_argument(
-        "--weight-dtype", choices=_WEIGHTS,
-        help="large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many",
-    )  # fmt: skip
-    group.add_argument(
-        "--draft-weight-dtype", choices=_WEIGHTS, help="the same for the drafter alone, which changes no text"
-    )
-    group.add_argument(
-        "--cache-dtype", choices=("fp8", "fp8_packed", "int8"),
-        help="the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
-    )  # fmt: skip
-    group.add_argument(
-        "--calibration", metavar="FILE",
-        help="texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
-    )  # fmt: skip
-    group.add_argument(
-        "--verify-length", type=verify_length, metavar="N",
-        help="tokens verified in a cycle: a number, or auto for what pays (default: the whole block)",
-    )  # fmt: skip
-    group.add_argument(
-        "--draft-window", type=int, metavar="N",
-        help="tokens of a context that the drafter sees, the last ones (default: all); changes no text",
-    )  # fmt: skip
-    group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="prompt and produced tokens of a request at most (default: the model's own, at most 4096)",
-    )
-    if max_batch:
+    for option, flag in FLAGS.items():
+        if option == "max_batch" and not max_batch:
+            continue
         group.add_argument(
-            "--max-batch", type=int, default=8, metavar="N", help="prompts that run side by side at most (default: 8)"
-        )
+            f"--{option.replace('_', '-')}", help=flag.about, type=flag.kind, choices=flag.choices,
+            metavar=flag.metavar or (None if flag.choices else "N"),
+        )  # fmt: skip
 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
@@ -151,8 +122,3 @@ def chat_option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def verify_length(text: str) -> int | str:
-    """An argument of the command line; `load` says what is wrong with others."""
-    return int(text) if text.lstrip("-").isdigit() else text

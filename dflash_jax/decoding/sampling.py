@@ -12,8 +12,7 @@ from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import filtered_choice
-from dflash_kernels.sampling.reference import filtered, scaled_logits
+from dflash_kernels import filter_logits, filtered_choice, scaled_logits
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -76,7 +75,7 @@ def filtered_logits(
     if mode != "full":
         return scaled_logits(logits, temperature)
     limits = {name: getattr(request, name)[:, None, None] for name in ("min_p", "top_k", "top_p")}
-    return filtered(logits, temperature, **limits, rounded=rounded)
+    return filter_logits(logits, temperature, **limits, rounded=rounded)
 
 
 def without_stops(

@@ -12,19 +12,14 @@ Whatever attends reads what the pool holds, new tokens included, so that a token
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels.kv_cache.latent.reference import TILE
+from dflash_kernels import LATENT_TILE
 from jaxtyping import Float
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
-
-CacheDtype = Literal["fp8", "fp8_packed", "int8"]
-# Formats whose scales `calibrate` finds.
-CALIBRATED = ("fp8", "int8")
 
 # A scale puts the largest number seen in calibration here; e4m3 ends at 448, so twice as large ones still fit.
 CALIBRATED_TO = 200.0
@@ -53,11 +48,11 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
         raise ParameterError(
             'cache_dtype="int8" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
         )
-    if cache_dtype == "fp8_packed" and (not rank or rank % TILE):
+    if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):
         kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"
         raise ParameterError(
-            f'cache_dtype="fp8_packed" needs latent rows with a kv_lora_rank that is a multiple of {TILE}, this target has {kept}: '
-            'take cache_dtype="fp8"'
+            f'cache_dtype="fp8_packed" needs latent rows with a kv_lora_rank that is a multiple of {LATENT_TILE}, this target has '
+            f'{kept}: take cache_dtype="fp8"'
         )
 
 

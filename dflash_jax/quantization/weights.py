@@ -10,17 +10,27 @@ With many rows a step takes as long as its products, and float8 times float8 is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import ColumnBlocks, Float8Rows, float8_best, float8_dense, float8_rows, quantised_linear
-from dflash_kernels.core.layouts import INTERLEAVED, deinterleaved, interleaved
+from dflash_kernels import (
+    INTERLEAVE_BLOCK,
+    ColumnBlocks,
+    Float8Rows,
+    deinterleave_columns,
+    float8_best,
+    float8_dense,
+    float8_rows,
+    interleave_columns,
+    quantized_linear,
+)
 from jaxtyping import Array, Float, Int
 
-type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
+from dflash_jax.options import WeightDtype
 
-WEIGHT_DTYPES: Mapping[str, tuple[Any, float]] = {
+# What a weight becomes, and the largest number of that dtype.
+_FORMATS: Mapping[str, tuple[Any, float]] = {
     "int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0), "fp8_dynamic": (jnp.float8_e4m3fn, 448.0)
 }  # fmt: skip
 MANY_ROWS = 64  # from which on "fp8_dynamic" rounds rows: fewer wait for the weights alone
@@ -61,7 +71,7 @@ class Quantised:
         """Some rows, dequantised; the matrix itself for `...`, as a module's parameter is read."""
         if rows is Ellipsis:
             return self
-        values = deinterleaved(self.values[rows]) if self.paired else self.values[rows]
+        values = deinterleave_columns(self.values[rows]) if self.paired else self.values[rows]
         wide = values.astype(jnp.float32) * self.scales[rows][..., None]
         return wide.astype(self.dtype)
 
@@ -71,14 +81,14 @@ type Weight = Array | Quantised | ColumnBlocks
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
     """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one."""
-    dtype, largest = WEIGHT_DTYPES[kind]
+    dtype, largest = _FORMATS[kind]
     wide = matrix.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=1)
     scales = jnp.where(top > 0, top, 1.0) / largest
     scaled = wide / scales[:, None]
     values = jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype)
-    paired = matrix.shape[1] % INTERLEAVED == 0
-    values = interleaved(values) if paired else values
+    paired = matrix.shape[1] % INTERLEAVE_BLOCK == 0
+    values = interleave_columns(values) if paired else values
     return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic")
 
 
@@ -91,7 +101,7 @@ def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | 
     if rounds(matrix, len(rows)):
         products = float8_dense(rounded(rows, matrix), matrix.values, matrix.scales, x.dtype, live=live)
     else:
-        products = quantised_linear(rows, matrix.values, matrix.scales, paired=matrix.paired)
+        products = quantized_linear(rows, matrix.values, matrix.scales, paired=matrix.paired)
     return products.reshape(*x.shape[:-1], -1)
 
 

@@ -1,17 +1,14 @@
-"""Chat templates: Jinja from a model's folder, with the names, filters and tags that transformers gives them, in a sandbox."""
+"""Chat templates: which messages may go through one, and what the answer of the process that renders it means."""
 
-import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from dflash_jax.errors import ParameterError, PromptError, TokenizerError
+from dflash_jax._scalars import as_flag, as_number
+from dflash_jax.errors import DFlashError, ParameterError, PromptError, TokenizerError
+from dflash_jax.text import template_process
+from dflash_jax.text.template_process import MAX_TEXT_BYTES
 
 _ROLES = ("system", "user", "assistant", "tool")
 
@@ -21,32 +18,42 @@ def render(
 ) -> str:
     """The text that a template makes of messages, ready for the answer.
 
+    The template runs in Jinja's immutable sandbox, in a process of its own, with bounds on its time, its memory and its text
+    (`dflash_jax.text.template_process`). Messages and options reach it as JSON.
+
     Args:
       special: named special tokens.
       options: what else it is told; `tools` and `documents` are None where they are not among them.
 
     Raises:
       PromptError: a message has no role or no content, or the template refuses these messages or leaves what one says out.
-      ParameterError: it asks for no such option.
-      TokenizerError: the template itself is broken.
+      ParameterError: it asks for no such option, or one is nothing that JSON could hold.
+      TokenizerError: the template itself is broken, or passes a bound.
     """
     _check_messages(messages)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    environment.filters["tojson"] = _to_json
-    # Templates compare `tools` with none: a name that is not defined would not be equal to it.
-    given = {"tools": None, "documents": None, "messages": list(messages), "add_generation_prompt": True, **special}
-    try:
-        _check_options(environment, template, options)
-        text = environment.from_string(template).render({**given, **options})
-    except _Refusal as error:
-        raise PromptError(f"the chat template refused these messages: {error}") from error
-    except ParameterError:
-        raise
-    except Exception as error:  # a template can fail in every way an expression can
-        raise TokenizerError(f"the chat template fails on these messages: {error}") from error
+    request = {
+        "template": json.dumps(template, ensure_ascii=False),
+        "messages": _json(list(messages), PromptError, "messages"),
+        "special": json.dumps(special, ensure_ascii=False),
+        "options": _json(options, ParameterError, "chat_options"),
+    }
+    size = sum(len(request[name].encode("utf-8", "surrogatepass")) for name in ("messages", "options"))
+    if size > MAX_TEXT_BYTES:
+        raise PromptError(
+            f"messages and chat_options may have {MAX_TEXT_BYTES:,} bytes together, these have {size:,}: give fewer"
+        )
+    answer = template_process.ask(request)
+    kind, text = answer["kind"], answer["text"]
+    if kind == "refused":
+        raise PromptError(f"the chat template refused these messages: {text}")
+    if kind == "option":
+        raise ParameterError(f"the chat template {text}")
+    if kind == "long":
+        raise TokenizerError(
+            f"the chat template makes a text of {text} bytes of these messages, at most {MAX_TEXT_BYTES:,} are taken"
+        )
+    if kind != "text":
+        raise TokenizerError(f"the chat template fails on these messages: {text}")
     _check_left_out(messages, template, text)
     return text
 
@@ -60,6 +67,28 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
             raise PromptError(f"messages[{place}] has no role: expected 'user' for example, got {keys}")
         if role in ("system", "user") and message.get("content") is None:
             raise PromptError(f"messages[{place}], of the {role}, has no content: give a text")
+
+
+def _json(value: Any, error: type[DFlashError], name: str) -> str:
+    """The value as JSON, as the template will see it. Raises `error` for what JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as wrong:
+        raise error(
+            f"{name} must hold what JSON can (texts, numbers, True, False, None, lists and mappings with texts as keys): {wrong}"
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has in place of a mapping, a sequence or a scalar of another kind than Python's own."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    for scalar in (as_flag(value), as_number(value)):
+        if scalar is not None:
+            return scalar
+    raise TypeError(f"{type(value).__name__} {value!r:.40} is none of these; give its JSON form")
 
 
 def _check_left_out(messages: Sequence[Mapping[str, Any]], template: str, text: str) -> None:
@@ -79,51 +108,4 @@ def _check_left_out(messages: Sequence[Mapping[str, Any]], template: str, text: 
 
 def _shows(text: str, content: str) -> bool:
     """Whether a text holds a content, but for the space around it, as it is or inside JSON."""
-    return content.strip() in text or _to_json(content.strip())[1:-1] in text
-
-
-def _check_options(environment: Environment, template: str, options: Mapping[str, Any]) -> None:
-    """Raises ParameterError for names that the template would pass over, a misspelt one for example."""
-    tree = environment.parse(template)
-    asked = meta.find_undeclared_variables(tree) - environment.globals.keys() - {"messages"}
-    if unknown := options.keys() - asked:
-        # What a loop assigns counts as asked for where only some branches do so; nobody means it as an option.
-        inside = {
-            name.name for loop in tree.find_all(nodes.For) for name in loop.find_all(nodes.Name) if name.ctx == "store"
-        }
-        known = sorted(asked - inside) or ["none"]
-        raise ParameterError(
-            f"the chat template asks for no {', '.join(sorted(unknown))}: its options are {', '.join(known)}"
-        )
-
-
-class _Generation(Extension):
-    """`{% generation %}` around what training learns from: its content stands as it is."""
-
-    tags = {"generation"}  # noqa: RUF012, as the base class has it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _Refusal(TemplateError):
-    """What a template says itself."""
-
-
-def _refuse(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text

@@ -7,6 +7,9 @@ import tokenizers
 
 from dflash_jax.errors import TokenizerError
 
+# What tokens are on the device: 32 bits with a sign.
+MAX_ID = 2**31 - 1
+
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Tokenizers of this kind put the tokens named here around a text, whatever the post-processor of `tokenizer.json` is.
 _SURROUNDS = ("LlamaTokenizer", "LlamaTokenizerFast")
@@ -48,6 +51,11 @@ def complete(
     # What a user's text or a template holds is then letters, as this setting asks.
     backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
     _surround(backend, settings, named_tokens(settings, older))
+
+
+def is_id(value: Any) -> bool:
+    """Whether a value of a file is a token id."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_ID
 
 
 def _content(token: Any) -> str:
@@ -104,8 +112,16 @@ def _add_listed(
     }
     decoder = settings.get("added_tokens_decoder")
     for number, entry in decoder.items() if isinstance(decoder, Mapping) else ():
-        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and number.isdecimal():
-            beside[entry["content"]] = int(number), entry
+        if isinstance(entry, Mapping) and isinstance(entry.get("content"), str):
+            # As written where it is no number of so few digits: it is named below.
+            short = number.isdecimal() and len(number) <= len(str(MAX_ID))
+            beside[entry["content"]] = int(number) if short else number, entry
+    for text, (number, _) in beside.items():
+        if not is_id(number):
+            raise TokenizerError(
+                f"token {text!r:.40} has id {number!r:.40} in tokenizer_config.json or added_tokens.json, expected a number from "
+                f"0 to {MAX_ID}: fetch the files again"
+            )
     known = _known(backend)
     for text, (number, entry) in sorted(beside.items(), key=lambda item: str(item[1][0]).zfill(9)):
         flags = _flags(entry)

@@ -6,13 +6,15 @@ from typing import Any
 
 import tokenizers
 
-from dflash_jax.checkpoints.hub import POINTER, is_pointer
 from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.errors import ConfigError, PromptError, TokenizerError
+from dflash_jax.text.backend import named_errors, read_backend
 from dflash_jax.text.chat_template import render
-from dflash_jax.text.special_tokens import complete, named_tokens
+from dflash_jax.text.special_tokens import MAX_ID, complete, is_id, named_tokens
 
 MAX_TEMPLATE_BYTES = 1 << 20
+MAX_END_TOKENS = 64
+_TOO_LARGE = f"is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template"
 
 
 class Tokenizer:
@@ -48,18 +50,14 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            if is_pointer(path):
-                raise TokenizerError(f"{path} {POINTER}") from error
-            raise TokenizerError(f"{path} is not a tokenizer this version of tokenizers can read: {error}") from error
+        backend = read_backend(path)
         # How somebody once prepared batches for training: here a prompt would be cut, or filled up, without a word.
         backend.no_truncation()
         backend.no_padding()
         settings = read_json(folder / "tokenizer_config.json")
         older = read_json(folder / "special_tokens_map.json")
-        complete(backend, settings, older, read_json(folder / "added_tokens.json"))
+        with named_errors(f"{folder} has tokens beside tokenizer.json that tokenizers cannot take"):
+            complete(backend, settings, older, read_json(folder / "added_tokens.json"))
         templates = _templates(folder, settings)
         special = named_tokens(settings, older)
         return cls(backend, templates.get("default"), special, tool_template=templates.get("tool_use"))
@@ -69,30 +67,35 @@ class Tokenizer:
 
         Raises:
           PromptError: a character has no UTF-8 form, as Python reads bytes that are no UTF-8 from a terminal or a file name.
+          TokenizerError: the tokenizer fails on this text.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             wrong = f"character {error.start} of the text is {text[error.start]!r}, which no UTF-8 text has"
             raise PromptError(f"{wrong}: give UTF-8, or token ids") from None
-        return self.backend.encode(text, add_special_tokens=special).ids
+        with named_errors("the tokenizer fails on this text"):
+            return self.backend.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        """Text of token ids, special tokens left out. Raises TokenizerError where the tokenizer fails on them."""
+        with named_errors("the tokenizer fails on these token ids"):
+            return self.backend.decode(list(ids), skip_special_tokens=True)
 
     def is_silent(self, token: int) -> bool:
         """Whether a token is no text among any others: a special one, or one that no vocabulary has."""
         if (silent := self._silent.get(token)) is None:
             # Alone, tokens such as a mark for a space may be empty as well.
-            special = bool(self.backend.decode([token], skip_special_tokens=False)) and not self.decode([token])
-            silent = self._silent[token] = special or self.backend.id_to_token(token) is None
+            with named_errors(f"the tokenizer fails on token id {token}"):
+                special = bool(self.backend.decode([token], skip_special_tokens=False)) and not self.decode([token])
+                silent = self._silent[token] = special or self.backend.id_to_token(token) is None
         return silent
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of messages through the chat template, ready for the answer.
 
-        The template runs in Jinja's immutable sandbox: it is data from a model folder.
+        The template is data from a model folder: it runs in Jinja's immutable sandbox, in a process of its own whose time and
+        memory are bounded, and so is its text (`dflash_jax.text.template_process`). Messages and options reach it as JSON.
 
         Args:
           messages: objects with at least `role` and `content`.
@@ -100,8 +103,8 @@ class Tokenizer:
 
         Raises:
           PromptError: there is no template, or it refuses these messages.
-          ParameterError: the template asks for no such option.
-          TokenizerError: the template itself is broken.
+          ParameterError: the template asks for no such option, or one is nothing that JSON could hold.
+          TokenizerError: the template itself is broken, or passes a bound.
         """
         template = self.template if options.get("tools") is None else self.tool_template or self.template
         if template is None and self.tool_template is not None:
@@ -126,7 +129,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     separate = folder / "chat_template.jinja"
     if separate.is_file():
         if separate.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise TokenizerError(f"{separate} is larger than {MAX_TEMPLATE_BYTES} bytes: not a chat template")
+            raise TokenizerError(f"{separate} {_TOO_LARGE}")
         try:
             return {"default": separate.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
@@ -135,7 +138,11 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     named = found if isinstance(found, dict) else {"default": found}
-    return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    templates = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    for name, text in templates.items():
+        if len(text.encode()) > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(f"{folder / 'tokenizer_config.json'}: chat_template {name!r:.40} {_TOO_LARGE}")
+    return templates
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -166,11 +173,18 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         inner = values.get("text_config")
         found = values.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, Mapping) else None)
         found = [] if found is None else found if isinstance(found, list) else [found]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
-            raise ConfigError(f"{folder / name}: eos_token_id must be an id or a list of ids, got {found!r}")
+        if not all(is_id(token) for token in found):
+            raise ConfigError(
+                f"{folder / name}: eos_token_id must be an id from 0 to {MAX_ID} or a list of ids, got {found!r:.80}"
+            )
+        if len(set(found)) > MAX_END_TOKENS:
+            raise ConfigError(
+                f"{folder / name}: eos_token_id lists {len(set(found))} ids, at most {MAX_END_TOKENS} can end texts"
+            )
         ids = ids or found
     if tokenizer is not None and (text := tokenizer.special.get("eos_token")):
-        token = tokenizer.backend.token_to_id(text)
+        with named_errors(f"{folder}: the eos_token {text!r:.40} is none that tokenizers can take"):
+            token = tokenizer.backend.token_to_id(text)
         ids = ids if token is None else [*ids, token]
     return tuple(dict.fromkeys(ids))
 

@@ -10,7 +10,14 @@ from dflash_kernels.attention.paged.api import paged_attention
 from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from dflash_kernels.attention.ragged.api import ragged_attention, ragged_paged_attention
 from dflash_kernels.core.dispatch import NoImplementationError
-from dflash_kernels.core.layouts import ColumnBlocks, in_column_blocks, row_by_row
+from dflash_kernels.core.layouts import (
+    INTERLEAVE_BLOCK,
+    ColumnBlocks,
+    deinterleave_columns,
+    in_column_blocks,
+    interleave_columns,
+    row_by_row,
+)
 from dflash_kernels.fused.experts.api import (
     mixture,
     routed_experts,
@@ -29,8 +36,9 @@ from dflash_kernels.fused.layer.api import (
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
-from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
+from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_unpack
 from dflash_kernels.kv_cache.latent.gather import latent_gather
+from dflash_kernels.kv_cache.latent.reference import LATENT_TILE, packed_latent_width
 from dflash_kernels.kv_cache.latent_expand.api import latent_expand
 from dflash_kernels.kv_cache.write.api import cache_write, latent_write
 from dflash_kernels.kv_cache.write.mla import MlaWritten, mla_write
@@ -57,22 +65,93 @@ from dflash_kernels.matmul.float8.api import (
 )
 from dflash_kernels.matmul.float8.reference import Float8Rows
 from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_refusal
-from dflash_kernels.matmul.weight_only.api import quantised_linear
+from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, stream_norm
-from dflash_kernels.quantize.api import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
+from dflash_kernels.quantize.api import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
 from dflash_kernels.sampling.api import filtered_choice
+from dflash_kernels.sampling.reference import filter_logits, scaled_logits
+
+# The names of releases before these.
+quantise_groups, quantise_nvfp4, quantise_tensor = quantize_groups, quantize_nvfp4, quantize_tensor
+quantised_linear = quantized_linear
 
 __all__ = [
-    "Chained", "ColumnBlocks", "Float8Rows", "KvWritten", "MlaWritten", "NoImplementationError", "PagedSchedule",
-    "QkvAttended", "QkvWritten", "add_norm", "add_norm_scores", "attention_chain", "attention_chain_exchange",
-    "attention_chain_refusal", "cache_write", "chain_exchange", "chain_stream", "dense", "dense_best", "dense_gated",
-    "dense_onto", "dense_parts", "dense_refusal", "dense_scores", "embed_norm", "filtered_choice", "float8_best",
-    "float8_candidates", "float8_dense", "float8_gated", "float8_onto", "float8_refusal", "float8_rows",
-    "grouped_linear", "grouped_linear_refusal", "in_column_blocks", "kv_write", "latent_decode", "latent_encode",
-    "latent_expand", "latent_gather", "latent_pack", "latent_store", "latent_unpack", "latent_write", "layer_chain",
-    "layer_chain_refusal", "linear_chain", "linear_chain_exchange", "linear_chain_refusal", "merge_states", "mixture",
-    "mla_attention", "mla_write", "paged_attention", "paged_schedule", "qkv_attention", "qkv_attention_refusal",
-    "qkv_write", "quantise_groups", "quantise_nvfp4", "quantise_tensor", "quantised_linear", "ragged_attention",
-    "ragged_paged_attention", "routed_experts", "routed_experts_exchange", "routed_experts_refusal", "row_by_row",
-    "schedule_helps", "stream_norm", "swizzle_scales",
+    "INTERLEAVE_BLOCK",
+    "LATENT_TILE",
+    "Chained",
+    "ColumnBlocks",
+    "Float8Rows",
+    "KvWritten",
+    "MlaWritten",
+    "NoImplementationError",
+    "PagedSchedule",
+    "QkvAttended",
+    "QkvWritten",
+    "add_norm",
+    "add_norm_scores",
+    "attention_chain",
+    "attention_chain_exchange",
+    "attention_chain_refusal",
+    "cache_write",
+    "chain_exchange",
+    "chain_stream",
+    "deinterleave_columns",
+    "dense",
+    "dense_best",
+    "dense_gated",
+    "dense_onto",
+    "dense_parts",
+    "dense_refusal",
+    "dense_scores",
+    "embed_norm",
+    "filter_logits",
+    "filtered_choice",
+    "float8_best",
+    "float8_candidates",
+    "float8_dense",
+    "float8_gated",
+    "float8_onto",
+    "float8_refusal",
+    "float8_rows",
+    "grouped_linear",
+    "grouped_linear_refusal",
+    "in_column_blocks",
+    "interleave_columns",
+    "kv_write",
+    "latent_decode",
+    "latent_encode",
+    "latent_expand",
+    "latent_gather",
+    "latent_pack",
+    "latent_unpack",
+    "latent_write",
+    "layer_chain",
+    "layer_chain_refusal",
+    "linear_chain",
+    "linear_chain_exchange",
+    "linear_chain_refusal",
+    "merge_states",
+    "mixture",
+    "mla_attention",
+    "mla_write",
+    "packed_latent_width",
+    "paged_attention",
+    "paged_schedule",
+    "qkv_attention",
+    "qkv_attention_refusal",
+    "qkv_write",
+    "quantize_groups",
+    "quantize_nvfp4",
+    "quantize_tensor",
+    "quantized_linear",
+    "ragged_attention",
+    "ragged_paged_attention",
+    "routed_experts",
+    "routed_experts_exchange",
+    "routed_experts_refusal",
+    "row_by_row",
+    "scaled_logits",
+    "schedule_helps",
+    "stream_norm",
+    "swizzle_scales",
 ]  # fmt: skip

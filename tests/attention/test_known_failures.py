@@ -9,7 +9,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import quantise_groups, quantise_nvfp4, quantise_tensor
+from dflash_kernels import quantize_groups, quantize_nvfp4, quantize_tensor
 
 from dflash_jax.attention.mla import LatentForm
 
@@ -97,7 +97,7 @@ def test_padding_does_not_reach_quantised_outputs(form: LatentForm | None) -> No
     def quantised(garbage: float) -> list[np.ndarray]:
         out, _ = run(make_batch(CONTEXT, QUERIES, garbage=garbage, value=16, seed=5), 6, form, garbage)
         rows = jnp.asarray(out.reshape(*out.shape[:2], -1))
-        arrays = [quantise_tensor(rows, 0.01), *quantise_groups(rows, group=16), *quantise_nvfp4(rows, 50.0)]
+        arrays = [quantize_tensor(rows, 0.01), *quantize_groups(rows, group=16), *quantize_nvfp4(rows, 50.0)]
         return [np.asarray(array) for array in arrays]
 
     clean = quantised(0.0)

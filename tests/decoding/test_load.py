@@ -53,7 +53,7 @@ PARAMS = dj.SamplingParams(max_tokens=9)
 
 def test_norms_in_another_type_do_not_decide_for_the_model(tmp_path, monkeypatch):
     """As fine-tuning with matrices in few bits leaves them. On a GPU the stored type counts, and pages would be of the norms'."""
-    monkeypatch.setattr("dflash_jax.options.choose_dtype", lambda dtype: dtype)
+    monkeypatch.setattr("dflash_jax.engine.planning.choose_dtype", lambda dtype: dtype)
     folder = write(tmp_path / "mixed", TARGET, dtype=ml_dtypes.bfloat16)
     tensors = load_file(folder / "model.safetensors")
     norms = {name: value.astype(np.float32) for name, value in tensors.items() if value.ndim == 1}

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import options as planning
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
 from dflash_jax.cli.info import collect
 from dflash_jax.cli.main import main
+from dflash_jax.engine import planning
 from dflash_jax.engine.memory import (
     MemoryPlan,
     context_bytes,
@@ -26,6 +26,7 @@ from dflash_jax.engine.memory import (
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.weights import quantise_weights
 
 GIB = 1 << 30
@@ -196,7 +197,7 @@ def test_room_for_the_largest_call_of_prompts(monkeypatch, batch, longest, token
     """One row of a long prompt, or all pieces of several."""
     seen, found = [], planning.workspace_bytes
     monkeypatch.setattr(planning, "workspace_bytes", lambda *args, **of: seen.append(of["chunk"]) or found(*args, **of))
-    planning.plan_engine(*open_pair(), max_model_len=longest, max_batch=batch)
+    planning.plan_engine(*open_pair(), LoadOptions(max_model_len=longest, max_batch=batch))
     assert seen == [tokens]
 
 

@@ -16,7 +16,7 @@ from dflash_jax.engine.verify_policy import FIRST_CYCLES, Acceptance, VerifyPoli
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.quantization.weights import WeightDtype
+from dflash_jax.options import WeightDtype
 
 OFFERED = 16
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
 from dflash_kernels.core.device import SHARED_MEMORY
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused.layer.mosaic_gpu import launch_products
 from dflash_kernels.fused.layer.plan import plan
 from dflash_kernels.mosaic_gpu.convert import digits_of
@@ -38,7 +38,7 @@ def narrowed(call: dict[str, Any], kind: Any) -> tuple[dict[str, Any], dict[str,
         values = matrix / scale[:, None]
         values = jnp.clip(jnp.round(values), -128, 127).astype(kind) if kind == jnp.int8 else values.astype(kind)
         small[name], wide[name] = (
-            interleaved(values),
+            interleave_columns(values),
             (values.astype(jnp.float32) * scale[:, None]).astype(jnp.bfloat16),
         )
         scales.append(scale)

@@ -99,7 +99,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
-    "quantised_linear": (
+    "quantized_linear": (
         (array(16, 2560), array(6144, 2560, dtype=jnp.int8), array(6144, dtype=jnp.float32)), {},
     ),
     "grouped_linear": (
@@ -115,9 +115,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "latent_unpack": ((array(64, 656, dtype=jnp.uint8),), {"kv_lora_rank": 512}),
     "latent_encode": ((array(64, 576),), {"pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 512}),
     "latent_decode": ((array(64, 656, dtype=jnp.uint8),), {"dtype": jnp.bfloat16, "kv_lora_rank": 512}),
-    "quantise_tensor": ((array(64, 2048), array(dtype=jnp.float32)), {}),
-    "quantise_groups": ((array(64, 2048),), {"group": 128}),
-    "quantise_nvfp4": ((array(64, 2048), array(dtype=jnp.float32)), {}),
+    "quantize_tensor": ((array(64, 2048), array(dtype=jnp.float32)), {}),
+    "quantize_groups": ((array(64, 2048),), {"group": 128}),
+    "quantize_nvfp4": ((array(64, 2048), array(dtype=jnp.float32)), {}),
 }  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     "op",
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
-        "add_norm_scores", "quantised_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
+        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
         "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
         "float8_candidates", "filtered_choice",
     ],

@@ -18,7 +18,7 @@ from dflash_kernels import (
     float8_refusal,
     float8_rows,
 )
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
 from dflash_kernels.matmul.dense.tiling import _plans as plans
 from dflash_kernels.matmul.float8.mosaic_gpu import best, launch, onto, rows_launch
@@ -82,7 +82,7 @@ def test_columns_in_pairs() -> None:
     x = numbers(3, 48)
     plain, paired = float8_rows(x), float8_rows(x, paired=True)
     np.testing.assert_array_equal(
-        np.asarray(interleaved(plain.values), np.float32), np.asarray(paired.values, np.float32)
+        np.asarray(interleave_columns(plain.values), np.float32), np.asarray(paired.values, np.float32)
     )
     np.testing.assert_array_equal(plain.scales, paired.scales)
     with pytest.raises(ValueError, match="a multiple of 16, not 24"):
@@ -156,7 +156,7 @@ def test_onto_the_stream() -> None:
         assert found.dtype == stream.dtype
         assert np.abs(np.asarray(found, np.float64) - true).max() <= 2.0**-8 * np.abs(true).max()
     normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(norm, np.float64)
-    expected = np.asarray(interleaved(jnp.asarray(normed)), np.float64)
+    expected = np.asarray(interleave_columns(jnp.asarray(normed)), np.float64)
     for _, found in (ours, (added, rows)):
         wide = np.asarray(found.values, np.float64) * np.asarray(found.scales, np.float64)[:, None]
         assert np.abs(wide - expected).max() <= np.abs(normed).max() / 14

@@ -15,8 +15,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_kernels import latent_decode, latent_encode, latent_pack, latent_store, latent_unpack
-from dflash_kernels.kv_cache.latent.reference import packed_width
+from dflash_kernels import (
+    latent_decode,
+    latent_encode,
+    latent_pack,
+    latent_unpack,
+    latent_write,
+    packed_latent_width,
+)
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -85,13 +91,13 @@ def test_packed_bytes(rank: int, rotated: int, dtype) -> None:
     latents[6, :128] = np.linspace(-1, 1, 128).astype(dtype)  # many ties
     packed = pack(latents, rank)
     assert packed.dtype == np.uint8
-    assert packed.shape == (12, packed_width(rank, rotated))
+    assert packed.shape == (12, packed_latent_width(rank, rotated))
     for found, row in zip(packed, latents, strict=True):
         assert found.tobytes() == described(row, rank)
 
 
 def test_the_published_width() -> None:
-    assert packed_width(512, 64) == 656
+    assert packed_latent_width(512, 64) == 656
     assert pack(rows(1, 512, 64), 512).shape == (1, 656)
 
 
@@ -158,29 +164,31 @@ def test_unquantised_pools_are_cast() -> None:
 @pytest.mark.parametrize("kind", [jnp.uint8, jnp.float8_e4m3fn, jnp.float32], ids=["packed", "e4m3", "float32"])
 def test_rows_in_their_slots_and_nothing_else_changed(kind) -> None:
     """A negative slot and rows past the last slot write nothing, whatever they hold."""
-    width = packed_width(128, 6) if kind == jnp.uint8 else 134
+    width = packed_latent_width(128, 6) if kind == jnp.uint8 else 134
     rng = np.random.default_rng(1)
     before = jnp.asarray(rng.integers(0, 255, (5, 1, 4, width)).astype(np.uint8))
     before = before if kind == jnp.uint8 else jnp.asarray(rng.standard_normal((5, 1, 4, width)), kind)
     latents = rows(6, 128, 6, np.float32)
     latents[2] = latents[4:] = np.nan
     slots = np.array([7, 19, -1, 0], np.int32)
-    after = np.asarray(
-        latent_store(before, jnp.asarray(latents), jnp.asarray(slots), kv_lora_rank=128, scale=jnp.float32(0.5))
-    )
-    encoded = np.asarray(latent_encode(jnp.asarray(latents), kind, kv_lora_rank=128, scale=jnp.float32(0.5)))
+    encoded = latent_encode(jnp.asarray(latents), kind, kv_lora_rank=128, scale=jnp.float32(0.5))
+    after = np.asarray(latent_write(before, encoded, jnp.asarray(slots)))
     expected = np.asarray(before).copy()
     for row, slot in enumerate(slots):
         if slot >= 0:
-            expected[slot // 4, 0, slot % 4] = encoded[row]
+            expected[slot // 4, 0, slot % 4] = np.asarray(encoded)[row]
     assert after.tobytes() == expected.tobytes()
+
+
+def store(pool, latents, slots):
+    """The pool with rows in its own format at their slots."""
+    return latent_write(pool, latent_encode(latents, pool.dtype, kv_lora_rank=512), slots)
 
 
 def test_the_write_is_in_place() -> None:
     pool = jax.ShapeDtypeStruct((64, 1, 16, 656), jnp.uint8)
     latents, slots = jax.ShapeDtypeStruct((4, 576), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
-    store = jax.jit(lambda pages, *rest: latent_store(pages, *rest, kv_lora_rank=512), donate_argnums=0)
-    text = store.lower(pool, latents, slots).compile().as_text()
+    text = jax.jit(store, donate_argnums=0).lower(pool, latents, slots).compile().as_text()
     assert "input_output_alias" in text
     assert "copy(u8[64,1,16,656]" not in text
 
@@ -188,9 +196,8 @@ def test_the_write_is_in_place() -> None:
 def test_rows_past_two_billion_bytes() -> None:
     """The last row of a pool of more than 2^31 bytes, whose neighbours and first rows stay zero."""
     pages = 2**31 // (64 * 656) + 2
-    store = jax.jit(lambda pool, *rest: latent_store(pool, *rest, kv_lora_rank=512), donate_argnums=0)
     latents = jnp.asarray(rows(2, 512, 64))
-    pool = store(
+    pool = jax.jit(store, donate_argnums=0)(
         jnp.zeros((pages, 1, 64, 656), jnp.uint8), latents, jnp.array([pages * 64 - 1, pages * 64 - 100], jnp.int32)
     )
     assert pool.size > 2**31

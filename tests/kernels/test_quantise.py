@@ -7,12 +7,13 @@ are. What padding rows do to a layer's quantised output is looked at in tests/at
 import inspect
 import math
 
+import dflash_kernels
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_kernels import quantise_groups, quantise_nvfp4, quantise_tensor, swizzle_scales
+from dflash_kernels import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -66,7 +67,7 @@ def test_one_scale(dtype, scale: float) -> None:
     with np.errstate(over="ignore"):
         x = numbers((40, 48), dtype)
     x[0, :6] = np.array([np.nan, np.inf, -np.inf, 448 * scale, -464.5 * scale, 3e4], dtype)
-    found = np.asarray(jax.jit(quantise_tensor)(x, jnp.float32(scale)))
+    found = np.asarray(jax.jit(quantize_tensor)(x, jnp.float32(scale)))
     inverse = np.float32(1) / np.float32(scale)
     with np.errstate(over="ignore"):
         expected = e4m3(x.astype(np.float32) * inverse)
@@ -87,7 +88,7 @@ def test_a_scale_for_each_group(dtype, group: int, power_of_two: bool) -> None:
     x[2, 200] = np.inf if dtype != np.float16 else x[2, 200]
     x[3, :64] = np.linspace(-448, 448, 64).astype(dtype)
     x = np.where(np.isinf(x.astype(np.float32)) & (np.arange(30) != 2)[:, None], np.zeros((), dtype), x)
-    values, scales = jax.jit(quantise_groups, static_argnames=("group", "power_of_two"))(
+    values, scales = jax.jit(quantize_groups, static_argnames=("group", "power_of_two"))(
         x, group=group, power_of_two=power_of_two
     )
     wide = x.astype(np.float32).reshape(30, -1, group)
@@ -129,7 +130,7 @@ def test_nvfp4(dtype) -> None:
     x[3, 5] = np.inf
     x[4, :16] = np.float32(1e-6) if dtype != np.float16 else 0  # the scale rounds to 0
     for global_scale in (1.0, 448 * 6 / float(np.abs(np.delete(x, 3, 0).astype(np.float32)).max()), 1e4):
-        packed, scales = jax.jit(quantise_nvfp4)(x, jnp.float32(global_scale))
+        packed, scales = jax.jit(quantize_nvfp4)(x, jnp.float32(global_scale))
         with np.errstate(over="ignore"):
             expected = nvfp4_described(x, global_scale)
         np.testing.assert_array_equal(np.asarray(scales).view(np.uint8), expected[1])
@@ -140,9 +141,9 @@ def test_nvfp4(dtype) -> None:
 
 def test_a_nan_spoils_its_block_and_no_other() -> None:
     x = numbers((3, 64), seed=3).clip(-100, 100)
-    clean = jax.tree.map(np.asarray, quantise_nvfp4(jnp.asarray(x), 1.0))
+    clean = jax.tree.map(np.asarray, quantize_nvfp4(jnp.asarray(x), 1.0))
     x[1, 20] = np.nan
-    packed, scales = jax.tree.map(np.asarray, quantise_nvfp4(jnp.asarray(x), 1.0))
+    packed, scales = jax.tree.map(np.asarray, quantize_nvfp4(jnp.asarray(x), 1.0))
     assert np.argwhere(np.isnan(scales.astype(np.float32))).tolist() == [[1, 1]]
     keep = np.ones((3, 4), bool)
     keep[1, 1] = False
@@ -153,15 +154,15 @@ def test_a_nan_spoils_its_block_and_no_other() -> None:
 def test_a_tie_of_nvfp4_scales_in_a_program() -> None:
     """168 lies between two e4m3 numbers and goes to the even one; a sixth of the tensor's scale, multiplied first, is not exact."""
     x, scale = jnp.full((1, 16), 0.017578125), jnp.float32(57344)
-    _, eager = quantise_nvfp4(x, scale)
-    _, compiled = jax.jit(quantise_nvfp4)(x, scale)
+    _, eager = quantize_nvfp4(x, scale)
+    _, compiled = jax.jit(quantize_nvfp4)(x, scale)
     assert float(eager[0, 0]) == float(compiled[0, 0]) == 160
 
 
 def test_reading_nvfp4_back_is_close() -> None:
     x = np.random.default_rng(4).standard_normal((20, 64)).astype(np.float32)
     scale = 448 * 6 / float(np.abs(x).max())
-    packed, scales = jax.tree.map(np.asarray, quantise_nvfp4(jnp.asarray(x), scale))
+    packed, scales = jax.tree.map(np.asarray, quantize_nvfp4(jnp.asarray(x), scale))
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(20, 64)
     read = E2M1[codes & 7] * np.where(codes & 8, -1, 1) * scales.astype(np.float64).repeat(16, 1) / scale
     tops = np.abs(x).reshape(20, 4, 16).max(-1).repeat(16, 1)
@@ -181,15 +182,20 @@ def test_the_order_of_swizzled_scales(shape: tuple[int, int]) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    assert quantise_tensor(jnp.zeros((0, 64)), 1.0).shape == (0, 64)
-    assert quantise_groups(jnp.zeros((0, 64)), group=64)[1].shape == (0, 1)
-    assert quantise_nvfp4(jnp.zeros((0, 64)), 1.0)[0].shape == (0, 32)
+    assert quantize_tensor(jnp.zeros((0, 64)), 1.0).shape == (0, 64)
+    assert quantize_groups(jnp.zeros((0, 64)), group=64)[1].shape == (0, 1)
+    assert quantize_nvfp4(jnp.zeros((0, 64)), 1.0)[0].shape == (0, 32)
 
 
 def test_shapes_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="groups of 64 do not divide rows of 96"):
-        quantise_groups(jnp.zeros((2, 96)), group=64)
+        quantize_groups(jnp.zeros((2, 96)), group=64)
     with pytest.raises(ValueError, match="rows of 40 must be multiples of 16"):
-        quantise_nvfp4(jnp.zeros((2, 40)), 1.0)
+        quantize_nvfp4(jnp.zeros((2, 40)), 1.0)
     with pytest.raises(ValueError, match=r"scale \(2,\) must be one number"):
-        inspect.unwrap(quantise_tensor)(jnp.zeros((2, 4)), jnp.ones((2,)))
+        inspect.unwrap(quantize_tensor)(jnp.zeros((2, 4)), jnp.ones((2,)))
+
+
+def test_names_of_earlier_releases_are_the_same_functions() -> None:
+    for old in ("quantise_tensor", "quantise_groups", "quantise_nvfp4", "quantised_linear"):
+        assert getattr(dflash_kernels, old) is getattr(dflash_kernels, old.replace("quantis", "quantiz"))

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import NoImplementationError, quantised_linear
-from dflash_kernels.core.layouts import deinterleaved, interleaved
+from dflash_kernels import NoImplementationError, quantized_linear
+from dflash_kernels.core.layouts import deinterleave_columns, interleave_columns
 from dflash_kernels.matmul.weight_only.mosaic_gpu import ROWS, launch, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -36,7 +36,7 @@ def check(call: tuple[jax.Array, ...], found: jax.Array) -> None:
     true = x @ values.T * scales
     assert found.shape == true.shape
     assert found.dtype == call[0].dtype
-    given = np.asarray(quantised_linear(*call, implementation="xla"), np.float64)
+    given = np.asarray(quantized_linear(*call, implementation="xla"), np.float64)
     ulp = float(jnp.finfo(call[0].dtype).eps) * np.abs(true)
     sums = 2.0**-20 * (np.abs(x) @ np.abs(values).T * scales)  # float32 sums in another order
     assert (np.abs(np.asarray(found, np.float64) - true) <= 2 * np.abs(given - true) + 2 * ulp + sums).all()
@@ -57,17 +57,17 @@ def test_columns_stored_in_pairs(kind: Any) -> None:
     """The same product whichever way the columns lie, in the kernel and in the definition."""
     x, values, scales = call = make(3, 136, 256, kind)
     places = [16 * block + 8 * half + i for block in range(16) for i in range(8) for half in range(2)]
-    stored = interleaved(values)
+    stored = interleave_columns(values)
     assert (np.asarray(stored, np.float32) == np.asarray(values, np.float32)[:, places]).all()
-    assert (np.asarray(deinterleaved(stored), np.float32) == np.asarray(values, np.float32)).all()
-    check(call, quantised_linear(x, stored, scales, paired=True, implementation="xla"))
+    assert (np.asarray(deinterleave_columns(stored), np.float32) == np.asarray(values, np.float32)).all()
+    check(call, quantized_linear(x, stored, scales, paired=True, implementation="xla"))
     check(call, launch(x, stored, scales, paired=True, multiprocessors=4, interpret=plgpu.InterpretGPUParams()))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_definition(dtype: Any) -> None:
     x, values, scales = make(5, 24, 96, jnp.int8, dtype)
-    found = quantised_linear(x, values, scales / 128)
+    found = quantized_linear(x, values, scales / 128)
     true = np.asarray(x, np.float64) @ np.asarray(values, np.float64).T * np.asarray(scales / 128, np.float64)
     bound = 4 * float(jnp.finfo(dtype).eps) * np.abs(true).max()  # sums in other orders on other processors
     np.testing.assert_allclose(np.asarray(found, np.float64), true, rtol=0, atol=bound)
@@ -75,7 +75,7 @@ def test_the_definition(dtype: Any) -> None:
 
 def test_no_rows() -> None:
     x, values, scales = make(1, 128, 128, jnp.int8)
-    assert quantised_linear(x[:0], values, scales).shape == (0, 128)
+    assert quantized_linear(x[:0], values, scales).shape == (0, 128)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -118,13 +118,13 @@ def test_other_dtypes_are_refused() -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     x, values, scales = make(2, 128, 128, jnp.int8)
     with pytest.raises(ValueError, match=r"x \(2, 120\), values \(128, 128\)"):
-        inspect.unwrap(quantised_linear)(x[:, :120], values, scales)  # annotations are checked before, in tests only
+        inspect.unwrap(quantized_linear)(x[:, :120], values, scales)  # annotations are checked before, in tests only
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
 def test_other_devices_are_refused() -> None:
     with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
-        quantised_linear(*make(2, 128, 128, jnp.int8), implementation="mosaic_gpu")
+        quantized_linear(*make(2, 128, 128, jnp.int8), implementation="mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -135,8 +135,8 @@ def test_other_devices_are_refused() -> None:
 )  # fmt: skip
 def test_full_size_agrees_with_float64(rows: int, features: int, depth: int, kind: Any, paired: bool) -> None:
     call = x, values, scales = make(rows, features, depth, kind)
-    product = jax.jit(lambda *call: quantised_linear(*call, paired=paired, implementation="mosaic_gpu"))
-    stored = interleaved(values) if paired else values
+    product = jax.jit(lambda *call: quantized_linear(*call, paired=paired, implementation="mosaic_gpu"))
+    stored = interleave_columns(values) if paired else values
     found = product(x, stored, scales)
     check(call, found)
     assert np.asarray(found).tobytes() == np.asarray(product(x, stored, scales)).tobytes()
@@ -145,7 +145,7 @@ def test_full_size_agrees_with_float64(rows: int, features: int, depth: int, kin
 @pytest.mark.gpu
 def test_a_row_alone_has_the_bits_it_has_among_others() -> None:
     x, values, scales = make(8, 6144, 2560, jnp.int8)
-    product = jax.jit(lambda *call: quantised_linear(*call, implementation="mosaic_gpu"))
+    product = jax.jit(lambda *call: quantized_linear(*call, implementation="mosaic_gpu"))
     assert (
         np.asarray(product(x, values, scales)[3]).tobytes() == np.asarray(product(x[3:4], values, scales)[0]).tobytes()
     )

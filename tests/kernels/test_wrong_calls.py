@@ -22,10 +22,10 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "routed_experts": {**EXPERTS, "experts": jnp.zeros((3, 2), jnp.int32), "weights": jnp.ones((3, 2))},
     "mixture": {**EXPERTS, "logits": jnp.ones((3, 4)), "taken": 2, "normed": True},
-    "quantised_linear": {"x": jnp.ones((3, 16)), "values": jnp.ones((5, 16), jnp.int8), "scales": jnp.ones(5)},
-    "quantise_tensor": {"x": jnp.ones((3, 16)), "scale": 1.0},
-    "quantise_groups": {"x": jnp.ones((3, 16)), "group": 8},
-    "quantise_nvfp4": {"x": jnp.ones((3, 16)), "global_scale": 1.0},
+    "quantized_linear": {"x": jnp.ones((3, 16)), "values": jnp.ones((5, 16), jnp.int8), "scales": jnp.ones(5)},
+    "quantize_tensor": {"x": jnp.ones((3, 16)), "scale": 1.0},
+    "quantize_groups": {"x": jnp.ones((3, 16)), "group": 8},
+    "quantize_nvfp4": {"x": jnp.ones((3, 16)), "global_scale": 1.0},
     **{op: {"x": ROWS, "weight": jnp.ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
     "dense_onto": {"x": ROWS, "weight": jnp.ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
     "float8_rows": {"x": jnp.ones((3, 16))},
@@ -49,7 +49,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "latent_expand": {**PIECES, "w_uk": jnp.ones((2, 5, 16)), "w_uv": jnp.ones((2, 6, 16)), "rows": 8},
 }  # fmt: skip
 ARRAYS = [(op, name) for op, call in CALLS.items() for name, value in call.items() if isinstance(value, Array)]
-FIXED = [(op, name) for op, name in ARRAYS if not op.startswith(("quantise_", "latent_pack", "latent_enc", "merge"))]
+FIXED = [(op, name) for op, name in ARRAYS if not op.startswith(("quantize_", "latent_pack", "latent_enc", "merge"))]
 
 
 def refused(op: str, changes: dict[str, Any], message: str) -> None:

@@ -19,8 +19,8 @@ from dflash_jax.models.layers import Linear, best_rows, linear
 from dflash_jax.models.parameters import init_params
 from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.models.registry import bind
-from dflash_jax.options import check_weight_dtype
-from dflash_jax.quantization.weights import MANY_ROWS, Quantised, WeightDtype, quantise, quantise_weights
+from dflash_jax.options import WeightDtype, check_weight_dtype
+from dflash_jax.quantization.weights import MANY_ROWS, Quantised, quantise, quantise_weights
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 

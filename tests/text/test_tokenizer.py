@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from dflash_jax.errors import ConfigError, ParameterError, PromptError, TokenizerError
-from dflash_jax.text.tokenizer import MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
+from dflash_jax.text.backend import named_errors
+from dflash_jax.text.tokenizer import MAX_END_TOKENS, MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
 
@@ -73,7 +75,7 @@ def test_templates_find_what_transformers_gives_them(template: str, text: str) -
 def test_tools_reach_the_template() -> None:
     template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
     assert chat(template, tools=[{"name": "f"}, {"name": "g"}]) == '{"name": "f"}{"name": "g"}'
-    with pytest.raises(TokenizerError, match="type function is not JSON serializable"):
+    with pytest.raises(ParameterError, match=r"function .* is none of these; give its JSON form"):
         chat(template, tools=[chat])
 
 
@@ -246,6 +248,23 @@ def test_broken_settings_are_named(tmp_path: Path, content: str) -> None:
         Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config=content))
 
 
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_templates_have_a_mebibyte_at_most_wherever_they_stand(tmp_path: Path, place: str) -> None:
+    """In bytes of UTF-8."""
+    for text in ("é" * (MAX_TEMPLATE_BYTES // 2), "é" * (MAX_TEMPLATE_BYTES // 2) + "a"):
+        for listed in (False, True) if place == "tokenizer_config.json" else (False,):
+            inline = {"chat_template": [{"name": "default", "template": text}] if listed else text}
+            files = {"tokenizer_config": inline} if place == "tokenizer_config.json" else {"chat_template": text}
+            folder = folder_with(tmp_path, **files)
+            if len(text.encode()) > MAX_TEMPLATE_BYTES:
+                with pytest.raises(TokenizerError, match=rf"{place}.* is larger than {MAX_TEMPLATE_BYTES} bytes"):
+                    Tokenizer.from_folder(folder)
+            else:
+                tokenizer = Tokenizer.from_folder(folder)
+                assert tokenizer is not None
+                assert tokenizer.template == text
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfeabc", b"x" * (MAX_TEMPLATE_BYTES + 1)], ids=["no text", "too large"])
 def test_a_separate_template_that_cannot_be_one_is_named(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(TokenizerError, match=r"chat_template\.jinja"):
@@ -276,8 +295,119 @@ def test_end_tokens_are_looked_up_in_order(tmp_path: Path) -> None:
     assert end_token_ids(tmp_path, None) == (8,)
 
 
-@pytest.mark.parametrize("value", ["[1, true]", '"5"', "[1.5]", '["x"]', "{}"])
+@pytest.mark.parametrize("value", ["[1, true]", '"5"', "[1.5]", '["x"]', "{}", "-1", str(2**31), f"[1, {10**400}]"])
 def test_end_tokens_that_are_no_ids_are_refused(tmp_path: Path, value: str) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {value}}}')
     with pytest.raises(ConfigError, match=r"generation_config\.json.*eos_token_id must be an id"):
         end_token_ids(tmp_path, None)
+
+
+def test_end_tokens_are_few(tmp_path: Path) -> None:
+    """A program compares each token with each of them."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(MAX_END_TOKENS), 0]}))
+    assert end_token_ids(tmp_path, None) == tuple(range(MAX_END_TOKENS))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(MAX_END_TOKENS + 1)]}))
+    with pytest.raises(ConfigError, match=f"lists {MAX_END_TOKENS + 1} ids, at most {MAX_END_TOKENS} can end texts"):
+        end_token_ids(tmp_path, None)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2**31 - 1}))
+    assert end_token_ids(tmp_path, None) == (2**31 - 1,)
+
+
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+PANICS = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}  # of tokenizers 0.23, which is then no Exception
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"normalizer": PANICS, "model": WORDS},
+        {"model": WORDS | {"vocab": {"a": 2**32}}},
+        {"model": WORDS | {"vocab": {"a": 10**400}}},
+        {"model": WORDS | {"vocab": {"\ud800": 0}}},
+        {"model": WORDS, "added_tokens": [{"id": 1, "content": "\udfff"}]},
+        {"model": WORDS, "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
+        {"model": {"type": "Unigram", "vocab": [], "unk_id": 5}},
+    ],
+)  # fmt: skip
+def test_whatever_is_wrong_in_a_tokenizer_file_has_a_name(tmp_path: Path, state: dict[str, Any]) -> None:
+    """What tokenizers raises for it is a bare Exception, or a panic."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", **state}))
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer\.json is not a tokenizer this version of tokenizers can read: "
+    ):
+        Tokenizer.from_folder(tmp_path)
+
+
+DEEP = '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+def test_files_nested_without_end_have_a_name(tmp_path: Path) -> None:
+    for text in (DEEP, '{"model": ' * 200_000, "[" * 200_000):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a tokenizer this version"):
+            Tokenizer.from_folder(tmp_path)
+    for name in ("tokenizer_config", "special_tokens_map", "added_tokens"):
+        with pytest.raises(ConfigError, match=rf"{name}\.json .*nested too deeply"):
+            Tokenizer.from_folder(folder_with(tmp_path, **{name: DEEP}))
+        (tmp_path / f"{name}.json").unlink()
+    (tmp_path / "generation_config.json").write_text(DEEP)
+    with pytest.raises(ConfigError, match=r"generation_config\.json .*nested too deeply"):
+        end_token_ids(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"eos_token": "\ud800"},
+        {"additional_special_tokens": ["a\udc00"]},
+        {"extra_special_tokens": {"mark": "\ud800"}},
+        {"added_tokens_decoder": {"275": {"content": "\ud83d", "special": True}}},
+        {"chat_template": "{{ '\ud800' }}"},
+    ],
+)
+def test_half_of_a_surrogate_pair_has_a_name(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .*half of a surrogate pair"):
+        Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config=settings))
+    with pytest.raises(ConfigError, match=r"special_tokens_map\.json .*half of a surrogate pair"):
+        Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config={}, special_tokens_map={"eos_token": "\udfff"}))
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 2**40, 10**400, 3.0, True, None, "7", [1]])
+def test_ids_of_added_tokens_are_ids(tmp_path: Path, number: Any) -> None:
+    with pytest.raises(TokenizerError, match=rf"token '<x>' has id .*, expected a number from 0 to {2**31 - 1}"):
+        Tokenizer.from_folder(folder_with(tmp_path, added_tokens={"<x>": number}))
+    (tmp_path / "added_tokens.json").unlink()
+    decoder = {"9" * 5000: {"content": "<x>"}} if number is None else {str(number): {"content": "<x>"}}
+    if number != "7":
+        with pytest.raises(TokenizerError, match=r"token .<x>. has id .*, expected a number from 0"):
+            Tokenizer.from_folder(folder_with(tmp_path, tokenizer_config={"added_tokens_decoder": decoder}))
+
+
+def test_a_tokenizer_that_fails_on_a_text_or_on_tokens_says_so() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "no such token"))
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(TokenizerError, match="the tokenizer fails on this text: "):
+        tokenizer.encode("b")
+    with pytest.raises(TokenizerError, match="the tokenizer fails on these token ids: "):
+        tokenizer.decode([2**40])
+    with pytest.raises(TokenizerError, match="the tokenizer fails on token id -1: "):
+        tokenizer.is_silent(-1)
+
+
+def test_a_panic_is_named_and_an_interrupt_is_none() -> None:
+    class PanicException(BaseException):
+        pass
+
+    def call(error: BaseException) -> None:
+        with named_errors("the tokenizer fails"):
+            raise error
+
+    with pytest.raises(TokenizerError, match="the tokenizer fails: PanicException"):
+        call(PanicException())
+    with pytest.raises(PromptError, match="as it was"):
+        call(PromptError("as it was"))
+    for passes in (KeyboardInterrupt, SystemExit, GeneratorExit):
+        with pytest.raises(passes):
+            call(passes())

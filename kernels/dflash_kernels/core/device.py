@@ -1,4 +1,4 @@
-"""The device that a program is traced for: what it is, what a Hopper GPU has, and refusals of others."""
+"""The device that a program is traced for, and the requirements of it that several kernels share."""
 
 import dataclasses
 import re
@@ -70,7 +70,7 @@ def target() -> Target:
     return Target(device.device_kind, device.platform, capability, cores, int(cuda[1]) if cuda else 0)
 
 
-def refuse_other_than_hopper(*, causal: bool = False) -> None:
+def require_hopper(*, causal: bool = False) -> None:
     """Raises NotImplementedError where the device that is traced for is no Hopper GPU, or cannot be trusted with a causal mask."""
     device = target()
     if device.platform != "gpu" or device.capability != HOPPER:
@@ -79,13 +79,13 @@ def refuse_other_than_hopper(*, causal: bool = False) -> None:
         raise NotImplementedError(f"CUDA {device.cuda} miscompiles causal masks of such kernels; use 12.9.1 or later")
 
 
-def refuse_page_size(page_size: int) -> None:
+def require_page_size(page_size: int) -> None:
     """Raises NotImplementedError for pages that do not make up tiles of 64 tokens in copies of whole groups of eight rows."""
     if page_size % 64 and (64 % page_size or page_size < 8):
         raise NotImplementedError(f"takes page sizes 8, 16, 32 and multiples of 64, not {page_size}")
 
 
-def refuse_other_than_half(*dtypes: Any) -> None:
-    """Raises NotImplementedError unless all of them are bfloat16, or all float16."""
+def require_half_precision(*dtypes: Any) -> None:
+    """Raises NotImplementedError unless all dtypes are bfloat16, or all float16."""
     if len({jnp.dtype(dtype) for dtype in dtypes}) > 1 or dtypes[0] not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes bfloat16 or float16 throughout, not {', '.join(map(str, dtypes))}")

@@ -1,16 +1,18 @@
-"""Layouts of arrays in global memory: matrices in column blocks, interleaved columns, words of a mailbox, aliased Refs.
+"""Layouts of arrays in memory: column blocks, interleaved columns, and arrays that a kernel writes in place.
 
-Column blocks: a copy of 64 columns of some rows takes 128 bytes of every row. Row by row these are as far apart as a row is long;
-in blocks they are neighbours, and memory gives them faster and with less energy (`dflash_jax.execution.weight_layout`).
+Column blocks. A matrix in `ColumnBlocks` lies in blocks of 64 columns, as copies to shared memory take them, each block in one
+piece. A copy of 64 columns of some rows takes 128 bytes of every row. In row-major order these are as far apart as a row is long;
+in blocks they are neighbours, and memory gives them faster and with less energy. What that brings to a cycle is said at
+`dflash_jax.execution.weight_layout`.
 
-Interleaved columns: four bytes of a row widen to two pairs of sixteen bits, the even columns in one and the odd ones in the other.
-A row whose columns are interleaved, each of a block's first eight beside one of its last, widens to its own order, and what it is
+Interleaved columns. Four bytes of a row widen to two pairs of sixteen bits, the even columns in one and the odd ones in the other.
+So a row of interleaved columns, each of a block's first eight beside one of its last eight, widens to its own order, and what it is
 multiplied with can stay in its own.
 
-Aliased Refs: XLA hands a kernel the place of a slice where it would hand it a copy of one, and the place in a larger array where
-its result is to be put (dynamic slice fusion). It does so for an array that the kernel writes, too, and leaves the copy out which
-that one needs: of a stack of pools the caller's own was written, and the result was not. Barriers keep slices out of such a call;
-they are gone from the finished program, and nothing is copied that was not a slice.
+Aliased refs. XLA hands a kernel the address of a slice where it would hand it a copy of one, and the address in a larger array
+where its result is to be put (dynamic slice fusion). It does so for an array that the kernel writes, too, and leaves out the copy
+which that one needs: of a stack of pools the caller's own was written, and the result was not. Barriers keep slices out of such a
+call; they are gone from the finished program, and nothing is copied that was not a slice.
 """
 
 from dataclasses import dataclass
@@ -20,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-COLUMNS = 64  # of a block: 128 bytes of numbers of two
-INTERLEAVED = 16  # columns that are interleaved with one another
+COLUMNS = 64  # of a column block: 128 bytes of numbers of two
 EMPTY = -1  # a word of a mailbox that nobody has written: two bfloat16 or a float32 that arithmetic does not produce
+INTERLEAVE_BLOCK = 16  # columns that are interleaved among themselves
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -56,7 +58,7 @@ class ColumnBlocks:
         return self.blocks.reshape(-1, self.blocks.shape[-1])
 
     def matrix(self) -> Shaped[Array, "F D"]:
-        """A copy row by row, for products that take nothing else."""
+        """A row-major copy, for products that take nothing else."""
         return jnp.swapaxes(self.blocks, 0, 1).reshape(self.shape)
 
     def __getitem__(self, all_of_it: Any) -> "ColumnBlocks":
@@ -67,7 +69,7 @@ class ColumnBlocks:
 
 
 def in_column_blocks(matrix: Shaped[Array, "F D"]) -> ColumnBlocks:
-    """A copy in blocks.
+    """A copy in column blocks.
 
     Raises:
       ValueError: the columns are not so many whole blocks.
@@ -79,12 +81,12 @@ def in_column_blocks(matrix: Shaped[Array, "F D"]) -> ColumnBlocks:
 
 
 def row_by_row(weight: Any) -> Any:
-    """A matrix as an array, however it is stored."""
+    """A matrix as a row-major array, however it is stored."""
     return weight.matrix() if isinstance(weight, ColumnBlocks) else weight
 
 
 def as_stored(weight: Any) -> Any:
-    """What kernels bring rows and columns of: an array, or its blocks below one another.
+    """The array that kernels copy rows and columns of: the matrix, or its column blocks below one another.
 
     Raises:
       NotImplementedError: blocks of another width.
@@ -94,21 +96,21 @@ def as_stored(weight: Any) -> Any:
     return weight.stacked if isinstance(weight, ColumnBlocks) else weight
 
 
-def interleaved(matrix: jax.Array) -> jax.Array:
-    """`[..., D]` with its columns interleaved, D in sixteens: columns 0, 8, 1, 9, ... 7, 15 of each block."""
-    return matrix.reshape(*matrix.shape[:-1], -1, 2, INTERLEAVED // 2).swapaxes(-1, -2).reshape(matrix.shape)
+def interleave_columns(matrix: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
+    """`[..., D]` with interleaved columns, D a multiple of 16: columns 0, 8, 1, 9, ... 7, 15 of each block of sixteen."""
+    return matrix.reshape(*matrix.shape[:-1], -1, 2, INTERLEAVE_BLOCK // 2).swapaxes(-1, -2).reshape(matrix.shape)
 
 
-def deinterleaved(stored: jax.Array) -> jax.Array:
-    """The other way round: the even columns of each block, then the odd ones."""
-    return stored.reshape(*stored.shape[:-1], -1, INTERLEAVED // 2, 2).swapaxes(-1, -2).reshape(stored.shape)
+def deinterleave_columns(stored: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
+    """The inverse of `interleave_columns`: the even columns of each block, then the odd ones."""
+    return stored.reshape(*stored.shape[:-1], -1, INTERLEAVE_BLOCK // 2, 2).swapaxes(-1, -2).reshape(stored.shape)
 
 
 def aliased_ref(array: jax.Array) -> Any:
-    """A Ref for a kernel that writes the array in place."""
+    """A Ref of an array that a kernel writes in place; `freeze_aliased` gives the array back."""
     return jax.new_ref(jax.lax.optimization_barrier(array))
 
 
-def ref_value(ref: Any) -> jax.Array:
-    """The array of an `aliased_ref` once the kernel has run."""
+def freeze_aliased(ref: Any) -> jax.Array:
+    """What an `aliased_ref` holds once the kernel has run."""
     return jax.lax.optimization_barrier(jax.freeze(ref))

@@ -1,6 +1,6 @@
-"""Checks of arguments that several operations share: shapes, attention's options, scales of pages in eight bits.
+"""Validation of arguments that several operations share: shapes, dtypes, attention's options and the scales of 8-bit pages.
 
-Each raises ValueError with what was expected and what came; `fitting_...` also gives the argument as implementations take it.
+Each check raises ValueError with what was expected and what came.
 """
 
 import numbers

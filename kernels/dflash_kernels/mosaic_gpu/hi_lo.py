@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, math, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.core.device import WARP, WARPGROUP
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.mosaic_gpu import mailbox
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import BYTE, SECOND, digits_of, float8_words, int8_words
@@ -40,7 +40,7 @@ def copy_rows(source: Any, column: Any, target: Any, scales: Any, *, rows: int) 
     """
     blocks, tokens, width = target.shape
     held = source[pl.ds(0, rows), pl.ds(column, blocks * width)].astype(jnp.float32)
-    both, scale = digits_of(jnp.pad(interleaved(held), ((0, tokens // 2 - rows), (0, 0))), target.dtype)
+    both, scale = digits_of(jnp.pad(interleave_columns(held), ((0, tokens // 2 - rows), (0, 0))), target.dtype)
     for block in range(blocks):
         target.at[block][...] = both[:, block * width : (block + 1) * width]
     scales[...] = scale

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 
 WIDTH = 512  # of rows: a multiple of this
 
@@ -16,7 +16,7 @@ def embed_norm_mosaic_gpu(
     table: Float[Array, "V D"], ids: Int[Array, "M"], weight: Float[Array, "D"], *, eps: float
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """See `embed_norm`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return embed_norm_launch(table, ids, weight, eps=eps)
 
 
@@ -24,7 +24,7 @@ def stream_norm_mosaic_gpu(
     stream: Float[Array, "D n"], rows: int, weight: Float[Array, "D"], *, eps: float
 ) -> Float[Array, "M D"]:
     """See `stream_norm`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return stream_norm_launch(stream, rows, weight, eps=eps)
 
 

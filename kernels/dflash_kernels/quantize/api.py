@@ -13,17 +13,17 @@ from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_count, check_rows
 from dflash_kernels.quantize.reference import (
     NVFP4_BLOCK,
-    quantise_groups_reference,
-    quantise_nvfp4_reference,
-    quantise_tensor_reference,
+    quantize_groups_reference,
+    quantize_nvfp4_reference,
+    quantize_tensor_reference,
 )
 
-TENSOR_IMPLEMENTATIONS = {"xla": quantise_tensor_reference}
-GROUP_IMPLEMENTATIONS = {"xla": quantise_groups_reference}
-NVFP4_IMPLEMENTATIONS = {"xla": quantise_nvfp4_reference}
+TENSOR_IMPLEMENTATIONS = {"xla": quantize_tensor_reference}
+GROUP_IMPLEMENTATIONS = {"xla": quantize_groups_reference}
+NVFP4_IMPLEMENTATIONS = {"xla": quantize_nvfp4_reference}
 
 
-def quantise_tensor(
+def quantize_tensor(
     x: Float[Array, "*rows D"],
     scale: Float[Array, ""] | float,
     *,
@@ -42,12 +42,12 @@ def quantise_tensor(
     check_rows(x=x)
     scale = jnp.asarray(scale, jnp.float32)
     if scale.shape != ():
-        raise ValueError(f"scale {scale.shape} must be one number; for a scale of each group see quantise_groups")
-    with jax.named_scope("quantise_tensor"):
-        return first_fitting("quantise_tensor", TENSOR_IMPLEMENTATIONS, implementation, x, scale)
+        raise ValueError(f"scale {scale.shape} must be one number; for a scale of each group see quantize_groups")
+    with jax.named_scope("quantize_tensor"):
+        return first_fitting("quantize_tensor", TENSOR_IMPLEMENTATIONS, implementation, x, scale)
 
 
-def quantise_groups(
+def quantize_groups(
     x: Float[Array, "*rows D"],
     *,
     group: int,
@@ -73,12 +73,12 @@ def quantise_groups(
     check_count(group=group)
     if group < 1 or x.shape[-1] % group:
         raise ValueError(f"groups of {group} do not divide rows of {x.shape[-1]}")
-    with jax.named_scope("quantise_groups"):
+    with jax.named_scope("quantize_groups"):
         options = {"group": group, "power_of_two": power_of_two}
-        return first_fitting("quantise_groups", GROUP_IMPLEMENTATIONS, implementation, x, **options)
+        return first_fitting("quantize_groups", GROUP_IMPLEMENTATIONS, implementation, x, **options)
 
 
-def quantise_nvfp4(
+def quantize_nvfp4(
     x: Float[Array, "*rows D"],
     global_scale: Float[Array, ""] | float,
     *,
@@ -106,8 +106,8 @@ def quantise_nvfp4(
         raise ValueError(
             f"rows of {x.shape[-1]} must be multiples of 16, and global_scale {global_scale.shape} one number"
         )
-    with jax.named_scope("quantise_nvfp4"):
-        return first_fitting("quantise_nvfp4", NVFP4_IMPLEMENTATIONS, implementation, x, global_scale)
+    with jax.named_scope("quantize_nvfp4"):
+        return first_fitting("quantize_nvfp4", NVFP4_IMPLEMENTATIONS, implementation, x, global_scale)
 
 
 def swizzle_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "m g 32 4 4"]:

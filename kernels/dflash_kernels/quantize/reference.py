@@ -52,15 +52,15 @@ def power_of_two_above(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(up, jnp.float32), x)
 
 
-def quantise_tensor_reference(x: Float[Array, "*rows D"], scale: Float[Array, ""]) -> Float[Array, "*rows D"]:
-    """See `quantise_tensor`."""
+def quantize_tensor_reference(x: Float[Array, "*rows D"], scale: Float[Array, ""]) -> Float[Array, "*rows D"]:
+    """See `quantize_tensor`."""
     return to_e4m3(x.astype(jnp.float32) * (1 / scale.astype(jnp.float32)))
 
 
-def quantise_groups_reference(
+def quantize_groups_reference(
     x: Float[Array, "*rows D"], *, group: int, power_of_two: bool
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows G"]]:
-    """See `quantise_groups`."""
+    """See `quantize_groups`."""
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
     top = largest(wide)
     scale = divide(jnp.where(top < GROUP_FLOOR, GROUP_FLOOR, top), jnp.float32(E4M3_MAX))
@@ -68,10 +68,10 @@ def quantise_groups_reference(
     return to_e4m3(divide(wide, scale)).reshape(x.shape), scale[..., 0]
 
 
-def quantise_nvfp4_reference(
+def quantize_nvfp4_reference(
     x: Float[Array, "*rows D"], global_scale: Float[Array, ""]
 ) -> tuple[UInt8[Array, "*rows D/2"], Shaped[Array, "*rows D/16"]]:
-    """See `quantise_nvfp4`."""
+    """See `quantize_nvfp4`."""
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK)
     global_scale = global_scale.astype(jnp.float32)
     # A barrier, or the two factors would be multiplied first, whose product rounds ties of e4m3 elsewhere.

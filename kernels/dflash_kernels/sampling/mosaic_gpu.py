@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 
 MOST = 2**24
 
@@ -22,7 +22,7 @@ def filtered_choice_mosaic_gpu(
     top_p: Float[Array, "R"],
 ) -> Int[Array, "R"]:
     """See `filtered_choice`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch(logits, noise, temperature, min_p, top_k, top_p)
 
 

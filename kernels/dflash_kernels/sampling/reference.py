@@ -20,11 +20,11 @@ def filtered_choice_reference(
 ) -> Int[Array, "R"]:
     """See `filtered_choice`."""
     limits = {"min_p": min_p[:, None], "top_k": top_k[:, None], "top_p": top_p[:, None]}
-    left = filtered(logits.astype(jnp.float32), temperature[:, None], **limits, rounded=logits.dtype)
+    left = filter_logits(logits.astype(jnp.float32), temperature[:, None], **limits, rounded=logits.dtype)
     return jnp.argmax(left + jnp.where(temperature[:, None] > 0, noise, 0.0), axis=-1).astype(jnp.int32)
 
 
-def filtered(
+def filter_logits(
     logits: Float[Array, "*R V"],
     temperature: Float[Array, "*#R 1"],
     *,

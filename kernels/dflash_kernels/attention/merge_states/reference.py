@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.quantize.reference import quantise_tensor_reference
+from dflash_kernels.quantize.reference import quantize_tensor_reference
 
 
 def merge_states_reference(
@@ -30,7 +30,7 @@ def merge_states_reference(
         share = (weight / jnp.where(total > 0, total, 1.0))[..., None]
         # Chosen, not multiplied: an empty part may hold NaN, and 0 * NaN is NaN.
         out += jnp.where(share > 0, part.astype(wide) * share, 0.0)
-    out = out.astype(prefix_out.dtype) if out_scale is None else quantise_tensor_reference(out, out_scale)
+    out = out.astype(prefix_out.dtype) if out_scale is None else quantize_tensor_reference(out, out_scale)
     return out, (top + jnp.log(total)).astype(prefix_lse.dtype)
 
 

@@ -17,7 +17,7 @@ from dflash_kernels.attention.mla.launch import (
     longest_first,
     plan,
 )
-from dflash_kernels.core.device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
@@ -25,7 +25,7 @@ FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact num
 
 def mla_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `mla_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return tuned(*args, **options)
 
 
@@ -130,6 +130,6 @@ def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float)
     if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
         given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
         raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
-    refuse_page_size(latent_pages.shape[2])
+    require_page_size(latent_pages.shape[2])
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, not {scale}")

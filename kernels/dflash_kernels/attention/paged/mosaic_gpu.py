@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.attention.paged.launch import Tuning, plan, plan_narrow
 from dflash_kernels.attention.paged.schedule import PagedSchedule
-from dflash_kernels.core.device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
@@ -23,7 +23,7 @@ FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact num
 
 def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
+    require_hopper(causal=options["causal"])
     return tuned(*args, **options)
 
 
@@ -151,7 +151,7 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
     page_size = k_pages.shape[2]
-    refuse_page_size(page_size)
+    require_page_size(page_size)
     if k_pages.dtype == jnp.int8 and page_size < 32:
         # The scales of a smaller page would land in shared memory where a copy may not start.
         raise NotImplementedError(f"takes int8 pages of 32 tokens and more, not {page_size}")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from dflash_kernels.attention.ragged.launch import BLOCK, Tuning, block_counts, block_table, plan
-from dflash_kernels.core.device import refuse_other_than_hopper, refuse_page_size
+from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
@@ -17,13 +17,13 @@ HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at
 
 def ragged_attention_mosaic_gpu(*args: Array, **options: Any) -> tuple[Array, Array]:
     """See `ragged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
+    require_hopper(causal=options["causal"])
     return tuned_dense(*args, **options)
 
 
 def ragged_paged_attention_mosaic_gpu(*args: Array, **options: Any) -> tuple[Array, Array]:
     """See `ragged_paged_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
+    require_hopper(causal=options["causal"])
     return tuned_paged(*args, **options)
 
 
@@ -74,7 +74,7 @@ def tuned_paged(
     are powers of two cost no precision.
     """
     page_size, value_dim = k_pages.shape[2], v_pages.shape[3]
-    refuse_page_size(page_size)
+    require_page_size(page_size)
     narrow = {k_pages.dtype, v_pages.dtype} <= {jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)}
     _refuse_call(q, [] if narrow else [k_pages.dtype, v_pages.dtype], value_dim, options)
     if narrow or not {q.shape[2], value_dim} <= set(HEAD_DIMS):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.core.device import refuse_other_than_half, refuse_other_than_hopper, target
+from dflash_kernels.core.device import require_half_precision, require_hopper, target
 from dflash_kernels.fused.experts.plan import (
     MOST_CHOOSING,
     MOST_GROUPS,
@@ -19,8 +19,8 @@ from dflash_kernels.fused.experts.plan import (
 
 def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> None:
     """Raises NotImplementedError, with the reason, where `routed_experts_mosaic_gpu` would."""
-    refuse_other_than_hopper()
-    refuse_other_than_half(dtype)
+    require_hopper()
+    require_half_precision(dtype)
     plan(tokens, taken, experts, hidden, inner, target().multiprocessors)
 
 
@@ -38,7 +38,7 @@ def routed_experts_mosaic_gpu(
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper()
+    require_hopper()
     how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     return launch(x, experts, weights, gate_up, down, **how)
 
@@ -54,7 +54,7 @@ def mixture_mosaic_gpu(
     exchange: Any,
 ) -> Array:
     """See `mixture`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING:
         experts, weights = _chosen(logits, taken, choice, down.shape, how["ctas"])
@@ -95,7 +95,7 @@ def launch(
 
     With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken.
     """
-    refuse_other_than_half(x.dtype, gate_up.dtype, down.dtype)
+    require_half_precision(x.dtype, gate_up.dtype, down.dtype)
     taken = experts.shape[1] if taken is None else taken
     count, hidden, inner = down.shape
     schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)

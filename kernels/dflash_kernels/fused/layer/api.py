@@ -92,7 +92,7 @@ def layer_chain(
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
       ahead: `o` of the next call, brought to the cache while other operations run.
       exchange: a Ref of `chain_exchange`, passed to one call after the other.
-      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantised_linear`).
+      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantized_linear`).
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

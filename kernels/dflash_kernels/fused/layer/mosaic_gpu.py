@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from dflash_kernels.core.device import refuse_other_than_hopper, target
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.arguments import Layer
@@ -27,7 +27,7 @@ def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper()
+    require_hopper()
     return launch_products(*args, eps=eps, ctas=target().multiprocessors)
 
 
@@ -35,13 +35,13 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
     """See `attention_chain`. Raises NotImplementedError for what it does not take; as for `layer_chain_mosaic_gpu`, nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper(causal=True)  # one kernel for masks of either kind
+    require_hopper(causal=True)  # one kernel for masks of either kind
     return launch_layer(*args, ctas=target().multiprocessors, **options)
 
 
 def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
     """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its grid syncs."""
-    refuse_other_than_hopper()
+    require_hopper()
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {dtype}")
     if rows > WORTH_ROWS:

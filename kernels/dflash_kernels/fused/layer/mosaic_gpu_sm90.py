@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.fused import gemm_chain
 from dflash_kernels.fused.plan import Plan
 
@@ -28,7 +28,7 @@ def layer_chain(
     """
     dtype = inputs["x"].dtype
     if plan.is_8bit and interpret is None:
-        inputs = inputs | {"x": interleaved(inputs["x"])}
+        inputs = inputs | {"x": interleave_columns(inputs["x"])}
 
     found = gemm_chain.launch(
         gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": mailbox},

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.layouts import aliased_ref, ref_value
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused import gemm_chain, heads
 from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, Attention, Plan, Product
 from dflash_kernels.mosaic_gpu import combine
@@ -108,7 +108,7 @@ def attention_chain(
         body, "attention_chain", plan, (ATTEND, COMBINE, *gemm_chain.stages_of(plan)), inputs | aliased, given,
         outputs(attention, plan, dtype), scratch(attention, plan, dtype, inputs["o"].dtype, interpret), interpret,
     )  # fmt: skip
-    written = {name: ref_value(ref) for name, ref in aliased.items()}
+    written = {name: freeze_aliased(ref) for name, ref in aliased.items()}
     return found["stream"], found["projected"] if "next" in inputs else None, written
 
 

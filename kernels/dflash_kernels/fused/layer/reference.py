@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.core.layouts import deinterleaved
+from dflash_kernels.core.layouts import deinterleave_columns
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.qkv_attention.reference import qkv_attention_reference
@@ -46,7 +46,7 @@ def attention_chain_reference(
 
 def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
     """Its rows in eight bits, columns in pairs, times their scales."""
-    wide = deinterleaved(weight).astype(jnp.float32)
+    wide = deinterleave_columns(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 
 

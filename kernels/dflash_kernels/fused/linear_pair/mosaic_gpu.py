@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dflash_kernels.core.device import refuse_other_than_hopper, target
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.fused.plan import (
     BLOCK,
     COPIES,
@@ -33,13 +33,13 @@ def linear_chain_mosaic_gpu(*args: Any, eps: float) -> Array:
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
-    refuse_other_than_hopper()
+    require_hopper()
     return launch(*args, eps=eps, ctas=target().multiprocessors)
 
 
 def refuse(rows: int, dtype: Any, *, depth: int, hidden: int, features: int) -> None:
     """Raises NotImplementedError, with the reason, where `linear_chain_mosaic_gpu` would or is not worth its grid syncs."""
-    refuse_other_than_hopper()
+    require_hopper()
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {dtype}")
     if rows > WORTH_ROWS:

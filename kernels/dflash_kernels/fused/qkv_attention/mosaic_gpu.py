@@ -10,14 +10,14 @@ from jaxtyping import Array
 
 from dflash_kernels.attention.paged.launch import MULTIPROCESSORS, Launch, Tuning, plan
 from dflash_kernels.attention.paged.mosaic_gpu import KERNEL_MERGES
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 
 
 def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:
     """See `qkv_attention`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper(causal=options["causal"])
+    require_hopper(causal=options["causal"])
     return launch(*args, **options)
 
 
@@ -26,7 +26,7 @@ def refuse(
     table_width: int, causal: bool,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError, with the reason, where `qkv_attention_mosaic_gpu` would or is not worth it."""
-    refuse_other_than_hopper(causal=causal)
+    require_hopper(causal=causal)
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {jnp.dtype(dtype)}")
     if sequences == 1:

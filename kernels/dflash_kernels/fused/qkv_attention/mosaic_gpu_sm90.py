@@ -29,7 +29,7 @@ from dflash_kernels.attention.paged.launch import ROWS, Launch
 from dflash_kernels.attention.paged.mosaic_gpu_ops import clear_rows, ring, scratch
 from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
-from dflash_kernels.core.layouts import aliased_ref, ref_value
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused import heads
 from dflash_kernels.fused.plan import HEAD_DIM, KEYS, Attention
 from dflash_kernels.mosaic_gpu import ptx as th
@@ -90,7 +90,7 @@ def attention(
     if not whole:
         merge = combine_fragments if launch.by_lanes else combine_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
-    return out.reshape(b, launch.tokens, -1, HEAD_DIM), ref_value(held["k"]), ref_value(held["v"])
+    return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
 
 # Prologue: queries and new keys, whose loads are on their way to registers before the first copies of tiles

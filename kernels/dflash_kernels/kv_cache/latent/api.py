@@ -15,19 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_count, check_rows
+from dflash_kernels.core.validation import check_count, check_rows
 from dflash_kernels.kv_cache.latent.reference import (
-    TILE,
+    LATENT_TILE,
     decode_reference,
     encode_reference,
     pack_reference,
-    packed_width,
+    packed_latent_width,
     unpack_reference,
 )
-from dflash_kernels.kv_cache.write.api import latent_write
 
 PACK_IMPLEMENTATIONS = {"xla": pack_reference}
 UNPACK_IMPLEMENTATIONS = {"xla": unpack_reference}
@@ -60,7 +59,7 @@ def latent_unpack(
     _check_stored(packed, "packed")
     if packed.dtype != jnp.uint8:
         raise ValueError(f"packed rows are bytes, uint8, not {packed.dtype}")
-    rest = packed.shape[-1] - packed_width(kv_lora_rank, 0)
+    rest = packed.shape[-1] - packed_latent_width(kv_lora_rank, 0)
     _check_rank(kv_lora_rank, packed.shape[-1])
     if rest < 0 or rest % 2:
         raise ValueError(f"rows of {packed.shape[-1]} bytes are no packed rows of kv_lora_rank {kv_lora_rank}")
@@ -108,20 +107,6 @@ def latent_decode(
         )  # fmt: skip
 
 
-def latent_store(
-    latent_pages: Shaped[Array, "P 1 p stored"],
-    latents: Float[Array, "T C"],
-    slots: Int[Array, "S"],
-    *,
-    kv_lora_rank: int,
-    scale: Float[Array, ""] | None = None,
-) -> Shaped[Array, "P 1 p stored"]:
-    """The pool with latent row t, in the pool's format, at slot `slots[t]`; see `latent_write` for slots and padding."""
-    check_axes(latent_pages=(latent_pages, "P 1 p stored"), latents=(latents, "T C"))
-    rows = latent_encode(latents, latent_pages.dtype, kv_lora_rank=kv_lora_rank, scale=scale)
-    return latent_write(latent_pages, rows, slots)
-
-
 def _check_stored(stored: Any, name: str) -> None:
     if not getattr(stored, "shape", None):
         came = stored.shape if hasattr(stored, "shape") else f"a {type(stored).__name__}"
@@ -130,9 +115,9 @@ def _check_stored(stored: Any, name: str) -> None:
 
 def _check_rank(kv_lora_rank: int, width: int) -> None:
     check_count(kv_lora_rank=kv_lora_rank)
-    if kv_lora_rank < 1 or kv_lora_rank % TILE or kv_lora_rank > width:
+    if kv_lora_rank < 1 or kv_lora_rank % LATENT_TILE or kv_lora_rank > width:
         raise ValueError(
-            f"packed rows need a kv_lora_rank that is a multiple of {TILE} and at most the rows' width {width}, got "
+            f"packed rows need a kv_lora_rank that is a multiple of {LATENT_TILE} and at most the rows' width {width}, got "
             f"{kv_lora_rank}: keep this model's rows as float8_e4m3fn or unquantised"
         )
 

@@ -9,19 +9,19 @@ from jaxtyping import Array, Float, Shaped, UInt8
 
 from dflash_kernels.quantize.reference import E4M3, E4M3_MAX, divide, largest, to_e4m3
 
-TILE = 128
+LATENT_TILE = 128
 _SMALLEST_SCALE = jnp.finfo(jnp.float32).tiny
 
 
-def packed_width(kv_lora_rank: int, rotated: int) -> int:
+def packed_latent_width(kv_lora_rank: int, rotated: int) -> int:
     """Bytes of a packed row: e4m3 latent, a float32 scale for each 128 of it, bfloat16 rotated part. 656 for 512 and 64."""
-    return kv_lora_rank + 4 * (kv_lora_rank // TILE) + 2 * rotated
+    return kv_lora_rank + 4 * (kv_lora_rank // LATENT_TILE) + 2 * rotated
 
 
 def pack_reference(latents: Float[Array, "*rows C"], *, kv_lora_rank: int) -> UInt8[Array, "*rows bytes"]:
     """See `latent_pack`."""
     rows = latents.shape[:-1]
-    tiles = latents[..., :kv_lora_rank].astype(jnp.float32).reshape(*rows, kv_lora_rank // TILE, TILE)
+    tiles = latents[..., :kv_lora_rank].astype(jnp.float32).reshape(*rows, kv_lora_rank // LATENT_TILE, LATENT_TILE)
     scales = divide(largest(tiles), jnp.float32(E4M3_MAX))
     scales = jnp.where(scales < _SMALLEST_SCALE, _SMALLEST_SCALE, scales)
     parts = to_e4m3(divide(tiles, scales)), scales[..., 0], latents[..., kv_lora_rank:].astype(jnp.bfloat16)
@@ -36,9 +36,9 @@ def _bytes(part: Array, rows: tuple[int, ...]) -> UInt8[Array, "*rows bytes"]:
 
 def unpack_reference(packed: UInt8[Array, "*rows bytes"], *, kv_lora_rank: int) -> Float[Array, "*rows C"]:
     """See `latent_unpack`; float32."""
-    rows, end = packed.shape[:-1], kv_lora_rank + 4 * (kv_lora_rank // TILE)
-    tiles = kv_lora_rank // TILE
-    codes = jax.lax.bitcast_convert_type(packed[..., :kv_lora_rank], E4M3).reshape(*rows, tiles, TILE)
+    rows, end = packed.shape[:-1], kv_lora_rank + 4 * (kv_lora_rank // LATENT_TILE)
+    tiles = kv_lora_rank // LATENT_TILE
+    codes = jax.lax.bitcast_convert_type(packed[..., :kv_lora_rank], E4M3).reshape(*rows, tiles, LATENT_TILE)
     scales = jax.lax.bitcast_convert_type(packed[..., kv_lora_rank:end].reshape(*rows, tiles, 4), jnp.float32)
     rotated = jax.lax.bitcast_convert_type(
         packed[..., end:].reshape(*rows, (packed.shape[-1] - end) // 2, 2), jnp.bfloat16

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import COLUMNS, ROWS, SLAB, Plan, Tuning, plan
 
 CHOSEN = Tuning()
@@ -16,7 +16,7 @@ CHOSEN = Tuning()
 
 def latent_expand_mosaic_gpu(*args: Any, rows: int) -> tuple[Array, Array]:
     """See `latent_expand`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return tuned(*args, rows=rows)
 
 

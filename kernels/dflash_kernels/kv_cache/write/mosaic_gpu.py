@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 
 
 def qkv_write_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array, Array, Array | None]:
     """See `qkv_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch_qkv(*args, eps=eps)
 
 
@@ -20,7 +20,7 @@ def kv_write_mosaic_gpu(
     *args: Any, eps: float
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...] | None]:
     """See `kv_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch_kv(*args, eps=eps)
 
 

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.device import refuse_other_than_hopper
-from dflash_kernels.core.layouts import aliased_ref, ref_value
+from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.quantize.reference import E4M3, E4M3_MAX
 
 
 def mla_write_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
     """See `mla_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch_mla(*args, **options)
 
 
@@ -144,4 +144,4 @@ def _write(
     )(
         rows[:, None], slots.astype(jnp.int32), *both, norm[None], scale.reshape(1).astype(jnp.float32), queries, held,
     )  # fmt: skip
-    return ref_value(queries), ref_value(held)
+    return freeze_aliased(queries), freeze_aliased(held)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.device import refuse_other_than_hopper
+from dflash_kernels.core.device import require_hopper
 
 
 def cache_write_mosaic_gpu(
@@ -18,7 +18,7 @@ def cache_write_mosaic_gpu(
     slots: Int[Array, "T"],
 ) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
     """See `cache_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     k_pages, v_pages = launch((k_pages, v_pages), (k, v), slots)
     return k_pages, v_pages
 
@@ -27,7 +27,7 @@ def latent_write_mosaic_gpu(
     latent_pages: Shaped[Array, "P 1 p C"], latents: Shaped[Array, "T C"], slots: Int[Array, "S"]
 ) -> Shaped[Array, "P 1 p C"]:
     """See `latent_write`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch((latent_pages,), (latents[:, None],), slots)[0]
 
 

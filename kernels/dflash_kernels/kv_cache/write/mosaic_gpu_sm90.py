@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.layouts import aliased_ref, ref_value
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.kv_cache.write.formats import INT8_FLOOR, INT8_MAX
 from dflash_kernels.quantize.reference import E4M3_MAX
 
@@ -131,7 +131,7 @@ def write(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
-    return out[0] if q else None, {name: ref_value(ref) for name, ref in held.items()}
+    return out[0] if q else None, {name: freeze_aliased(ref) for name, ref in held.items()}
 
 
 class _Block:

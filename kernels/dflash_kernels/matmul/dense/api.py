@@ -138,7 +138,7 @@ def add_norm_scores(
 def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
     """Why `dense` and its kin have nothing faster than XLA for products of these sizes; None where they have."""
     try:
-        mosaic_gpu.refuse_other_than_hopper()
+        mosaic_gpu.require_hopper()
         mosaic_gpu.refuse(rows, dtype, depth)
     except NotImplementedError as reason:
         return str(reason)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import refuse_other_than_hopper, target
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
 from dflash_kernels.matmul.dense.reference import dense_reference, dense_scores
 from dflash_kernels.matmul.dense.tiling import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan, pays_onto
@@ -24,7 +24,7 @@ type Weight = Array | ColumnBlocks
 
 def dense_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = None) -> Array:
     """See `dense`."""
-    refuse_other_than_hopper()
+    require_hopper()
     blocked = isinstance(weight, ColumnBlocks)  # which nothing else multiplies without a copy
     if x.shape[0] > PLAIN_ROWS and not blocked and (live is None or x.shape[0] % SOME_ROWS):
         raise NotImplementedError(
@@ -35,25 +35,25 @@ def dense_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = None) -> 
 
 def dense_gated_mosaic_gpu(x: Array, weight: Weight) -> Array:
     """See `dense_gated`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch("gated", x, weight, multiprocessors=target().multiprocessors)[0]
 
 
 def dense_parts_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = None) -> Array:
     """See `dense_parts`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch("parts", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
 def dense_onto_mosaic_gpu(x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
     """See `dense_onto`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return onto(x, weight, stream, norm, eps=eps, multiprocessors=target().multiprocessors)
 
 
 def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
     """See `dense_best`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return best(x, weight, multiprocessors=target().multiprocessors)
 
 
@@ -147,7 +147,7 @@ def _run(schedule: Plan, x: Array, weight: Array, live: Array | None, interpret:
 
 def add_norm_mosaic_gpu(parts: Array, stream: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
     """See `add_norm`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return add_norm_launch(parts, stream, weight, eps=eps)
 
 
@@ -167,7 +167,7 @@ def add_norm_scores_mosaic_gpu(
     parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float
 ) -> tuple[Array, Array, Array]:
     """See `add_norm_scores`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return add_norm_scores_launch(parts, stream, weight, scorer, eps=eps)
 
 

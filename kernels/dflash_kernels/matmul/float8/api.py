@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.layouts import INTERLEAVED
+from dflash_kernels.core.layouts import INTERLEAVE_BLOCK
 from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.matmul.float8 import mosaic_gpu, reference
 from dflash_kernels.matmul.float8.reference import Float8Rows
@@ -36,7 +36,7 @@ def float8_rows(x: Float[Array, "M D"], *, paired: bool = False, implementation:
     there (as for activations in arXiv 2206.01861, section 4, in eight bits).
 
     Args:
-      paired: values are given with columns in pairs, see `core.layouts.interleaved`; D in sixteens.
+      paired: values have interleaved columns (`interleave_columns`), D a multiple of 16.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -45,8 +45,8 @@ def float8_rows(x: Float[Array, "M D"], *, paired: bool = False, implementation:
     """
     check_axes(x=(x, "M D"))
     check_floats(x=x)
-    if paired and x.shape[1] % INTERLEAVED:
-        raise ValueError(f"columns are stored in pairs where there are a multiple of {INTERLEAVED}, not {x.shape[1]}")
+    if paired and x.shape[1] % INTERLEAVE_BLOCK:
+        raise ValueError(f"columns are interleaved where there are a multiple of {INTERLEAVE_BLOCK}, not {x.shape[1]}")
     with jax.named_scope("float8_rows"):
         return first_fitting("float8_rows", IMPLEMENTATIONS["float8_rows"], implementation, x, paired=paired)
 
@@ -107,9 +107,9 @@ def float8_onto(
         raise ValueError(
             f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.values.shape} @ {weight.shape}.T"
         )
-    if paired and stream.shape[1] % INTERLEAVED:
+    if paired and stream.shape[1] % INTERLEAVE_BLOCK:
         raise ValueError(
-            f"columns are stored in pairs where there are a multiple of {INTERLEAVED}, not {stream.shape[1]}"
+            f"columns are interleaved where there are a multiple of {INTERLEAVE_BLOCK}, not {stream.shape[1]}"
         )
     return _call("float8_onto", implementation, x, weight, scales, stream, norm, eps=eps, paired=paired)
 
@@ -151,7 +151,7 @@ def float8_candidates(
 def float8_refusal(rows: int, dtype: Any, depth: int) -> str | None:
     """Why there is nothing faster than XLA for products of these sizes, rows of `dtype`; None where there is."""
     try:
-        mosaic_gpu.refuse_other_than_hopper()
+        mosaic_gpu.require_hopper()
         mosaic_gpu.refuse(rows, dtype, depth)
     except NotImplementedError as reason:
         return str(reason)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.core.device import refuse_other_than_hopper, target
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.matmul.dense.mosaic_gpu import FEWEST, better_of, first_of_best
 from dflash_kernels.matmul.dense.tiling import BLOCK, ROWS, SOME_ROWS, Form, Plan, best_plan
 from dflash_kernels.matmul.float8.reference import Float8Rows
@@ -25,7 +25,7 @@ WIDTH = 512  # of rows that are rounded: a multiple of this
 
 def float8_rows_mosaic_gpu(x: Array, *, paired: bool = False) -> Float8Rows:
     """See `float8_rows`."""
-    refuse_other_than_hopper()
+    require_hopper()
     if not paired:
         raise NotImplementedError("takes columns in pairs")
     return rows_launch(x)
@@ -35,25 +35,25 @@ def float8_dense_mosaic_gpu(
     x: Float8Rows, weight: Array, scales: Array, dtype: jnp.dtype, *, live: Array | None = None
 ) -> Array:
     """See `float8_dense`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch("plain", x, weight, scales, dtype, live=live, multiprocessors=target().multiprocessors)[0]
 
 
 def float8_gated_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, dtype: jnp.dtype) -> Array:
     """See `float8_gated`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch("gated", x, weight, scales, dtype, multiprocessors=target().multiprocessors)[0]
 
 
 def float8_best_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, dtype: jnp.dtype) -> Array:
     """See `float8_best`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return best(x, weight, scales, dtype, multiprocessors=target().multiprocessors)
 
 
 def float8_candidates_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, count: int) -> Array:
     """See `float8_candidates`."""
-    refuse_other_than_hopper()
+    require_hopper()
     return candidates(x, weight, scales, count, multiprocessors=target().multiprocessors)
 
 
@@ -61,7 +61,7 @@ def float8_onto_mosaic_gpu(
     x: Float8Rows, weight: Array, scales: Array, stream: Array, norm: Array, *, eps: float, paired: bool
 ) -> tuple[Array, Float8Rows]:
     """See `float8_onto`."""
-    refuse_other_than_hopper()
+    require_hopper()
     if not paired:
         raise NotImplementedError("takes columns in pairs")
     return onto(x, weight, scales, stream, norm, eps=eps, multiprocessors=target().multiprocessors)

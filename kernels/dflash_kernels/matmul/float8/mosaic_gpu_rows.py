@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.add_norm import VECTOR, load, normed_row
 from dflash_kernels.matmul.float8.reference import LARGEST, SMALLEST
 
@@ -61,7 +61,9 @@ def _put(row: Any, words: Any, scales: Any, index: Any, interpret: Any) -> None:
 def _words(row: Any, interpret: Any) -> Any:
     """Numbers of a row as words of four float8 ones, columns in pairs."""
     if interpret is not None:
-        values = interleaved(jnp.where(jnp.isnan(row), row, jnp.clip(row, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn))
+        values = interleave_columns(
+            jnp.where(jnp.isnan(row), row, jnp.clip(row, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn)
+        )
         return lax.bitcast_convert_type(values.reshape(-1, VECTOR), jnp.int32)
 
     from dflash_kernels.mosaic_gpu import convert as mosaic_gpu_words

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.layouts import interleaved
+from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.reference import add_norm_reference
 
 LARGEST = 448.0  # of float8_e4m3fn
@@ -27,7 +27,7 @@ def float8_rows_reference(x: Float[Array, "M D"], *, paired: bool = False) -> Fl
     scaled = wide * (LARGEST / top)[:, None]
     # Past the largest number there is none but NaN: a quotient may round to above it.
     values = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn)
-    return Float8Rows(interleaved(values) if paired else values, top * (1 / LARGEST))
+    return Float8Rows(interleave_columns(values) if paired else values, top * (1 / LARGEST))
 
 
 def float8_dense_reference(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import refuse_other_than_half, refuse_other_than_hopper
+from dflash_kernels.core.device import require_half_precision, require_hopper
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
 FEATURES = 256  # weight rows of a tile; with a gate, half of them are up rows
@@ -58,14 +58,14 @@ def plan(rows: int, out: int, depth: int, *, gated: bool) -> Plan:
 
 def refuse(dtype: Any, depth: int, out: int, *, gated: bool) -> None:
     """Raises NotImplementedError, with the reason, where `grouped_linear_mosaic_gpu` would."""
-    refuse_other_than_hopper()
-    refuse_other_than_half(dtype)
+    require_hopper()
+    require_half_precision(dtype)
     plan(64, out, depth, gated=gated)
 
 
 def grouped_linear_mosaic_gpu(*args: Array, gated: bool) -> Array:
     """See `grouped_linear`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    require_hopper()
     return launch(*args, gated=gated)
 
 
@@ -79,7 +79,7 @@ def launch(
     interpret: Any = None,
 ) -> Float[Array, "M out"]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    refuse_other_than_half(x.dtype, weight.dtype)
+    require_half_precision(x.dtype, weight.dtype)
     schedule = plan(x.shape[0] // groups.shape[0], weight.shape[1] // (1 + gated), x.shape[1], gated=gated)
     flat = weight.reshape(-1, weight.shape[2])
     return _run(schedule, x, flat, groups.astype(jnp.int32), count.reshape(1).astype(jnp.int32), interpret)

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.layouts import INTERLEAVED
+from dflash_kernels.core.layouts import INTERLEAVE_BLOCK
 from dflash_kernels.core.validation import check_axes, check_floats
-from dflash_kernels.matmul.weight_only.mosaic_gpu import quantised_linear_mosaic_gpu
-from dflash_kernels.matmul.weight_only.reference import quantised_linear_reference
+from dflash_kernels.matmul.weight_only.mosaic_gpu import quantized_linear_mosaic_gpu
+from dflash_kernels.matmul.weight_only.reference import quantized_linear_reference
 
-IMPLEMENTATIONS = {"mosaic_gpu": quantised_linear_mosaic_gpu, "xla": quantised_linear_reference}
+IMPLEMENTATIONS = {"mosaic_gpu": quantized_linear_mosaic_gpu, "xla": quantized_linear_reference}
 
 
-def quantised_linear(
+def quantized_linear(
     x: Float[Array, "M D"],
     values: Shaped[Array, "F D"],
     scales: Float[Array, "F"],
@@ -31,7 +31,7 @@ def quantised_linear(
       x: activations.
       values: int8 or float8_e4m3fn.
       scales: float32, of each row of `values`.
-      paired: columns of `values` are `interleaved` (`core.layouts`); D in sixteens. Spares the Hopper kernel a launch that
+      paired: `values` has interleaved columns (`interleave_columns`), D a multiple of 16. Spares the Hopper kernel a launch that
         orders x.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -48,7 +48,7 @@ def quantised_linear(
         raise ValueError(f"values must be int8 or float8_e4m3fn, not {values.dtype}")
     if x.shape[1:] != values.shape[1:] or scales.shape != values.shape[:1]:
         raise ValueError(f"x {x.shape}, values {values.shape} and scales {scales.shape} must be [M, D], [F, D] and [F]")
-    if paired and x.shape[1] % INTERLEAVED:
-        raise ValueError(f"columns are stored in pairs where there are a multiple of {INTERLEAVED}, not {x.shape[1]}")
-    with jax.named_scope("quantised_linear"):
-        return first_fitting("quantised_linear", IMPLEMENTATIONS, implementation, x, values, scales, paired=paired)
+    if paired and x.shape[1] % INTERLEAVE_BLOCK:
+        raise ValueError(f"columns are interleaved where there are a multiple of {INTERLEAVE_BLOCK}, not {x.shape[1]}")
+    with jax.named_scope("quantized_linear"):
+        return first_fitting("quantized_linear", IMPLEMENTATIONS, implementation, x, values, scales, paired=paired)

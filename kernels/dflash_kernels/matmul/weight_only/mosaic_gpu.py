@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from dflash_kernels.core.device import refuse_other_than_hopper, target
-from dflash_kernels.core.layouts import deinterleaved
+from dflash_kernels.core.device import require_hopper, target
+from dflash_kernels.core.layouts import deinterleave_columns
 
 ROWS = 128  # weight rows of a tile: 64 for each of two warpgroups
 BLOCK = 128  # columns of one copy: bytes of one swizzled row of shared memory
@@ -51,11 +51,11 @@ def plan(live: int, features: int, depth: int, multiprocessors: int) -> Plan:
     return Plan(tokens, tiles, splits, steps, min(RING // slot, -(-steps // splits)))
 
 
-def quantised_linear_mosaic_gpu(
+def quantized_linear_mosaic_gpu(
     x: Float[Array, "M D"], values: Shaped[Array, "F D"], scales: Float[Array, "F"], *, paired: bool = False
 ) -> Float[Array, "M F"]:
-    """See `quantised_linear`. Raises NotImplementedError for what it does not take."""
-    refuse_other_than_hopper()
+    """See `quantized_linear`. Raises NotImplementedError for what it does not take."""
+    require_hopper()
     return launch(x, values, scales, paired=paired, multiprocessors=target().multiprocessors)
 
 
@@ -84,4 +84,4 @@ def _run(schedule: Plan, paired: bool, x: Array, values: Array, interpret: Any) 
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.matmul.weight_only import mosaic_gpu_kernel as kernel
 
-    return kernel.products(schedule, x if paired else deinterleaved(x), values, interpret)
+    return kernel.products(schedule, x if paired else deinterleave_columns(x), values, interpret)

@@ -1,0 +1,129 @@
+"""What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
+
+from dataclasses import replace
+from typing import Any, Literal, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dflash_jax._scalars import as_integer
+from dflash_jax.cache import check_cache_dtype
+from dflash_jax.checkpoints.converted import Checkpoint
+from dflash_jax.checkpoints.pair import check_pair
+from dflash_jax.checkpoints.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.config import DecoderConfig
+from dflash_jax.device import local_device
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.errors import ParameterError
+from dflash_jax.execution.weight_layout import cycle_rows
+from dflash_jax.models import DFlashConfig
+from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, LoadOptions
+
+
+def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:
+    """The engine for two checkpoints, with shapes in place of weights and as many pages as there is room for.
+
+    Raises:
+      PairError, ParameterError, CapacityError, DeviceError: see `load`.
+    """
+    local_device()  # first, so that its own error is the one that is seen
+    draft = None if drafter is None else drafter.config
+    if draft is not None:
+        check_pair(target.config, draft)
+    check_cache_dtype(target.config, options.cache_dtype)
+    if draft is None and options.draft_weight_dtype is not None:
+        raise ParameterError(
+            f"draft_weight_dtype must be left out without a drafter, got {options.draft_weight_dtype!r}"
+        )
+    kind = jnp.dtype(choose_dtype(options.dtype) or target.dtype)
+    pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
+    rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind)
+    weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows)
+    engine = Engine(
+        target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=options.cache_dtype,
+        max_model_len=choose_model_len(target.config, options.max_model_len), max_batch=options.max_batch,
+        page_size=options.page_size, proposals=options.proposals,
+        verify_length=choose_verify_length(draft, options.verify_length),
+        draft_window=choose_draft_window(draft, options.draft_window),
+    )  # fmt: skip
+    memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages)
+    return replace(engine, num_pages=memory.num_pages), memory
+
+
+def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
+    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
+
+    Args:
+      reading: see `MemoryPlan`.
+    """
+    workspace = workspace_bytes(
+        engine.target, engine.draft, engine.dtype,
+        tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
+    )  # fmt: skip
+    return plan_memory(
+        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
+        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+    )  # fmt: skip
+
+
+def choose_dtype(dtype: DTypeLike | None) -> str | None:
+    """The dtype to load in: as asked; otherwise the checkpoint's on a GPU (None) and float32 on a CPU."""
+    if dtype is None:
+        return None if jax.default_backend() != "cpu" else "float32"
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in FLOAT_DTYPES:
+        raise ParameterError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    return name
+
+
+def choose_model_len(config: DecoderConfig, length: SupportsIndex | None) -> int:
+    """The longest sequence to serve: as asked, or the model's own limit up to `DEFAULT_MODEL_LEN`.
+
+    Raises:
+      ParameterError: the model was not made for that length.
+    """
+    limit = config.max_position
+    chosen = min(limit, DEFAULT_MODEL_LEN) if length is None else as_integer(length)
+    if chosen is None or not 2 <= chosen <= limit:
+        raise ParameterError(f"max_model_len must be an integer from 2 to the model's {limit}, got {length!r}")
+    return chosen
+
+
+def choose_verify_length(
+    draft: DFlashConfig | None, length: SupportsIndex | str | None
+) -> int | Literal["auto"] | None:
+    """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
+
+    Raises:
+      ParameterError: the drafter does not offer so many tokens.
+    """
+    if length is None:
+        return None
+    if isinstance(length, str) and length == "auto":
+        return None if jax.default_backend() == "cpu" else "auto"
+    offered = 0 if draft is None else draft.num_drafts + 1
+    if (number := as_integer(length)) is not None and 1 <= number <= offered:
+        return number
+    which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
+    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
+
+
+def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:
+    """As asked; None for all of a context.
+
+    Raises:
+      ParameterError: no number of tokens, or nobody who would see them.
+    """
+    if window is None:
+        return None
+    if draft is None:
+        raise ParameterError(f"draft_window must be left out without a drafter, got {window!r}")
+    number = as_integer(window)
+    if number is None or not 1 <= number < 2**31:
+        raise ParameterError(f"draft_window must be an integer from 1 to {2**31 - 1}, or None for all, got {window!r}")
+    return number

@@ -1,0 +1,77 @@
+"""An option of `load` is declared once: the command line, `info` and type checkers read the same fields."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.cli.info import collect
+from dflash_jax.cli.main import load_options
+from dflash_jax.cli.parser import build_parser
+from dflash_jax.errors import ParameterError
+from dflash_jax.options import FLAGS, LoadKeywords, LoadOptions, read_options
+
+FIELDS = {one.name: one for one in fields(LoadOptions)}
+# A value of each option as somebody types it, and what `load` gets.
+TYPED = {
+    "dtype": ("bfloat16", "bfloat16"), "max_model_len": ("64", 64), "max_batch": ("2", 2), "page_size": ("32", 32),
+    "num_pages": ("9", 9), "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
+    "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
+    "draft_window": ("128", 128), "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]),
+}  # fmt: skip
+
+
+def test_keywords_are_the_fields():
+    assert LoadKeywords.__annotations__ == {name: one.type for name, one in FIELDS.items()}
+
+
+def test_load_shows_every_field():
+    shown = inspect.signature(dj.load).parameters
+    assert {name: shown[name].default for name in FIELDS} == {name: one.default for name, one in FIELDS.items()}
+    assert all(f"  {name}: " in (inspect.getdoc(dj.load) or "") for name in FIELDS)
+
+
+def test_the_command_line_has_every_field():
+    assert {*FLAGS, "draft"} == set(FIELDS)
+    assert set(TYPED) == set(FLAGS)
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_values_reach_load(name, tmp_path):
+    (tmp_path / "texts").write_text("a\n")
+    typed, wanted = TYPED[name]
+    typed = str(tmp_path / "texts") if typed == "FILE" else typed
+    args = build_parser().parse_args(["info", f"--{name.replace('_', '-')}", typed])
+    assert load_options(args)[name] == wanted
+
+
+def test_what_is_not_typed_keeps_its_default():
+    assert load_options(build_parser().parse_args(["info"])) == {"draft": None}
+    assert load_options(build_parser().parse_args(["info", "--no-draft"])) == {"draft": False}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_batch": 0}, "max_batch must be an integer from 1 to 4096, got 0"),
+        ({"page_size": True}, "page_size must be an integer"),
+        ({"num_pages": 0}, "num_pages must be an integer"),
+        ({"proposals": "best"}, "proposals must be shared_noise, argmax or rejection, got 'best'"),
+        ({"weight_dtype": "fp4"}, "weight_dtype must be None, int8, fp8 or fp8_dynamic, got 'fp4'"),
+        ({"draft_weight_dtype": "fp4"}, "draft_weight_dtype must be None, int8"),
+        ({"calibration": "a text"}, r"a list of texts or of token ids, got one text: \['a text'\]"),
+        ({"calibration": ["a"]}, 'calibration finds scales for cache_dtype "fp8" and "int8", not for None'),
+    ],
+)
+def test_what_no_model_could_take_is_refused(given, message):
+    with pytest.raises(ParameterError, match=message):
+        read_options(given)
+    for function in (dj.load, collect):
+        with pytest.raises(ParameterError, match=message):
+            function(**given)
+
+
+def test_an_unknown_option_is_named():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
+        dj.load(max_batches=3)
