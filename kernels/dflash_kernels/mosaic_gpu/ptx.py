@@ -162,6 +162,18 @@ def least(a, b):
     return arith.minsi(a, constant(b, a))
 
 
+def unsigned_max(a, b):
+    return arith.maxui(a, b)
+
+
+def unsigned_min(a, b):
+    return arith.minui(a, b)
+
+
+def bit_and(a, b):
+    return arith.andi(a, constant(b, a))
+
+
 def under(a, bound: int):
     """`below` of numbers without a sign."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))
@@ -203,6 +215,10 @@ def fmul(a, b):
     return arith.mulf(a, b)
 
 
+def fdiv(a, b):
+    return arith.divf(a, b)
+
+
 def rsqrt(value):
     return mlir_math.rsqrt(value)
 
@@ -215,6 +231,21 @@ def real(value: float):
 def as_real(word):
     """The float32 whose bits a word is."""
     return utils.bitcast(word, ir.F32Type.get())
+
+
+def bits(value):
+    """The integer of a number's bits."""
+    return arith.bitcast(ir.IntegerType.get_signless(utils.bitwidth(value.type)), value)
+
+
+def as_word(condition):
+    """1 where a condition holds, else 0."""
+    return arith.extui(i32(), condition)
+
+
+def index_word(index):
+    """A place in a fragment, as `foreach` gives it, in 32 bits."""
+    return arith.index_cast(i32(), index)
 
 
 def shuffle_xor(value, distance: int):
@@ -234,6 +265,21 @@ def commit_shared() -> None:
 
 def warpgroup_barrier() -> None:
     utils.warpgroup_barrier()
+
+
+def branch(condition):
+    """What is written inside runs where the condition holds."""
+    return utils.when(condition)
+
+
+def one_thread():
+    """What is written inside runs in one thread of the warpgroup."""
+    return utils.single_thread(scope=utils.ThreadSubset.WARPGROUP)
+
+
+def fori(count, carry: list):
+    """Decorator: runs `body(index, carry)` `count` times; the loop's last carry is the name's attribute `results`."""
+    return utils.fori(count, carry)
 
 
 def shift_left(a, bits: int):
@@ -262,3 +308,7 @@ def i32():
 
 def i64():
     return ir.IntegerType.get_signless(64)
+
+
+def f32():
+    return ir.F32Type.get()
