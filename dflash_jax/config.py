@@ -8,35 +8,109 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from dflash_jax.errors import ConfigError
 
-# Keys that describe training, bookkeeping or defaults of other software. They do not change a forward pass.
+# Keys that describe training, generation's defaults, bookkeeping or other software. Whatever they say, no forward pass reads them.
 NEUTRAL_KEYS = frozenset(
-    """_attn_implementation _attn_implementation_autoset _name_or_path add_cross_attention architectures attention_dropout
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward diversity_penalty do_sample dtype
-    early_stopping eos_token_id experts_implementation finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    initializer_range is_decoder is_encoder_decoder label2id language length_penalty max_length min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores pad_token_id prefix problem_type remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed
-    unsloth_version use_bfloat16 use_cache""".split()
+    """_attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _experts_implementation_internal _flash_attn_2_enabled _name_or_path architectures assistant_confidence_threshold
+    assistant_lookbehind attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    cache_implementation chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
+    experts_implementation exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing hidden_dropout id2label initializer_range is_decoder label2id language length_penalty max_length
+    min_length model_max_length model_type name_or_path no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_labels num_return_sequences output_attentions
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
+    sep_token_id suppress_tokens target_lookbehind task_specific_params temperature tf_legacy_loss tokenizer_class top_k
+    top_p torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache
+    use_return_dict xla_device""".split()
 )
+_ABSENT = (None, False, 0)
+# Keys of features that no family here has, with what says that a model has none either. Any other value is refused by name.
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    # of transformers' PretrainedConfig
+    "add_cross_attention": (None, False), "cross_attention_hidden_size": (None,), "is_encoder_decoder": (None, False),
+    "per_layer_config": (None, {}), "pruned_heads": (None, {}), "tie_encoder_decoder": (None, False),
+    # weights: the quantised ones have an error of their own
+    "compression_config": (None,), "quantization": (None, {}), "quantization_config": (None, {}),
+    # rotary embedding
+    "is_neox_style": (None, True), "mrope_interleaved": (None, False), "mrope_section": (None,), "no_rope_layers": (None, []),
+    "rope_is_neox_style": (None, True), "rope_local_base_freq": (None,), "use_mrope": (None, False),
+    # attention
+    "add_full_attention_sink_bias": (None, False), "add_swa_attention_sink_bias": (None, False),
+    "attention_sink_bias": (None, False), "attn_logit_softcapping": _ABSENT, "attn_output_gate": (None, False),
+    "clip_qkv": (None,), "gating": (None, False), "is_causal": (None, True), "qkv_bias": (None, False),
+    "query_pre_attn_scalar": (None,), "use_bidirectional_attention": (None, False),
+    # the rest of a layer, embedding and head
+    "attention_multiplier": (None,), "embedding_multiplier": (None, 1), "final_logit_softcapping": _ABSENT,
+    "hc_mult": (None,), "lm_head_bias": (None, False), "logits_scaling": (None, 1), "mlp_bias": (None, False),
+    "residual_multiplier": (None, 1), "swiglu_limit": (None,), "use_bias": (None, False),
+    # other inputs, and layers that predict further tokens
+    "audio_config": (None,), "mtp_num_hidden_layers": _ABSENT, "num_mtp_modules": _ABSENT, "vision_config": (None,),
+}  # fmt: skip
+# What a dense model says of experts and of a latent that it does not have.
+NO_EXPERTS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
+    """kv_lora_rank moe_intermediate_size n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts
+    num_nextn_predict_layers num_shared_experts q_lora_rank shared_expert_intermediate_size""".split(),
+    _ABSENT,
+)
+# A norm on every head's queries and keys: the Qwen3 families and their drafters have it, whatever a file calls it.
+HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"qk_layernorm": (None, True), "use_qk_norm": (None, True)}
+
+# The largest sizes that are believed of a file, far above any model's: whatever is built from one is bounded before it is built.
+MAX_LAYERS, MAX_BLOCK, MAX_POSITION = 1024, 1024, 1 << 28
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 17
+MAX_INTEGER = 2**31 - 1
+_LARGEST = {
+    "vocab_size": 1 << 24, "draft_vocab_size": 1 << 24, "hidden_size": 1 << 20, "target_hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24, "moe_intermediate_size": 1 << 24, "num_attention_heads": 1 << 14, "num_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14, "num_kv_heads": 1 << 14, "head_dim": 1 << 14, "num_hidden_layers": MAX_LAYERS,
+    "num_layers": MAX_LAYERS, "num_target_layers": MAX_LAYERS, "num_nextn_predict_layers": MAX_LAYERS,
+    "num_mtp_layers": MAX_LAYERS, "max_position_embeddings": MAX_POSITION, "original_max_position_embeddings": MAX_POSITION,
+    "max_position": MAX_POSITION, "num_experts": 1 << 14, "num_local_experts": 1 << 14, "n_routed_experts": 1 << 14,
+    "n_shared_experts": 1 << 14, "num_shared_experts": 1 << 14, "num_experts_per_tok": 1 << 14, "experts_per_token": 1 << 14,
+    "q_lora_rank": 1 << 20, "kv_lora_rank": 1 << 20, "qk_nope_head_dim": 1 << 14, "qk_rope_head_dim": 1 << 14,
+    "v_head_dim": 1 << 14, "block_size": MAX_BLOCK,
+}  # fmt: skip
+_MOST_SHOWN = 200
+
+
+def shown(value: Any) -> str:
+    """A value of a file as a message shows it: on one line, and cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
+
+
+def architectures_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names in `architectures`; none where the key is absent or null.
+
+    Raises:
+      ConfigError: it is no list of names.
+    """
+    names = values.get("architectures")
+    names = [] if names is None else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"config.json: architectures must be a list of names, got {shown(names)}")
+    return tuple(names)
 
 
 class KeyReader:
     """Reads a JSON object key by key, remembers which were read, and refuses the rest.
 
-    Raises:
-      ConfigError: from `refuse_rest` when an unread key holds something other than None, False or an empty value.
+    Attributes:
+      notices: what the reader of a file decided where the file leaves a choice, one sentence each.
     """
 
-    def __init__(self, subject: str, values: Any):
+    def __init__(self, subject: str, values: Any, notices: list[str] | None = None):
         if not isinstance(values, Mapping):
             raise ConfigError(f"{subject} must be a JSON object, got {type(values).__name__}")
         self.subject, self.values, self.read = subject, values, set[str]()
+        self.notices: list[str] = [] if notices is None else notices
 
     def get(self, key: str, default: Any = None) -> Any:
         self.read.add(key)
@@ -44,35 +118,70 @@ class KeyReader:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer from `minimum` to the largest that is believed of this key."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"{self.subject}: {key} must be an integer of at least {minimum}, got {value!r}")
+            raise ConfigError(f"{self.subject}: {key} must be an integer of at least {minimum}, got {shown(value)}")
+        if value > (largest := _LARGEST.get(key, MAX_INTEGER)):
+            raise ConfigError(f"{self.subject}: {key} must be an integer of at most {largest:,}, got {shown(value)}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"{self.subject}: {key} must be a finite number, got {value!r}")
+        if not _is_number(value):
+            raise ConfigError(f"{self.subject}: {key} must be a finite number, got {shown(value)}")
+        if positive and value <= 0:
+            raise ConfigError(f"{self.subject}: {key} must be positive, got {shown(value)}")
         return float(value)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.subject}: {key} must be true or false, got {value!r}")
+            raise ConfigError(f"{self.subject}: {key} must be true or false, got {shown(value)}")
         return value
 
-    def refuse_rest(self, neutral: Collection[str] = ()) -> None:
-        unknown = {
+    def refuse_rest(
+        self, neutral: Collection[str] = NEUTRAL_KEYS, values: Mapping[str, tuple[Any, ...]] | None = None
+    ) -> None:
+        """Refuses every key that was not read, is not neutral whatever it says, and is not neutral with this value.
+
+        False and null are values like others: where a key is not known, nobody can tell what its absence means.
+
+        Args:
+          values: by key, what is neutral there; None takes `NEUTRAL_VALUES`.
+
+        Raises:
+          ConfigError: names every key that is left, with its value.
+        """
+        values = NEUTRAL_VALUES if values is None else values
+        left = {
             key: value
             for key, value in self.values.items()
-            if key not in self.read and key not in neutral and value not in (None, False, "", [], {})
+            if key not in self.read
+            and key not in neutral
+            and not any(_same(value, each) for each in values.get(key, ()))
         }
-        if unknown:
-            shown = ", ".join(f"{key}={value!r}" for key, value in sorted(unknown.items()))
+        if left:
+            listed = ", ".join(f"{key}={shown(value)}" for key, value in sorted(left.items()))
             raise ConfigError(
-                f"{self.subject} sets keys this package does not implement: {shown}. They may change what the model computes, so "
+                f"{self.subject} sets keys this package does not implement: {listed}. They may change what the model computes, so "
                 "it is not loaded. If a key is only bookkeeping, remove it from the file."
             )
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a double holds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equality in which true is not 1 and false is not 0."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,53 +206,148 @@ class RopeConfig:
     def from_keys(cls, keys: KeyReader, max_position: int) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
+        A file may have both: model cards say to add `rope_scaling` with YaRN, also to a file whose `rope_parameters` say `default`.
+        The kind is then the one that scales, and what stands in both, or inside and outside, must agree.
+
         Raises:
-          ConfigError: a kind that is not implemented, or a value that cannot be.
+          ConfigError: a kind that is not implemented, a value that cannot be, two values for one thing, or a key that this kind
+            does not read.
         """
-        merged: dict[str, Any] = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            merged |= KeyReader(f"{keys.subject}, {key}", keys.get(key, {})).values
-        scaling = KeyReader(f"{keys.subject}, rope_parameters", merged)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        scaling.get("type")
-        if kind not in ("default", "linear", "llama3", "yarn"):
-            raise ConfigError(f"{scaling.subject}: rope_type must be default, linear, llama3 or yarn, got {kind!r}")
-        theta = scaling.number("rope_theta", keys.number("rope_theta", 10_000.0))
-        partial = scaling.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+        merged = _rope_values(keys)
+        scaling = KeyReader(f"{keys.subject}, rope_parameters", merged, keys.notices)
+        kind = scaling.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in _ROPE_KEYS:
+            raise ConfigError(f"{scaling.subject}: rope_type must be {_ROPE_KINDS}, got {shown(kind)}")
+        theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", 1.0)
         if not 0 < partial <= 1:
             raise ConfigError(f"{scaling.subject}: partial_rotary_factor must be in (0, 1], got {partial}")
         needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
         if missing := [key for key in needed if merged.get(key) is None]:
             raise ConfigError(f"{scaling.subject}: rope_type {kind} needs {', '.join(missing)}")
         original = scaling.integer("original_max_position_embeddings", max_position)
-        factor = scaling.number("factor", max_position / original if kind == "yarn" else 1.0)
-        if factor <= 0 or theta <= 0:
-            raise ConfigError(f"{scaling.subject}: factor and rope_theta must be positive, got {factor} and {theta}")
-        given = scaling.get("attention_factor") is not None
+        reads = _ROPE_KEYS[kind]
+
+        def number(key: str, default: float) -> float:
+            return scaling.number(key, default) if key in reads else default
+
+        factor = number("factor", max_position / original if kind == "yarn" else 1.0)
+        if factor <= 0 or theta <= 0 or (kind == "yarn" and theta <= 1):
+            raise ConfigError(
+                f"{scaling.subject}: factor and rope_theta must be positive, and rope_theta above 1 with yarn, got {factor} and "
+                f"{theta}"
+            )
+        given = "attention_factor" in reads and scaling.get("attention_factor") is not None
         rope = cls(
             kind=kind,
             theta=theta,
             partial=partial,
             factor=factor,
             original_max_position=original,
-            low_freq_factor=scaling.number("low_freq_factor", 1.0),
-            high_freq_factor=scaling.number("high_freq_factor", 4.0),
-            beta_fast=scaling.number("beta_fast", 32.0),
-            beta_slow=scaling.number("beta_slow", 1.0),
-            attention_factor=scaling.number("attention_factor") if given else None,
-            mscale=scaling.number("mscale", 0.0),
-            mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
-            truncate=scaling.flag("truncate", default=True),
+            low_freq_factor=number("low_freq_factor", 1.0),
+            high_freq_factor=number("high_freq_factor", 4.0),
+            beta_fast=number("beta_fast", 32.0),
+            beta_slow=number("beta_slow", 1.0),
+            attention_factor=scaling.number("attention_factor", positive=True) if given else None,
+            mscale=number("mscale", 0.0),
+            mscale_all_dim=number("mscale_all_dim", 0.0),
+            truncate=scaling.flag("truncate", default=True) if "truncate" in reads else True,
         )
-        scaling.refuse_rest()
+        if min(rope.low_freq_factor, rope.beta_fast, rope.beta_slow) <= 0 or min(rope.mscale, rope.mscale_all_dim) < 0:
+            raise ConfigError(f"{scaling.subject}: betas and frequency factors must be positive, mscale not negative")
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise ConfigError(
+                f"{scaling.subject}: high_freq_factor must be above low_freq_factor, got {rope.high_freq_factor} and "
+                f"{rope.low_freq_factor}"
+            )
+        if kind == "yarn" and "attn_factor" in merged and (ignored := scaling.number("attn_factor", 1.0)) != 1:
+            scaling.notices.append(
+                f"attn_factor={ignored} of rope_scaling is left out, as transformers leaves it out; vLLM multiplies rotated "
+                "queries and keys by it. For that, set attention_factor to the product in config.json"
+            )
+        scaling.refuse_rest({"finetuned"}, _ROPE_NEUTRAL)
         return rope
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "RopeConfig":
+        """From its fields by name. Raises ConfigError where they are others, or of another type."""
+        fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        if not isinstance(values, Mapping) or set(values) != set(fields):
+            raise ConfigError(f"{cls.__name__}: expected the fields {sorted(fields)}, got {shown(values)}")
+        for name, kind in fields.items():
+            if not _fits(kind, values[name], MAX_POSITION):
+                raise ConfigError(f"{cls.__name__}: {name} cannot be {shown(values[name])}")
+        return cls(**values)
 
     def longest(self, max_position: int) -> int:
         """Positions a model takes: YaRN stretches the original ones by its factor.
 
         Model cards say to add `rope_scaling` to config.json, where `max_position_embeddings` then stays what it was without.
+
+        Raises:
+          ConfigError: more than `MAX_POSITION`.
         """
-        return max(max_position, int(self.factor * self.original_max_position)) if self.kind == "yarn" else max_position
+        if self.kind != "yarn":
+            return max_position
+        stretched = self.factor * self.original_max_position
+        if stretched > MAX_POSITION:
+            raise ConfigError(
+                f"config.json: factor={self.factor} stretches {self.original_max_position:,} positions beyond {MAX_POSITION:,}"
+            )
+        return max(max_position, int(stretched))
+
+
+# What each kind reads beside `rope_theta`, `partial_rotary_factor` and the original length, which others merely note.
+_ROPE_KEYS: Mapping[str, Collection[str]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
+_ROPE_KINDS = f"{', '.join(list(_ROPE_KEYS)[:-1])} or {list(_ROPE_KEYS)[-1]}"
+# Said of a rotation by a file whose kind does not read it, and the same as nothing.
+_ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "factor": (None, 1), "attention_factor": (None, 1), "attn_factor": (None, 1), "mrope_interleaved": (None, False),
+    "mrope_section": (None,), "is_neox_style": (None, True), "low_freq_factor": (None,), "high_freq_factor": (None,),
+    "beta_fast": (None,), "beta_slow": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None,),
+    "long_factor": (None,), "short_factor": (None,),
+}  # fmt: skip
+
+
+def _rope_values(keys: KeyReader) -> dict[str, Any]:
+    """All that a file says of its rotation as one object, with the kind under `rope_type`.
+
+    Raises:
+      ConfigError: it says two different things.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    for place in ("rope_parameters", "rope_scaling"):
+        values = dict(KeyReader(f"{keys.subject}, {place}", keys.get(place, {})).values)
+        kinds = [values.pop(key) for key in ("rope_type", "type") if values.get(key) is not None]
+        values.pop("type", None)
+        _agree(keys, [(f"{place}'s rope_type", kinds[0]), (f"{place}'s type", kinds[-1])] if kinds else [])
+        found.append((place, values | ({"rope_type": kinds[0]} if kinds else {})))
+    (newer, parameters), (older, scaling) = found
+    if scaling.get("rope_type") not in (None, "default") and parameters.get("rope_type") == "default":
+        del parameters["rope_type"]
+        keys.notices.append(
+            f"config.json has {older} beside {newer}: the {shown(scaling['rope_type'])} of {older} counts, with what {newer} "
+            "says of rope_theta"
+        )
+    outside = {key: keys.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    merged: dict[str, Any] = {}
+    for place, values in (("the file itself", outside), *found):
+        for key, value in values.items():
+            if value is not None and merged.get(key) is not None:
+                _agree(keys, [(f"one {key}", merged[key]), (f"{key} of {place}", value)])
+            merged[key] = merged.get(key) if value is None else value
+    return {key: value for key, value in merged.items() if value is not None or key not in outside}
+
+
+def _agree(keys: KeyReader, said: list[tuple[str, Any]]) -> None:
+    """Raises ConfigError where a file gives two values to one thing."""
+    if said and not all(_same(value, said[0][1]) for _, value in said):
+        listed = " and ".join(f"{name}={shown(value)}" for name, value in said)
+        raise ConfigError(f"{keys.subject} says {listed}: keep the one that the model was trained with")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +371,18 @@ class DecoderConfig:
     attention_bias: bool = False
     windows: tuple[int | None, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value beyond its bound, or of another type, wherever it comes from."""
+        _check_fields(type(self), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        experts = getattr(self, "num_experts", 0)
+        if experts * self.num_layers > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise ConfigError(
+                f"{type(self).__name__}: {self.num_layers} layers of {experts} experts are more than "
+                f"{MAX_EXPERTS_OF_ALL_LAYERS:,} experts in all"
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"{type(self).__name__}: {len(self.windows)} windows for {self.num_layers} layers")
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -186,8 +402,44 @@ class DecoderConfig:
         given: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
-        given["rope"] = RopeConfig(**values["rope"])
+        given["rope"] = RopeConfig.from_dict(values["rope"])
+        _check_fields(cls, given)
         return cls(**given)
+
+
+def _check_fields(config_class: type[DecoderConfig], values: Mapping[str, Any]) -> None:
+    """Raises ConfigError unless every field has a value of its type, within its bound."""
+    for field in dataclasses.fields(config_class):
+        value, largest = values[field.name], _LARGEST.get(field.name, MAX_INTEGER)
+        if not _fits(field.type, value, largest) or (field.name in _AT_LEAST_ONE and value < 1):
+            kind = getattr(field.type, "__name__", str(field.type))
+            raise ConfigError(
+                f"{config_class.__name__}: {field.name} must be {kind} of at most {largest:,}, got {shown(value)}"
+            )
+
+
+_AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+)
+
+
+def _fits(kind: Any, value: Any, largest: int) -> bool:
+    """Whether a value is of a field's type: a plain one, a union, or a tuple of any length; integers up to `largest`."""
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(get_args(kind)[0], each, largest) for each in value)
+    if isinstance(kind, UnionType):
+        return any(_fits(each, value, largest) for each in get_args(kind))
+    if kind is float:
+        return _is_number(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= largest
+    return isinstance(value, kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,15 +449,18 @@ class Qwen3Config(DecoderConfig):
     tie_embeddings: bool = False
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "Qwen3Config":
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "Qwen3Config":
         """Reads a Qwen3 `config.json`.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
-        keys = KeyReader("config.json (Qwen3)", values)
+        keys = KeyReader("config.json (Qwen3)", values, notices)
         config = cls(**decoder_fields(keys), tie_embeddings=keys.flag("tie_word_embeddings"))
-        keys.refuse_rest(NEUTRAL_KEYS)
+        keys.refuse_rest(NEUTRAL_KEYS, {**NEUTRAL_VALUES, **NO_EXPERTS, **HEAD_NORMS})
         return config
 
 
@@ -215,9 +470,9 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
         if found := values.get(key):
             method = found.get("quant_method", found) if isinstance(found, Mapping) else found
             raise ConfigError(
-                f"config.json says in {key} that the weights are quantised ({method!r}), expected bfloat16, float16 or float32. "
-                "Take its bfloat16 release, or write the checkpoint in bfloat16 (DeepSeek-V3's repository has a script that "
-                "multiplies its 8-bit blocks by their scales; int4 experts need their publisher's tool) and remove the key"
+                f"config.json says in {key} that the weights are quantised ({shown(method)}), expected bfloat16, float16 or "
+                "float32. Take its bfloat16 release, or write the checkpoint in bfloat16 (DeepSeek-V3's repository has a script "
+                "that multiplies its 8-bit blocks by their scales; int4 experts need their publisher's tool) and remove the key"
             )
 
 
@@ -239,7 +494,7 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
     if head_dim % 2:
         raise ConfigError(f"{keys.subject}: head_dim must be even for rotary embeddings, got {head_dim}")
     if (activation := keys.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {activation!r}")
+        raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {shown(activation)}")
     max_position = keys.integer("max_position_embeddings", 32_768)
     rope = RopeConfig.from_keys(keys, max_position)
     return {
@@ -250,7 +505,7 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6, positive=True),
         "rope": rope,
         "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
@@ -272,7 +527,8 @@ def layer_windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     known = isinstance(types, list | tuple) and all(kind in ("full_attention", "sliding_attention") for kind in types)
     if not known or len(types) != layers:
         raise ConfigError(
-            f"{keys.subject}: layer_types must list full_attention or sliding_attention for each of {layers} layers, got {types!r}"
+            f"{keys.subject}: layer_types must list full_attention or sliding_attention for each of {layers} layers, got "
+            f"{shown(types)}"
         )
     if "sliding_attention" in types:
         window = keys.integer("sliding_window", assumed)

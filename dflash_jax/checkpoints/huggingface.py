@@ -24,7 +24,7 @@ from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.hf_folder import HuggingFaceFolder, read_folder
 from dflash_jax.checkpoints.mapping import KEEP, Plan, Step, make_plan
 from dflash_jax.checkpoints.prefetch import read_ahead, wait_until_read
-from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks
+from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks, unread_dtypes
 from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -95,8 +95,9 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         return None, problems or ["config.json is empty; fetch it again"]
     try:
         family = family_of(files.config)
-        config = family.config(files.config, [*files.tensors, *files.unreadable])
+        config = family.config(files.config, [*files.tensors, *files.unreadable], files.notices)
     except ConfigError as error:
+        problems += unread_dtypes(files.tensors.values())
         if not problems:
             raise
         return None, [*problems, str(error)]

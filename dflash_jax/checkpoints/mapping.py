@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints.converted import MIN_GROUP_BYTES
-from dflash_jax.checkpoints.safetensors import CHUNK_BYTES, DTYPES, Tensor
+from dflash_jax.checkpoints.safetensors import CHUNK_BYTES, DTYPES, UNREAD_BITS, Tensor, unread_dtypes
 from dflash_jax.models import Parameter
 from dflash_jax.options import FLOAT_DTYPES
 
@@ -203,8 +203,10 @@ def _target_dtype(parameter: Parameter, tensors: Sequence[Tensor], dtype: str) -
     integer = parameter.dtype is not None and jnp.issubdtype(jnp.dtype(parameter.dtype), jnp.integer)
     problems = []
     for tensor in tensors:
-        name = DTYPES[tensor.dtype].name
-        if integer and not jnp.issubdtype(DTYPES[tensor.dtype], jnp.integer):
+        name = tensor.dtype_name
+        if tensor.dtype in UNREAD_BITS:
+            problems += unread_dtypes([tensor])
+        elif integer and not jnp.issubdtype(DTYPES[tensor.dtype], jnp.integer):
             problems.append(f"tensor {tensor.name} has dtype {name}, expected integers")
         elif not integer and name not in FLOAT_DTYPES:
             advice = (
@@ -214,7 +216,7 @@ def _target_dtype(parameter: Parameter, tensors: Sequence[Tensor], dtype: str) -
             )
             advice = advice or "write the checkpoint again in one of these"
             problems.append(f"tensor {tensor.name} has dtype {name}, expected {', '.join(FLOAT_DTYPES)}; {advice}")
-    kinds = {DTYPES[tensor.dtype].name for tensor in tensors}
+    kinds = {tensor.dtype_name for tensor in tensors}
     if parameter.dtype is not None:
         return parameter.dtype, problems
     if dtype != KEEP:

@@ -11,7 +11,7 @@ piece into one buffer, with plain reads: mapped pages would count as this proces
 
 import math
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -30,6 +30,7 @@ _MAX_SIZE = 2**63 - 1
 _MAX_RANK = 16
 _SHOWN = 20
 _DAMAGED = "the file is damaged, fetch or write it again"
+_ADVICE = "take the release in bfloat16, float16 or float32"
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -48,6 +49,10 @@ DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F64": np.dtype("<f8"),
 }
+# Bits of the format's other types, which no array here has: their tensors are placed and checked, and never read.
+UNREAD_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "C64": 64,
+}  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -67,7 +72,29 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        return self.size * DTYPES[self.dtype].itemsize
+        return self.size * _bits(self.dtype) // 8
+
+    @property
+    def dtype_name(self) -> str:
+        """numpy's name for its dtype, or the format's own where numpy has none."""
+        return DTYPES[self.dtype].name if self.dtype in DTYPES else self.dtype
+
+
+def _bits(dtype: str) -> int:
+    return DTYPES[dtype].itemsize * 8 if dtype in DTYPES else UNREAD_BITS[dtype]
+
+
+def unread_dtypes(tensors: Iterable[Tensor]) -> list[str]:
+    """One sentence for each dtype of the format that is not read here."""
+    found: dict[str, list[str]] = {}
+    for tensor in tensors:
+        if tensor.dtype in UNREAD_BITS:
+            found.setdefault(tensor.dtype, []).append(tensor.name)
+    return [
+        f"tensor {names[0]}{f' and {len(names) - 1} more have' if len(names) > 1 else ' has'} dtype {dtype}, which is not read: "
+        f"{_ADVICE}"
+        for dtype, names in found.items()
+    ]
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
@@ -100,19 +127,26 @@ def read_header(path: Path) -> dict[str, Tensor]:
     except ValueError as error:
         raise CheckpointError(str(path), f"header is not usable: {error}; {_DAMAGED}") from None
     entries.pop("__metadata__", None)
-    tensors, problems = {}, []
+    tensors, problems, newer = {}, list[str](), list[str]()
     for name, entry in entries.items():
         try:
             tensors[name] = _tensor(path, name, entry, 8 + length)
+        except _UnknownDtypeError as error:
+            newer.append(f"tensor {name!r} {error}")
         except ValueError as error:
-            problems.append(f"tensor {name!r} {error}")
-    if not problems:
-        problems = _tiling_problems(tensors, 8 + length, status.st_size)
+            problems.append(f"tensor {name!r} {error}; {_DAMAGED}")
+    if not problems and not newer:
+        problems = [f"{each}; {_DAMAGED}" for each in _tiling_problems(tensors, 8 + length, status.st_size)]
+    problems = newer + problems
     if problems:
-        shown = [f"{problem}; {_DAMAGED}" for problem in problems[:_SHOWN]]
+        shown = problems[:_SHOWN]
         more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
         raise CheckpointError(str(path), shown + more)
     return tensors
+
+
+class _UnknownDtypeError(ValueError):
+    """A dtype that the format did not have when this was written."""
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
@@ -120,8 +154,13 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"must have exactly dtype, shape and data_offsets, got {str(entry)[:80]}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"has dtype {str(dtype)[:40]!r}, known are {', '.join(DTYPES)}")
+    if not isinstance(dtype, str):
+        raise ValueError(f"has dtype {str(dtype)[:40]!r}, expected a name")
+    if dtype not in DTYPES and dtype not in UNREAD_BITS:
+        known = ", ".join([*DTYPES, *UNREAD_BITS])
+        raise _UnknownDtypeError(
+            f"has dtype {dtype[:40]!r}, known are {known}; the file is of a newer format or damaged: {_ADVICE}"
+        )
     for values, what in ((shape, "shape"), (offsets, "data_offsets")):
         numbers = isinstance(values, list) and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
         if not numbers or len(values) > _MAX_RANK:
@@ -129,7 +168,10 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
             raise ValueError(f"has {what} {str(values)[:80]}, expected {wanted}")
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise ValueError(f"has data_offsets {offsets}, expected [begin, end] with begin <= end")
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    bits = math.prod(shape) * _bits(dtype)
+    nbytes = -(-bits // 8)
+    if bits % 8:
+        raise ValueError(f"has shape {shape} of {dtype}, which are {bits:,} bits and no whole bytes")
     if nbytes > _MAX_SIZE:
         raise ValueError(f"has shape {shape}, whose size overflows 64 bits")
     if nbytes != offsets[1] - offsets[0]:
@@ -166,8 +208,10 @@ def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES, into: np.ndarray | No
         valid until the next is asked for.
 
     Raises:
-      CheckpointError: the file became shorter since its header was read.
+      CheckpointError: no array has its dtype, or the file became shorter since its header was read.
     """
+    if tensor.dtype in UNREAD_BITS:
+        raise CheckpointError(str(tensor.path), unread_dtypes([tensor]))
     dtype = DTYPES[tensor.dtype]
     step = max(1, min(tensor.size, chunk_bytes // dtype.itemsize))
     buffer = np.empty(step, dtype) if into is None else into

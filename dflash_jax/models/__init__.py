@@ -4,11 +4,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dflash_jax.config import DecoderConfig, Qwen3Config
+from dflash_jax.config import DecoderConfig, Qwen3Config, architectures_of, shown
 from dflash_jax.errors import UnsupportedModelError
 from dflash_jax.models.deepseek import Deepseek, deepseek_canonical, deepseek_parameters, is_mtp_tensor
 from dflash_jax.models.deepseek_config import ARCHITECTURES, MODEL_TYPES, DeepseekConfig
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, fuse_context_projection
+from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
 from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
@@ -46,16 +47,24 @@ class Family:
     model_types: tuple[str, ...] | None = None
     surplus: Callable[[Any, str], bool] | None = None
 
-    def config(self, hf_config: Mapping[str, Any], tensor_names: Collection[str] = ()) -> DecoderConfig:
+    def config(
+        self,
+        hf_config: Mapping[str, Any],
+        tensor_names: Collection[str] = (),
+        notices: list[str] | None = None,
+    ) -> DecoderConfig:
         """Our configuration from a Hugging Face one and the names of the tensors beside it.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: see `from_hf` of the family's `config_class`.
         """
         if issubclass(self.config_class, DFlashConfig):
             names = [canonical for name in tensor_names if (canonical := self.canonical(name)) is not None]
-            return self.config_class.from_hf(hf_config, names)
-        return self.config_class.from_hf(hf_config)
+            return self.config_class.from_hf(hf_config, names, notices)
+        return self.config_class.from_hf(hf_config, notices)
 
     def canonical_for(self, config: DecoderConfig) -> Callable[[str], str | None]:
         """`canonical`, which for this configuration also ignores what its layers have no place for."""
@@ -77,8 +86,7 @@ FAMILIES = (
         is_mtp_tensor,
     ),
     Family(
-        "dflash", "draft", ("DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DSparkModel"),
-        DFlashConfig, dflash_parameters, dflash_canonical,
+        "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, dflash_parameters, dflash_canonical,
     ),
 )  # fmt: skip
 
@@ -87,9 +95,10 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`: by `architectures`, otherwise by `dflash_config` or `model_type`.
 
     Raises:
+      ConfigError: `architectures` is no list of names.
       UnsupportedModelError: no family answers; the message names the known ones.
     """
-    architectures = hf_config.get("architectures") or []
+    architectures = architectures_of(hf_config)
     for family in FAMILIES:
         if set(architectures) & set(family.architectures):
             return family
@@ -100,7 +109,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
                 return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
-        f"config.json names architectures={architectures!r}, model_type={hf_config.get('model_type')!r}; known architectures: "
+        f"config.json names architectures={shown(list(architectures))}, "
+        f"model_type={shown(hf_config.get('model_type'))}; known architectures: "
         f"{known}; give a checkpoint of one of these"
     )
 

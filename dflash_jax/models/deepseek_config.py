@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, RopeConfig, refuse_quantised
+from dflash_jax.config import (
+    NEUTRAL_KEYS,
+    NEUTRAL_VALUES,
+    DecoderConfig,
+    KeyReader,
+    RopeConfig,
+    architectures_of,
+    refuse_quantised,
+    shown,
+)
 from dflash_jax.errors import ConfigError
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
@@ -18,10 +27,19 @@ COMPOSITES = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGenerati
 ARCHITECTURES = (V2, V3, "KimiK2ForCausalLM", *COMPOSITES)
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
 
-# Training, bookkeeping, and sizes that follow from others (transformers overwrites both head sizes).
-_NEUTRAL = NEUTRAL_KEYS | {
-    "aux_loss_alpha", "ep_size", "head_dim", "output_router_logits", "pretraining_tp", "qk_head_dim", "router_aux_loss_coef",
-    "seq_aux",
+# Training, bookkeeping, and a size that follows from others (transformers overwrites it).
+_NEUTRAL = NEUTRAL_KEYS | {"aux_loss_alpha", "ep_size", "head_dim", "seq_aux"}
+# Latent attention has norms on its latents, not on heads, and no windows.
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES,
+    "layer_types": (None,), "num_experts": (None,), "num_local_experts": (None,), "qk_layernorm": (None, False),
+    "sliding_window": (None,), "use_qk_norm": (None, False), "use_sliding_window": (None, False),
+}  # fmt: skip
+# What stands beside `text_config`: the vision tower, which is not loaded, and ids that stand for its inputs.
+_BESIDE_TEXT = NEUTRAL_KEYS | {
+    "ignore_index", "image_token_id", "image_token_index", "media_placeholder_token_id", "text_config",
+    "use_unified_vision_chunk", "video_placeholder", "video_token_id", "vision_config", "vision_end_token_id",
+    "vision_start_token_id",
 }  # fmt: skip
 _ROUTING = {V2: ("greedy", "group_limited_greedy"), V3: ("noaux_tc",)}
 _SCORING = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
@@ -89,24 +107,31 @@ class DeepseekConfig(DecoderConfig):
         return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "DeepseekConfig":
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "DeepseekConfig":
         """Reads a `config.json` of one of `ARCHITECTURES`.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
             not implement.
         """
-        names = set(values.get("architectures") or ())
+        names, whole = set(architectures_of(values)), None
         if names & set(COMPOSITES) or values.get("model_type") == "kimi_k25":
             refuse_quantised(values)
-            # The other keys outside describe the vision tower, which is not loaded.
-            values = KeyReader("config.json, text_config", values.get("text_config")).values
-            names = set(values.get("architectures") or ())
+            whole = KeyReader("config.json (beside text_config)", values)
+            values = KeyReader("config.json, text_config", whole.get("text_config")).values
+            names = set(architectures_of(values))
         refuse_quantised(values)
         kind = V2 if V2 in names or (not names and values.get("model_type") == "deepseek_v2") else V3
-        keys = KeyReader(f"config.json ({kind})", values)
+        keys = KeyReader(f"config.json ({kind})", values, notices)
         config = cls(**_decoder(keys), **_attention(keys), **_experts(keys, kind))
-        keys.refuse_rest(_NEUTRAL)
+        keys.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+        if whole is not None:
+            # What the text model reads may be said twice, but not in two ways.
+            twice = {key: (values.get(key),) for key in keys.read} | {"tie_word_embeddings": (config.tie_embeddings,)}
+            whole.refuse_rest(_BESIDE_TEXT, _NEUTRAL_VALUES | twice)
         return config
 
 
@@ -116,7 +141,7 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
     if (kv_heads := keys.integer("num_key_value_heads", heads)) != heads:
         raise ConfigError(f"{keys.subject}: num_key_value_heads must be num_attention_heads={heads}, got {kv_heads}")
     if (activation := keys.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {activation!r}")
+        raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {shown(activation)}")
     max_position = keys.integer("max_position_embeddings")
     rope = RopeConfig.from_keys(keys, max_position)
     if rope.partial != 1:
@@ -129,7 +154,7 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": heads,
         "head_dim": keys.integer("qk_nope_head_dim") + keys.integer("qk_rope_head_dim"),
-        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6, positive=True),
         "rope": rope,
         "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
@@ -139,7 +164,11 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
 
 
 def _attention(keys: KeyReader) -> dict[str, Any]:
-    rotary = keys.integer("qk_rope_head_dim")
+    rotary, plain = keys.integer("qk_rope_head_dim"), keys.integer("qk_nope_head_dim")
+    if (whole := keys.integer("qk_head_dim", plain + rotary)) != plain + rotary:
+        raise ConfigError(
+            f"{keys.subject}: qk_head_dim={whole} is not qk_nope_head_dim={plain} and qk_rope_head_dim={rotary} together"
+        )
     if rotary % 2:
         raise ConfigError(f"{keys.subject}: qk_rope_head_dim must be even, got {rotary}")
     if "q_lora_rank" not in keys.values:
@@ -158,10 +187,12 @@ def _experts(keys: KeyReader, kind: str) -> dict[str, Any]:
     """The fields of the mixture of experts; routing must be one that both the file and transformers' class for it mean."""
     absent = _ABSENT[kind]
     routing = keys.get("topk_method", _ROUTING[kind][0])
-    if routing not in _ROUTING[kind]:
-        raise ConfigError(f"{keys.subject}: topk_method must be {' or '.join(_ROUTING[kind])}, got {routing!r}")
+    if not isinstance(routing, str) or routing not in _ROUTING[kind]:
+        raise ConfigError(f"{keys.subject}: topk_method must be {' or '.join(_ROUTING[kind])}, got {shown(routing)}")
     if (scoring := keys.get("scoring_func", _SCORING[routing])) != _SCORING[routing]:
-        raise ConfigError(f"{keys.subject}: scoring_func must be {_SCORING[routing]} with {routing}, got {scoring!r}")
+        raise ConfigError(
+            f"{keys.subject}: scoring_func must be {_SCORING[routing]} with {routing}, got {shown(scoring)}"
+        )
     if (every := keys.integer("moe_layer_freq", 1)) != 1:
         raise ConfigError(f"{keys.subject}: moe_layer_freq must be 1, got {every}")
     normed = keys.flag("norm_topk_prob", default=kind == V3)

@@ -1,16 +1,40 @@
 """Configuration of a DFlash drafter (arXiv 2602.06036), read from the `config.json` its checkpoints carry."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
+from dflash_jax.config import (
+    HEAD_NORMS,
+    MAX_LAYERS,
+    NEUTRAL_KEYS,
+    NEUTRAL_VALUES,
+    NO_EXPERTS,
+    DecoderConfig,
+    KeyReader,
+    architectures_of,
+    decoder_fields,
+    shown,
+)
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.speculators_config import NESTED, from_speculators
 
+# Names of one layout: z-lab's, two of the speculators library, NeMo Automodel's, and DeepSpec's, which always drafts from its
+# anchor.
+FROM_ANCHOR = "Qwen3DSparkModel"
+ARCHITECTURES = ("DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", FROM_ANCHOR)
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
-    "tie_word_embeddings", "num_target_layers", "loss_decay_gamma", "num_anchors", "speculators_version", "markov_rank"
+    "confidence_head_alpha", "has_embed_tokens", "loss_decay_gamma", "max_anchors", "num_anchors", "num_target_layers",
+    "speculators_version", "tie_word_embeddings",
+}  # fmt: skip
+# Parts of later members of the family, and of one trainer's options, with what says that a drafter has none.
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES, **NO_EXPERTS, **HEAD_NORMS,
+    "attention_mode": (None, "gqa"), "confidence_head_with_markov": (None, False), "conv_group_size": (None,),
+    "conv_kernel_size": (None,), "dspark_bonus_anchor": (None, False), "enable_confidence_head": (None, False),
+    "markov_head_type": (None,), "pure_draft_prefix_len": (None, 0), "selector_rank": (None,), "selector_top_k": (None,),
+    "shift_label": (None, False),
 }  # fmt: skip
 
 
@@ -55,34 +79,48 @@ class DFlashConfig(DecoderConfig):
     own_head: bool = False
     mask_embedding: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask_token_id < 0 or self.block_size < 1 or len(self.causal) not in (0, self.num_layers):
+            raise ConfigError(
+                f"{type(self).__name__}: mask_token_id={self.mask_token_id}, block_size={self.block_size} and "
+                f"{len(self.causal)} flags of causality for {self.num_layers} layers cannot be"
+            )
+
     @property
     def num_drafts(self) -> int:
         """Tokens one block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], tensor_names: Collection[str] = ()) -> "DFlashConfig":
+    def from_hf(
+        cls, values: Mapping[str, Any], tensor_names: Collection[str] = (), notices: list[str] | None = None
+    ) -> "DFlashConfig":
         """Reads a drafter's `config.json`.
 
         Args:
           values: the file, in z-lab's layout or in that of the speculators library. A field is looked up in `dflash_config`, in
             `eagle_config`, then at the top level.
           tensor_names: canonical names of the checkpoint's tensors; they decide what the drafter brings itself.
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
-        top = KeyReader("config.json (DFlash)", values)
+        top = KeyReader("config.json (DFlash)", values, notices)
         if NESTED in top.values:
-            top = KeyReader(top.subject, from_speculators(top.values))
-        if not top.flag("is_neox_style", default=True):
-            raise ConfigError(
-                f"{top.subject}: is_neox_style must be true; rotary pairs next to each other are not read"
-            )
+            top = KeyReader(top.subject, from_speculators(top.values, top.notices), top.notices)
         inner: dict[str, Any] = {}
         for key in ("eagle_config", "dflash_config"):  # the later one counts
             inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
-        nested = KeyReader("config.json (DFlash), dflash_config", inner)
+        nested = KeyReader("config.json (DFlash), dflash_config", inner, top.notices)
+        # vLLM's key and SGLang's: pairs that lie next to each other turn together where it is false.
+        for keys in (top, nested):
+            for key in ("is_neox_style", "rope_is_neox_style"):
+                if not keys.flag(key, default=True):
+                    raise ConfigError(
+                        f"{keys.subject}: {key} must be true; rotary pairs next to each other are not read"
+                    )
 
         def source(key: str) -> KeyReader:
             top.read.add(key)
@@ -91,7 +129,7 @@ class DFlashConfig(DecoderConfig):
 
         fields: dict[str, Any] = decoder_fields(top)
         layers, hidden = fields["num_layers"], fields["hidden_size"]
-        windows = _windows(source, fields["windows"], declared=top.get("layer_types") is not None)
+        windows, causal = _windows(source, fields["windows"], top)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
         if ids is None and target_layers < 4:
@@ -99,20 +137,23 @@ class DFlashConfig(DecoderConfig):
                 f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
             )
         ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
-        if not isinstance(ids, list | tuple) or not ids or not all(type(i) is int and i >= -1 for i in ids):
-            raise ConfigError(f"{nested.subject}: target_layer_ids must be integers of at least -1, got {ids!r}")
+        plain = isinstance(ids, list | tuple) and 0 < len(ids) <= MAX_LAYERS
+        if not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids):
+            raise ConfigError(
+                f"{nested.subject}: target_layer_ids must be integers of at least -1 and below {MAX_LAYERS}, got {shown(ids)}"
+            )
         ids = tuple(ids)
         if target_layers and max(ids) >= target_layers:
             raise ConfigError(
-                f"{nested.subject}: target_layer_ids {list(ids)} reach past num_target_layers={target_layers}"
+                f"{nested.subject}: target_layer_ids {shown(list(ids))} reach past num_target_layers={target_layers}"
             )
         if not source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True):
             raise ConfigError(
                 f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
             )
         if (projector := source("projector_type").get("projector_type", "linear")) not in ("linear", "dflash"):
-            raise ConfigError(f"{nested.subject}: projector_type must be linear, got {projector!r}")
-        if source("markov_rank").get("markov_rank", 0):
+            raise ConfigError(f"{nested.subject}: projector_type must be linear, got {shown(projector)}")
+        if source("markov_rank").integer("markov_rank", 0, minimum=0):
             raise ConfigError(
                 f"{nested.subject}: markov_rank must be 0; drafters with a Markov head are not implemented"
             )
@@ -133,8 +174,10 @@ class DFlashConfig(DecoderConfig):
             target_layer_ids=ids,
             num_target_layers=target_layers,
             target_hidden_size=source("target_hidden_size").integer("target_hidden_size", hidden),
-            causal=_causality(top, nested, windows),
-            sinks=source("attention_sink_bias").flag("attention_sink_bias"),
+            causal=_causality(top, nested, causal),
+            sinks=source("attention_sink_bias").flag(
+                "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
+            ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
             embedding_scale=source("input_embedding_scale").number("input_embedding_scale", 1.0),
             logit_scale=source("output_multiplier").number(
@@ -143,35 +186,50 @@ class DFlashConfig(DecoderConfig):
             logit_softcap=softcap,
             # This architecture always drafts from its anchor, and its files do not say so.
             sample_from_anchor=source("sample_from_anchor").flag(
-                "sample_from_anchor", default="Qwen3DSparkModel" in top.get("architectures", ())
+                "sample_from_anchor", default=FROM_ANCHOR in architectures_of(top.values)
             ),
             draft_vocab_size=0 if draft_vocab == fields["vocab_size"] else draft_vocab,
             own_embedding="embed_tokens.weight" in tensor_names,
             own_head=own_head,
             mask_embedding="mask_embedding" in tensor_names,
         )
-        nested.refuse_rest(_NEUTRAL)
-        top.refuse_rest(_NEUTRAL)
+        nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+        top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
 
 
-def _windows(source, windows: tuple[int | None, ...], *, declared: bool) -> tuple[int | None, ...]:
-    """`use_swa` with `swa_window_size` sets the window of sliding layers, or of every layer where no layer types are listed."""
+def _windows(
+    source: Callable[[str], KeyReader], layers: tuple[int | None, ...], top: KeyReader
+) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Per layer its window, and whether it is causal where no key of its own says so.
+
+    `layers` are the windows of `layer_types`: sliding ones are causal, full ones are not. Where none slides, `use_swa` makes every
+    layer slide without making it causal, as vLLM reads the files that have this key; `swa_window_size` counts before
+    `sliding_window`.
+    """
     use, size = source("use_swa").flag("use_swa"), source("swa_window_size")
     width = size.get("swa_window_size")
+    width = None if width is None else size.integer("swa_window_size")
+    if any(window is not None for window in layers):
+        windows = tuple(None if window is None else width or window for window in layers)
+        return windows, tuple(window is not None for window in windows)
     if not use:
-        return windows
-    if width is None and None in windows and not declared:
-        raise ConfigError(f"{size.subject}: use_swa needs swa_window_size")
-    reach = size.integer("swa_window_size") if width is not None else None
-    return tuple((reach or window) if window is not None or not declared else None for window in windows)
+        return layers, (False,) * len(layers)
+    if width is None and top.get("sliding_window") is None:
+        raise ConfigError(f"{size.subject}: use_swa needs swa_window_size or sliding_window")
+    width = width or top.integer("sliding_window")
+    if top.get("layer_types") is not None:
+        top.notices.append(
+            f"use_swa counts before layer_types: every layer of the drafter sees {width} keys and the whole block, as in vLLM"
+        )
+    return (width,) * len(layers), (False,) * len(layers)
 
 
-def _causality(top: KeyReader, nested: KeyReader, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """`is_causal` at the top, then `causal` in dflash_config, then: sliding layers are causal, full ones are not."""
+def _causality(top: KeyReader, nested: KeyReader, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """`is_causal` at the top, then `causal` in dflash_config, then what the layers' types say."""
     for keys in (top, nested):
         keys.read.update(("is_causal", "causal"))  # where one decides, the others are still known keys
     for keys, key in ((top, "is_causal"), (nested, "is_causal"), (nested, "causal"), (top, "causal")):
         if keys.get(key) is not None:
-            return (keys.flag(key),) * len(windows)
-    return tuple(window is not None for window in windows)
+            return (keys.flag(key),) * len(default)
+    return default

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
+from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyReader, decoder_fields, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters, mlp_parameters
@@ -16,7 +16,12 @@ from dflash_jax.models.moe import MoE, moe_parameters
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 
-_NEUTRAL = NEUTRAL_KEYS | {"output_router_logits", "router_aux_loss_coef"}
+# A shared expert of no width, and of no number, is none.
+_NEUTRAL_VALUES = {
+    **NEUTRAL_VALUES, **HEAD_NORMS,
+    "kv_lora_rank": (None,), "n_shared_experts": (None, 0), "num_nextn_predict_layers": (None, 0),
+    "num_shared_experts": (None, 0), "q_lora_rank": (None,), "shared_expert_intermediate_size": (None, 0),
+}  # fmt: skip
 
 qwen3_moe_canonical = qwen3_canonical
 
@@ -46,13 +51,16 @@ class Qwen3MoeConfig(DecoderConfig):
     routing_scale = 1.0
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> "Qwen3MoeConfig":
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "Qwen3MoeConfig":
         """Reads a `config.json` of Qwen3MoeForCausalLM.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
-        keys = KeyReader("config.json (Qwen3-MoE)", values)
+        keys = KeyReader("config.json (Qwen3-MoE)", values, notices)
         fields: dict[str, Any] = decoder_fields(keys, head_dim=None)
         fields["windows"] = _windows(keys, fields["num_layers"])
         # transformers wrote the first name up to its version 4 and writes the second.
@@ -69,7 +77,7 @@ class Qwen3MoeConfig(DecoderConfig):
             dense_layers=_dense_layers(keys, fields["num_layers"]),
             tie_embeddings=keys.flag("tie_word_embeddings"),
         )
-        keys.refuse_rest(_NEUTRAL)
+        keys.refuse_rest(NEUTRAL_KEYS, _NEUTRAL_VALUES)
         return config
 
 
@@ -82,8 +90,11 @@ def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
 
 def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     step, named = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
-    if not isinstance(named, list | tuple) or not all(isinstance(index, int) for index in named):
-        raise ConfigError(f"{keys.subject}: mlp_only_layers must be a list of layer indices, got {named!r}")
+    if not isinstance(named, list | tuple) or not all(type(index) is int and 0 <= index < layers for index in named):
+        raise ConfigError(
+            f"{keys.subject}: mlp_only_layers must be a list of layer indices below {layers}, got {shown(named)}"
+        )
+    named = set(named)
     return tuple(index for index in range(layers) if index in named or (index + 1) % step)
 
 

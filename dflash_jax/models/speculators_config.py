@@ -4,12 +4,15 @@ Its weights have the same names. What differs: the decoder's keys lie under `tra
 from 1 (0 is the embedding's output), and whether sliding layers see a whole block has a key of its own. The library trains sliding
 layers with windows that end at the anchor for every slot of a block; here, as in vLLM, each slot has its own, so that the later
 ones see up to a block's length fewer of the farthest keys. Drafts alone can differ for it.
+
+`sliding_window_non_causal` is read as the library trains: absent is false, false makes sliding layers causal, and full layers see
+the whole block whatever it says. vLLM differs in both cases, and a notice says so.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.config import KeyReader
+from dflash_jax.config import NEUTRAL_KEYS, KeyReader, shown
 from dflash_jax.errors import ConfigError
 
 NESTED = "transformer_layer_config"
@@ -24,19 +27,24 @@ _ABOUT = (
 )
 
 
-def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
     """The same drafter's file in the layout that `DFlashConfig.from_hf` reads; keys that it does not know stay in it.
 
+    Args:
+      notices: takes what was decided where engines differ.
+
     Raises:
-      ConfigError: the file is of another kind of drafter, or its tapped layers are no list of ids.
+      ConfigError: the file is of another kind of drafter, its tapped layers are no list of ids, or it says one thing in two ways.
     """
-    keys = KeyReader("config.json (speculators)", values)
+    keys = KeyReader("config.json (speculators)", values, notices)
     if (kind := keys.get("speculators_model_type")) != "dflash":
-        raise ConfigError(f"{keys.subject}: speculators_model_type must be dflash, got {kind!r}: not a DFlash drafter")
+        raise ConfigError(
+            f"{keys.subject}: speculators_model_type must be dflash, got {shown(kind)}: not a DFlash drafter"
+        )
     layers = KeyReader(f"{keys.subject}, {NESTED}", keys.get(NESTED, {}))
     ids = keys.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise ConfigError(f"{keys.subject}: aux_hidden_state_layer_ids must be a list of ids, got {ids!r}")
+        raise ConfigError(f"{keys.subject}: aux_hidden_state_layer_ids must be a list of ids, got {shown(ids)}")
     dflash = {
         "target_layer_ids": [i - 1 for i in ids],
         "mask_token_id": keys.get("mask_token_id"),
@@ -47,6 +55,31 @@ def from_speculators(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     if keys.flag("sliding_window_non_causal"):
         dflash["causal"] = False
+    else:
+        notices += _differences(layers.get("layer_types"), absent=keys.values.get("sliding_window_non_causal") is None)
     keys.read.update(_ABOUT)
     rest = {key: value for key, value in values.items() if key not in keys.read}
+    if twice := [key for key in ("dflash_config", "eagle_config") if rest.get(key)]:
+        raise ConfigError(f"{keys.subject}: {', '.join(twice)} beside {NESTED} says one drafter in two ways; keep one")
+    # The library's own keys of bookkeeping stand in both places, with values of their own.
+    both = (rest.keys() & layers.values.keys()) - NEUTRAL_KEYS - {"tie_word_embeddings"}
+    if differ := sorted(key for key in both if rest[key] != layers.values[key]):
+        raise ConfigError(f"{keys.subject} says {', '.join(differ)} in two ways, beside and in {NESTED}; keep one")
     return {**layers.values, **rest, "dflash_config": dflash}
+
+
+def _differences(types: Any, *, absent: bool) -> list[str]:
+    """One sentence where vLLM reads causal sliding layers otherwise than the library trains them."""
+    if not isinstance(types, list) or "sliding_attention" not in types:
+        return []
+    if absent:
+        return [
+            "sliding_window_non_causal is absent: sliding layers of the drafter are causal, as the speculators library trains "
+            "them; vLLM takes them for not causal"
+        ]
+    if "full_attention" in types:
+        return [
+            "sliding_window_non_causal is false: sliding layers of the drafter are causal and full ones see the whole block, as "
+            "the speculators library trains them; vLLM makes all of them causal"
+        ]
+    return []

@@ -66,7 +66,7 @@ def entry(**changes):
         (raw(entry(shape=[1] * 64)), "expected a list of at most"),
         (raw(entry(data_offsets=[0, "24"])), "expected a list of at most"),
         (raw(entry(dtype="F12")), "has dtype 'F12', known are BOOL"),
-        (raw(entry(dtype=["F32"])), "known are BOOL"),
+        (raw(entry(dtype=["F32"])), "expected a name"),
         (raw(entry(extra=1)), "must have exactly dtype, shape and data_offsets"),
         (raw(GOOD | {"a": 7}), "must have exactly dtype, shape and data_offsets"),
     ],

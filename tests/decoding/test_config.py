@@ -35,10 +35,12 @@ def test_several_unknown_keys_are_all_named(read: Any) -> None:
         read(qk_clip=4, mup_scale=2.0)
 
 
-@pytest.mark.parametrize("value", [None, False, "", [], {}])
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 @pytest.mark.parametrize("read", [target, draft], ids=["target", "draft"])
-def test_an_unknown_key_that_says_nothing_is_left_alone(read: Any, value: Any) -> None:
-    assert read(new_gate=value) == read()
+def test_an_unknown_key_is_refused_also_where_it_says_nothing(read: Any, value: Any) -> None:
+    """Nobody can tell what the absence of something unknown means: false is not always the default."""
+    with pytest.raises(ConfigError, match="new_gate="):
+        read(new_gate=value)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_an_unknown_key_that_says_nothing_is_left_alone(read: Any, value: Any) -
         {"quantization_config": {"bits": 4}},
         {"num_experts": 128},
         {"final_logit_softcapping": 30.0},
-        {"is_causal": True},
+        {"is_causal": False},
     ],
     ids=lambda changes: next(iter(changes)),
 )
@@ -133,9 +135,9 @@ def test_windows_of_a_target(changes: dict[str, Any], windows: tuple[int | None,
         ({"rope_theta": REMOVE}, {"kind": "default", "theta": 1e4}),
         ({"partial_rotary_factor": 0.5}, {"partial": 0.5}),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"kind": "linear", "factor": 4.0, "theta": 1e6}),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"kind": "default", "theta": 5e5}),
+        ({"rope_theta": REMOVE, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"kind": "default", "theta": 5e5}),
         (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}},
+            {"rope_theta": REMOVE, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}},
             {"theta": 5e5, "partial": 0.25},
         ),
         (

@@ -116,7 +116,7 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
         ({}, {"target_layer_ids": []}, "target_layer_ids must be integers of at least -1"),
         ({}, {"target_layer_ids": [1, -2]}, "target_layer_ids must be integers of at least -1"),
         ({}, {"target_layer_ids": [1, "2"]}, "target_layer_ids must be integers"),
-        ({}, {"target_layer_ids": 5}, "target_layer_ids must be integers of at least -1, got 5"),
+        ({}, {"target_layer_ids": 5}, "target_layer_ids must be integers of at least -1 and below 1024, got 5"),
         ({}, {"target_layer_ids": "1,2"}, "target_layer_ids must be integers"),
         ({"attention_sink_bias": "false"}, {}, "attention_sink_bias must be true or false"),
         ({"dflash_config": [1]}, {}, "dflash_config must be a JSON object, got list"),

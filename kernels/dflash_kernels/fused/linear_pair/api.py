@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY
-from dflash_kernels.fused.layer.plan import LINE
 from dflash_kernels.fused.linear_pair import mosaic_gpu
 from dflash_kernels.fused.linear_pair.reference import linear_chain_reference
+from dflash_kernels.fused.plan import LINE
 
 IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.linear_chain_mosaic_gpu, "xla": linear_chain_reference}
 
@@ -29,7 +29,7 @@ def linear_chain_refusal(rows: int, dtype: Any, *, depth: int, hidden: int, feat
 def linear_chain_exchange(rows: int, *, depth: int, hidden: int, features: int) -> Int[Array, "w"]:
     """What the Ref starts with through which multiprocessors hand results to one another, for calls of these sizes."""
     ctas = max(target().multiprocessors, 1)
-    words = mosaic_gpu.plan(rows, depth, hidden, features, ctas=ctas, eps=0.0).exchange
+    words = mosaic_gpu.plan(rows, depth, hidden, features, ctas=ctas, eps=0.0).mailbox
     # Counts of launches are 0 at first, places of results are empty.
     return jnp.where(jnp.arange(words.words) < words.ctas * LINE, 0, EMPTY)
 

@@ -12,7 +12,7 @@ from dflash_kernels.attention.paged.launch import MULTIPROCESSORS, Launch, Tunin
 from dflash_kernels.attention.paged.mosaic_gpu import KERNEL_MERGES
 from dflash_kernels.core.device import require_hopper
 from dflash_kernels.fused.arguments import Heads
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 
 
 def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:
