@@ -36,7 +36,8 @@ from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import packed
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, counted, finite, rescaled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, matrix, row_vector, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, matrix, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import row as row_vector
 
 LANES = 128  # threads of a warpgroup
 _ORDERED = "ld.volatile.global"  # asked for where it stands in the code

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import vector
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.combine import store_fragments
+from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 
 
@@ -59,6 +60,18 @@ def store_split(target, tile, first_row) -> None:
         exists, address = places[place % 2]
         both = (vector.extract(tile.registers[index], [], [i]) for i in range(2))
         th.when(exists, "st.global.v2.f32 [$0], {$1, $2};", th.add(address, 8 * size * (place // 2)), *both)
+
+
+def scratch(launch: Any, dtype: Any) -> dict[str, Any]:
+    """Shared memory that results go through. The direct output leaves in slices of `group` rows, which a tiled layout cannot
+    give."""
+    plain = launch.direct or launch.settles
+    out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
+    rows = (launch.warpgroups, ROWS, launch.head_dim)
+    buffers: dict[str, Any] = {"o_sm": plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out)}
+    if launch.together:
+        buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
+    return buffers
 
 
 def write_split(launch: Any, refs: dict[str, Any], work: Any, out: Any) -> None:

@@ -62,7 +62,7 @@ def matrix(shape: tuple[int, ...], dtype: Any = jnp.float32) -> plgpu.ShapeDtype
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=MATRIX)
 
 
-def row_vector(size: int, dtype: Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
+def row(size: int, dtype: Any = jnp.float32) -> plgpu.ShapeDtypeStruct:
     """One number for each row of a matrix in registers, as what an operation returns."""
     return plgpu.ShapeDtypeStruct((size,), jnp.dtype(dtype), layout=ROW)
 

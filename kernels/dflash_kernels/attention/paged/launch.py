@@ -9,6 +9,8 @@ from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 
 BARRIERS = 512  # bytes, more than any launch has
 SWAPPED = 128  # threads of a CTA that swap with the other one's
+# Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
+KERNEL_COMBINES = 8
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 

@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.attention.paged.launch import Tuning, plan, plan_narrow
+from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Tuning, plan, plan_narrow
 from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
-# Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
-KERNEL_MERGES = 8
 FEW_ROWS = 8
 FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
 
@@ -112,7 +110,7 @@ def _attend(
         )
         return out.reshape(q.shape), combine.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
-    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
+    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")
     if k_scale is None or v_scale is None:
         # Of few rows a split in token order is as quick.
         if merge == "kernel" and not whole and interpret is None and rows > FEW_ROWS and head_dim % 16 == 0:

@@ -144,14 +144,7 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         # What the other CTA writes to.
         buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
         return buffers
-    # The direct output leaves in slices of `group` rows, which a tiled layout cannot give.
-    plain = launch.direct or launch.settles
-    out: dict[str, Any] = {} if plain else {"transforms": swizzled(jnp.float32, launch.head_dim)}
-    rows = (launch.warpgroups, ROWS, launch.head_dim)
-    buffers["o_sm"] = plgpu.SMEM(rows, dtype if launch.direct else jnp.float32, **out)
-    if launch.together:
-        buffers["lse_sm"] = plgpu.SMEM((ROWS,), jnp.float32)
-    return buffers
+    return buffers | epilogue.scratch(launch, dtype)
 
 
 @dataclass(frozen=True)
@@ -366,6 +359,3 @@ def _combined(items: jax.Array, parts: jax.Array, lse: jax.Array, whole: jax.Arr
     out = jnp.where(weights > 0, weights * parts, 0.0).sum(axis=1)
     b, tokens, kv_heads, group, head_dim = q.shape
     return jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2).astype(q.dtype)
-
-
-from dflash_kernels.attention.paged.mosaic_gpu_block import Block, grid  # noqa: E402, F401
