@@ -370,9 +370,8 @@ def _next_tile(cta: Cta, index: Any, carry: Any, *, masked: bool) -> tuple[Any, 
     """A tile of keys up to its weights, and the values of the one before, which are multiplied beside its softmax."""
     acc, weights, row_max, row_sum = carry
     tile, kv = _tile_number(cta, index), cta.kv
-    before = tile - cta.work.stride
-    coming = {"v": _coming(cta, before), "k": _coming(cta, tile)}
-    values, keys = kv.wait("v", before), kv.wait("k", tile)
+    coming = {"v": _coming(cta, tile - cta.work.stride), "k": _coming(cta, tile)}
+    values, keys = kv.wait("v", tile - cta.work.stride), kv.wait("k", tile)
 
     def multiply(scores, sums):
         sums[...] = acc
