@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +35,7 @@ _STORE = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
 _ENTRIES = plgpu.ShapeDtypeStruct((128,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((128,), vec_size=1))
 
 
+@runtime_checkable
 class Launch(Protocol):
     """What a launch over pages says of itself.
 
