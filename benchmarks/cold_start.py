@@ -41,11 +41,12 @@ def write_folder(folder: Path, name: str) -> None:
     """A folder as it would come from the hub: config.json and one safetensors file, small random values."""
     import numpy as np
 
-    from dflash_jax.models import DFlashConfig, family_named
+    from dflash_jax.models import family_for
     from dflash_jax.models.presets import DRAFTERS, TARGETS
 
     config = (TARGETS | DRAFTERS)[name]
-    drafts = isinstance(config, DFlashConfig)
+    family = family_for(config)
+    drafts = family.role == "draft"
     described = {
         "architectures": ["DFlashDraftModel" if drafts else "Qwen3ForCausalLM"], "model_type": "qwen3",
         "vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
@@ -64,7 +65,7 @@ def write_folder(folder: Path, name: str) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(described))
     header, end = {}, 0
-    for parameter in family_named("dflash" if drafts else "qwen3").parameters(config):
+    for parameter in family.parameters(config):
         for source in parameter.sources:
             start, end = end, end + 2 * int(np.prod(source.shape))
             header[source.name] = {"dtype": "BF16", "shape": list(source.shape), "data_offsets": [start, end]}

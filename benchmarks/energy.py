@@ -32,9 +32,9 @@ from decode import SHAPES, engines, start
 from dflash_kernels import ColumnBlocks, dense_best, dense_refusal, row_by_row
 from record import Record, arguments
 
-from dflash_jax.compile.programs import ONE_GRAPH
 from dflash_jax.engine import MAX_CYCLES, Engine
-from dflash_jax.execution.fused_dense import run_rows
+from dflash_jax.execution.fused_dense import run_fused_dense
+from dflash_jax.execution.plan import ONE_GRAPH
 from dflash_jax.models import bind
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import Rotary
@@ -146,7 +146,9 @@ def multiplied(target: Any, draft: Any, x: jax.Array, implementation: str | None
         queries = model.config.num_heads * model.config.head_dim
         first, layers = model.layers[0], list(model.layers)
         attend = lambda attn, qkv, rotary, queries=queries: qkv[..., :queries]  # noqa: E731
-        kept.append(run_rows(layers, model.norm, x, first.input_norm(x), Rotary(x, x), attend, implementation)[1])
+        kept.append(
+            run_fused_dense(layers, model.norm, x, first.input_norm(x), Rotary(x, x), attend, implementation)[1]
+        )
     best = dense_best(kept[0].reshape(-1, x.shape[-1]), target.head_weight, implementation=implementation)
     return best, kept[1][0, 0]
 

@@ -27,7 +27,7 @@ from jax.experimental import topologies
 
 from dflash_jax.bench.workload import SHAPES, published_shape
 from dflash_jax.checkpoints.weights import weight_shapes
-from dflash_jax.compile.programs import loop_options
+from dflash_jax.decoding.loop import loop_options
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution.weight_layout import cycle_rows

@@ -1,17 +1,42 @@
 """What a caller may ask of one request, with vLLM's field names."""
 
+import difflib
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import no_type_check
+from dataclasses import InitVar, dataclass
+from typing import Any, no_type_check
 
 from dflash_jax._scalars import as_flag, as_integer, as_number
 from dflash_jax.errors import ParameterError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+# What other libraries call a field, where its own name is not the nearest one.
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens", "max_length": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens",
+    "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids", "eos_token_ids": "stop_token_ids", "stop_strings": "stop",
+    "do_sample": "temperature", "top_logprobs": "logprobs",
+}  # fmt: skip
+
+
+def _names_fields[T](made: type[T]) -> type[T]:
+    """Makes a ParameterError, with the field that was meant, of a name that no field has. A dataclass has a TypeError without."""
+    take, known = made.__init__, list(made.__dataclass_fields__)  # type: ignore[attr-defined]
+
+    @functools.wraps(take)
+    def checked(self: T, *values: Any, **named: Any) -> None:
+        if unknown := next((name for name in named if name not in known), None):
+            meant = _OTHER_NAMES.get(unknown) or next(iter(difflib.get_close_matches(unknown, known, 1)), None)
+            hint = f"did you mean {meant}?" if meant else f"it takes {', '.join(known)}"
+            raise ParameterError(f"{made.__name__} takes no {unknown}: {hint}")
+        take(self, *values, **named)
+
+    made.__init__ = checked
+    return made
 
 
 @no_type_check  # it checks its own fields: what is wrong is a ParameterError, whoever else watches types
+@_names_fields
 @dataclass(frozen=True, kw_only=False)
 class SamplingParams:
     """Sampling parameters of one request. Greedy and 256 tokens unless told otherwise.
@@ -22,7 +47,7 @@ class SamplingParams:
       max_tokens: tokens to produce at most.
       temperature: 0 is greedy; otherwise logits are divided by it.
       top_p: keep the smallest set of tokens whose probabilities reach this sum.
-      top_k: keep this many tokens; 0 keeps all.
+      top_k: keep this many tokens; 0 keeps all, and so does -1, which is kept as 0.
       min_p: keep tokens at least this fraction as probable as the most probable one.
       seed: makes sampling repeatable; the same seed gives the same text with and without drafting, alone or in a batch, up to
         rounding. (Of a model loaded with `proposals="rejection"`, a text depends on drafting and on the verified length too.) None
@@ -36,9 +61,10 @@ class SamplingParams:
         from the target's own logits before temperature and filters.
       include_stop: keep what ended the text in it: the stop string, or the text of the end token or of the id among
         stop_token_ids. Tokens that the tokenizer calls special are never text.
+      include_stop_str_in_output: `include_stop` by vLLM's name; ask for it by its own.
 
     Raises:
-      ParameterError: a value is outside its range.
+      ParameterError: a value is outside its range, or no field has a name.
     """
 
     max_tokens: int = 256
@@ -53,8 +79,13 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     include_stop: bool = False
+    include_stop_str_in_output: InitVar[bool | None] = None
 
-    def __post_init__(self):
+    def __post_init__(self, include_stop_str_in_output):
+        if include_stop_str_in_output is not None:
+            self._include(include_stop_str_in_output)
+        if as_integer(self.top_k) == -1:
+            object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._items("stop"))
         object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids"))
         self._integer("max_tokens", 1, None)
@@ -80,6 +111,15 @@ class SamplingParams:
             if (flag := as_flag(getattr(self, name))) is None:
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
             object.__setattr__(self, name, flag)
+
+    def _include(self, value) -> None:
+        """Takes `include_stop` by vLLM's name."""
+        flag = as_flag(value)
+        if flag is None:
+            raise ParameterError(f"include_stop_str_in_output must be True or False, got {value!r}")
+        if as_flag(self.include_stop) and not flag:
+            raise ParameterError("include_stop and include_stop_str_in_output are one thing: give one of them")
+        object.__setattr__(self, "include_stop", flag)
 
     def _items(self, name: str) -> tuple:
         value = getattr(self, name)

@@ -8,6 +8,7 @@ import atexit
 import gc
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,11 @@ LONG = (
     "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
     "test_pipeline.py", "test_kimi_shape.py", "test_memory.py",
 )  # fmt: skip
+# What an op says, whose only candidate was Triton's kernel, or `jax_triton()` itself. Other refusals, and those that came before an
+# op asked for Triton's, are failures.
+WITHOUT_TRITON = re.compile(
+    r"(\w+: no implementation takes this call\n  triton: )?needs jax-triton .*No module named '(triton|jax_triton)'"
+)
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -62,6 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A GPU test that named Triton's kernels counts as not run, with what is missing, where jax-triton is not installed."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if item.get_closest_marker("gpu") and WITHOUT_TRITON.fullmatch(str(error)):
+            pytest.skip("jax-triton is not installed: pip install 'dflash-jax[triton]'")
+        raise
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tqdm import tqdm
-
-from dflash_jax.cli.main import leave_stdout
+from dflash_jax.cli.streams import leave_stdout
 from dflash_jax.cli.terminal import printable
 
 UNEXPECTED = 1  # exit code
@@ -29,11 +27,10 @@ class Console:
         """On stderr, whatever else is shown."""
         print(printable(f"dflash-convert: {message}", sys.stderr), file=sys.stderr)
 
-    def fail(self, label: str, message: str) -> None:
-        self.tell(f"{label}: {message}")
-
     @contextmanager
     def progress(self, phase: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
+        from tqdm import tqdm
+
         with tqdm(total=nbytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, disable=self.quiet) as bar:
             yield bar.update
 
@@ -47,7 +44,7 @@ class Console:
             code = UNEXPECTED
         except OSError as error:
             code = UNEXPECTED
-            self.fail("stdout", str(error))
+            self.tell(f"stdout: {error}")
         leave_stdout()
         return code
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_convert.errors import VerificationError
 from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.converted import Checkpoint, open_checkpoint, open_converted
@@ -18,16 +19,12 @@ from dflash_jax.checkpoints.huggingface import cast
 from dflash_jax.checkpoints.mapping import Plan, Step
 from dflash_jax.checkpoints.safetensors import chunks
 from dflash_jax.errors import CheckpointError
-from dflash_jax.models import DFlashConfig, bind
+from dflash_jax.models import bind
 
 # Largest permitted difference of logits over the largest logit, by the dtype that weights were narrowed to. A weight's relative
 # rounding error is at most 2**-9 in bfloat16 and 2**-12 in float16; the rest is room for many of them to add up.
 NARROWED_TOLERANCE = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
 _TOKENS = 16
-
-
-class VerificationError(CheckpointError):
-    """The converted folder is not what its source is."""
 
 
 def verify_hash(folder: Path, plan: Plan, progress: Progress = silent) -> None:
@@ -120,7 +117,7 @@ def _outputs(checkpoint: Checkpoint) -> jax.Array:
     config, params = checkpoint.config, checkpoint.load("float32")
     key = jax.random.key(0)
     positions = jnp.arange(_TOKENS)[None]
-    if not isinstance(config, DFlashConfig):
+    if checkpoint.family.role == "target":
         ids = jax.random.randint(key, positions.shape, 0, config.vocab_size)
 
         def target(params: dict[str, jax.Array]) -> jax.Array:

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from dflash_convert.errors import OutputError, OutputExistsError
+from dflash_jax.checkpoints.atomic import uninterrupted
 from dflash_jax.checkpoints.converted import FORMAT, MARKER, PARAMS, group_names, release_memory, sha256_of
 from dflash_jax.checkpoints.hf_folder import SIDECARS
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, assemble
-from dflash_jax.errors import DFlashError
 
 # Called with a phase's name and its bytes; the context gives a function to call with every piece's bytes.
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
@@ -37,14 +38,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
-class OutputError(DFlashError):
-    """The output cannot be written: the place does not take it, or has no room for it."""
-
-
-class OutputExistsError(OutputError):
-    """The output is already there and may not be replaced."""
-
-
 def silent(phase: str, nbytes: int) -> AbstractContextManager[Callable[[int], Any]]:
     """The `Progress` that shows nothing."""
     return nullcontext(lambda count: None)
@@ -54,6 +47,8 @@ def silent(phase: str, nbytes: int) -> AbstractContextManager[Callable[[int], An
 def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> Iterator[Path]:
     """A temporary folder that becomes `output` when the block ends well, and disappears when it does not.
 
+    An interrupt leaves nothing else behind either, whenever it comes: once the folder takes its place, it is heard afterwards.
+
     Args:
       overwrite: replace an existing converted folder.
       nbytes: of what will be written, at least.
@@ -62,37 +57,31 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
       OutputExistsError: `output` exists and is not a converted folder, or `overwrite` is false.
       OutputError: nothing can be written there, the disk has less room than `nbytes`, or it fills up meanwhile.
     """
-    output = output.absolute()
+    output = _named(output)
     temporary = output.with_name(f"{output.name}.tmp-{os.getpid()}")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _clean(output)
-        refuse_existing(output, overwrite=overwrite)
-        if nbytes > (free := shutil.disk_usage(output.parent).free):
-            raise OutputError(
-                f"{output} takes {nbytes:,} bytes, its disk has {free:,} free; make room or name another output"
-            )
-        # Asked before: an interrupt may come as soon as it is made.
-        ours = not temporary.exists()
+        made = [folder for folder in output.parents if not folder.exists()]
     except OSError as error:
-        raise OutputError(f"{output} cannot be written ({error}); name another output") from error
-    old, lock = temporary.with_name(temporary.name + ".old"), None
+        raise _unusable(output, error) from error
+    ours, lock = False, None
     try:
+        _prepare(output, overwrite=overwrite, nbytes=nbytes)
+        # Asked before: an interrupt may come as soon as it is made.
+        ours = not os.path.lexists(temporary)
         _make(temporary, output)
         lock = _lock(temporary)
         yield temporary
         _sync(temporary)
         refuse_existing(output, overwrite=overwrite)
-        if output.exists():
-            output.rename(old)
-        temporary.rename(output)
-        _sync_path(output.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        with uninterrupted():
+            _replace(temporary, output)
     except BaseException as error:
-        if old.exists() and not output.exists():
-            old.rename(output)
-        if ours:
-            _remove(temporary)
+        with uninterrupted():
+            if ours:
+                _remove(temporary)
+            for folder in made:  # the innermost first
+                with suppress(OSError):  # it holds something
+                    folder.rmdir()
         if isinstance(error, OSError) and error.errno in _FULL:
             raise OutputError(
                 f"{output} cannot be written ({error.strerror}): nothing is left of it; make room or name another output"
@@ -103,11 +92,61 @@ def output_folder(output: Path, *, overwrite: bool = False, nbytes: int = 0) -> 
             os.close(lock)
 
 
+def _named(output: Path) -> Path:
+    """The absolute path of a folder that has a name of its own, which "..", for one, is not."""
+    output = output.absolute()
+    if output.name in ("", ".."):
+        output = Path(os.path.realpath(output))
+    if not output.name:
+        raise OutputExistsError(f"{output} is the root of the file system; name another output")
+    return output
+
+
+def _unusable(output: Path, error: OSError) -> OutputError:
+    return OutputError(f"{output} cannot be written ({error}); name another output")
+
+
+def _prepare(output: Path, *, overwrite: bool, nbytes: int) -> None:
+    """Makes the folder above, and refuses what cannot be written there."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with uninterrupted():
+            _clean(output)
+        refuse_existing(output, overwrite=overwrite)
+        free = shutil.disk_usage(output.parent).free
+    except OSError as error:
+        raise _unusable(output, error) from error
+    if nbytes > free:
+        raise OutputError(
+            f"{output} takes {nbytes:,} bytes, its disk has {free:,} free; make room or name another output"
+        )
+
+
 def _make(folder: Path, output: Path) -> None:
     try:
         folder.mkdir()
     except OSError as error:
-        raise OutputError(f"{output} cannot be written ({error}); name another output") from error
+        raise _unusable(output, error) from error
+
+
+def _replace(temporary: Path, output: Path) -> None:
+    """Puts the temporary folder in its place. What lay there is put back where that fails, and removed where it does not."""
+    old = temporary.with_name(temporary.name + ".old")
+    replaces = output.exists()
+    try:
+        if replaces:
+            output.rename(old)
+        temporary.rename(output)
+    except BaseException:
+        if old.exists() and not output.exists():
+            old.rename(output)
+        raise
+    try:
+        _sync_path(output.parent)
+    finally:
+        if replaces:
+            old.rename(temporary)  # a name that is removed whatever happens from here on
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:
@@ -118,15 +157,19 @@ def _remove(folder: Path) -> None:
     for _ in range(_LOOKS):
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(_BETWEEN_LOOKS_S)
-        if not folder.exists():
+        if not os.path.lexists(folder):
             return
 
 
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
-    """Raises OutputExistsError if `output` is there and may not be replaced."""
-    if not (output.exists() or output.is_symlink()):
-        return
-    if output.is_symlink() or not (output / MARKER).is_file():
+    """Raises OutputExistsError if `output` is there and may not be replaced, OutputError if that cannot be told."""
+    try:
+        linked, marked = output.is_symlink(), (output / MARKER).is_file()
+        if not (linked or output.exists()):
+            return
+    except OSError as error:
+        raise _unusable(output, error) from error
+    if linked or not marked:
         raise OutputExistsError(
             f"{output} exists and is not a converted folder ({MARKER}); remove it or name another output"
         )

@@ -1,7 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
 from dflash_jax.cache.pages import Pages, slots_of
-from dflash_jax.execution import persistent as chain
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
+
+# Norm, rotation, write and attention of few tokens as one launch, where there is one; False for comparisons.
+FUSED_QKV = True
 
 
 class PagedAttend:
@@ -41,11 +43,8 @@ class PagedAttend:
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
       form: when layers with latent attention expand their rows.
-      exchange: of `models.chain.layers_exchange`, where it outlives one call of the model.
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
     """
-
-    decodes = True
 
     def __init__(
         self,
@@ -54,11 +53,10 @@ class PagedAttend:
         positions: Int[Array, "B T"],
         q_lens: Int[Array, "B"],
         form: LatentForm = ABSORBED,
-        exchange: Any = None,
         *,
         related: bool = False,
     ):
-        self.form, self._pages, self.exchange, self.related = form, pages, exchange, related
+        self.form, self._pages, self.related = form, pages, related
         self._k, self._v, self._k_scale = list(pages.k), list(pages.v), list(pages.k_scale)
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
@@ -71,8 +69,7 @@ class PagedAttend:
         k_scale = self._k_scale[i] if self._k_scale else None
         v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
-        norms: Any = {"q_norm": layer.q_norm.weight[...], "k_norm": layer.k_norm.weight[...]}
-        norms |= {"eps": layer.config.norm_eps}
+        norms: Any = {**dict(zip(("q_norm", "k_norm"), layer.norms, strict=True)), "eps": layer.config.norm_eps}
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
         schedule = self._shared(layer)
         if schedule is None and self._at_once(layer, qkv, rotary):
@@ -96,9 +93,9 @@ class PagedAttend:
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary) -> bool:
         """Whether norm, rotation, write and attention are one operation."""
         pool, config = self._k[layer.index], layer.config
-        if self.related or layer.window is not None or layer.sinks is not None:
+        if self.related or layer.window is not None or layer.sinks is not None or layer.q_norm is None:
             return False
-        if not chain.CHAIN_ATTENTION or pool.dtype != qkv.dtype:
+        if not FUSED_QKV or pool.dtype != qkv.dtype:
             return False
         _, kv_heads, page_size, head_dim = pool.shape
         reason = qkv_attention_refusal(
@@ -106,12 +103,6 @@ class PagedAttend:
             turned=2 * rotary.cos.shape[-1], page_size=page_size, table_width=self.page_table.shape[1], causal=layer.causal,
         )  # fmt: skip
         return reason is None
-
-    @property
-    def chained_pools(self) -> tuple[Array, int] | None:
-        """The first layer's keys and the width of the table where `chain` may take them; None for latent pools, and where rows
-        may be of one sequence: it attends before others have written."""
-        return (self._k[0], self.page_table.shape[1]) if self._v and not self.related else None
 
     def chain(
         self,
@@ -128,9 +119,10 @@ class PagedAttend:
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
         k_scale = self._pages.k_scale[i] if self._pages.k_scale else None
         v_scale = self._pages.v_scale[i] if self._pages.v_scale else None
+        q_norm, k_norm = (cast(Array, one) for one in layer.norms)  # plans take no layer without them
         out = attention_chain(
             self._k[i], self._v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
-            scales=scales, k_scale=k_scale, v_scale=v_scale, q_norm=layer.q_norm.weight[...], k_norm=layer.k_norm.weight[...],
+            scales=scales, k_scale=k_scale, v_scale=v_scale, q_norm=q_norm, k_norm=k_norm,
             exchange=exchange, causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
         )  # fmt: skip
         self._k[i], self._v[i] = out.k_pages, out.v_pages

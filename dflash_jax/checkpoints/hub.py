@@ -1,11 +1,14 @@
 """What a user's name of a model means: a folder that is there, or one fetched from the Hugging Face hub."""
 
+import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 from dflash_jax.errors import CheckpointError
 
+_HUB = "huggingface_hub"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # A drafter's mask_embedding.pt comes along so that the reader sees it and refuses; no pickle is ever opened.
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
@@ -33,6 +36,31 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
     Raises:
       CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
     """
+    if (found := find_here(source, revision)) is not None:
+        return found
+    subject = str(source)
+    try:
+        import huggingface_hub
+
+        fetched = huggingface_hub.snapshot_download(
+            subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+        )
+    except Exception as error:  # what a lost connection raises is of whichever library the hub's uses, and no OSError
+        reason = " ".join(str(error).split())[:_MOST_OF_A_REASON] or type(error).__name__
+        problem = (
+            f"is no folder here and could not be fetched ({reason}); check the name, the revision, the network and, for a gated "
+            "model, your login (hf auth login), or download the model elsewhere and give its folder"
+        )
+        raise CheckpointError(subject, problem) from error
+    return Path(fetched), Path(fetched).name
+
+
+def find_here(source: str | Path, revision: str | None = None) -> tuple[Path, str | None] | None:
+    """The folder that `source` means if it is one here, and its commit where that is known; None for a model of the hub.
+
+    Raises:
+      CheckpointError: it is neither, or huggingface_hub, which fetches the other kind, is not installed.
+    """
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(
             repr(source), f"is a {type(source).__name__}; give a folder or a model id of the form owner/name"
@@ -55,20 +83,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
         return folder, real.name if real.parent.name == "snapshots" else None
     if not _HUB_ID.fullmatch(subject):
         raise CheckpointError(subject, "is neither an existing folder nor a model id of the form owner/name")
-    try:
-        import huggingface_hub
-    except ImportError:
+    if (sys.modules[_HUB] if _HUB in sys.modules else importlib.util.find_spec(_HUB)) is None:
         problem = "is no folder here, and models are fetched with huggingface_hub: pip install huggingface-hub"
-        raise CheckpointError(subject, problem) from None
-    try:
-        fetched = huggingface_hub.snapshot_download(
-            subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
-        )
-    except Exception as error:  # what a lost connection raises is of whichever library the hub's uses, and no OSError
-        reason = " ".join(str(error).split())[:_MOST_OF_A_REASON] or type(error).__name__
-        problem = (
-            f"is no folder here and could not be fetched ({reason}); check the name, the revision, the network and, for a gated "
-            "model, your login (hf auth login), or download the model elsewhere and give its folder"
-        )
-        raise CheckpointError(subject, problem) from error
-    return Path(fetched), Path(fetched).name
+        raise CheckpointError(subject, problem)
+    return None

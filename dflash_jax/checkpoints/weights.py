@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.execution.draft_head import head_index, index_pays
 from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
-from dflash_jax.models import DFlashConfig, Family, fuse_context_projection
+from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import WeightDtype
 from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
@@ -31,8 +31,8 @@ def stored_shapes(models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dty
     for config, family in models:
         declared = family.parameters(config)
         table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
-        if isinstance(config, DFlashConfig):
-            table = jax.eval_shape(partial(fuse_context_projection, config), table)
+        if family.derive is not None:
+            table = jax.eval_shape(partial(family.derived, config), table)
         shapes[family.role] = table
     return shapes
 
@@ -50,8 +50,10 @@ def weight_shapes(
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
-        if isinstance(config, DFlashConfig):
-            shapes[family.role] |= jax.eval_shape(partial(_copied_head, config, kind=kind), shapes.get("target", {}))
+        if family.role == "draft":
+            shapes[family.role] |= jax.eval_shape(
+                partial(_copied_head, cast(DFlashConfig, config), kind=kind), shapes.get("target", {})
+            )
     return shapes
 
 
@@ -107,7 +109,7 @@ def read_weights(
       draft_weight_dtype: of the drafter's, where they are others. One without a head of its own is given a copy of the target's in
         it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
-      rows: tokens of the largest cycle, of which it depends how matrices lie in memory (`blocked_weights`).
+      rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
     """
     params = target.load(dtype.name)
     if observe is not None:
@@ -116,7 +118,7 @@ def read_weights(
     if drafter is not None:
         params = drafter.load(dtype.name)
         check_draft_vocabulary(drafter.config, params)
-        params = fuse_context_projection(drafter.config, params)
+        params = drafter.family.derived(drafter.config, params)
         kind = draft_weight_dtype or weight_dtype
         kept = _kept(drafter.config, dtype, rows, params, kind)
         weights["draft"] = kept | _copied_head(drafter.config, weights["target"], kind)

@@ -12,7 +12,7 @@ from dflash_jax.cli.terminal import note, printable
 from dflash_jax.config import DecoderConfig
 from dflash_jax.generation import generate, stream
 from dflash_jax.model import Model, load
-from dflash_jax.models import FAMILIES, count
+from dflash_jax.models import count, family_for
 from dflash_jax.sampling_params import SamplingParams
 
 # A prompt ends inside a line: the line break and the indent after it are one token.
@@ -79,5 +79,4 @@ def introduce(model: Model) -> None:
 
 
 def _size(config: DecoderConfig) -> str:
-    family = next(family for family in FAMILIES if isinstance(config, family.config_class))
-    return f"{count(family.parameters(config)) / 1e6:.1f} million parameters"
+    return f"{count(family_for(config).parameters(config)) / 1e6:.1f} million parameters"

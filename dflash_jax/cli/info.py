@@ -1,5 +1,6 @@
 """What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
 
+import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,9 +11,10 @@ import jax
 from dflash_jax.checkpoints.converted import Checkpoint, Converted, open_converted
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
+from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import size
 from dflash_jax.engine.planning import plan_engine
-from dflash_jax.models import DeepseekConfig, DFlashConfig, Qwen3MoeConfig, count
+from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import LoadKeywords, read_options
 from dflash_jax.quantization.kv_formats import pool_dtype
@@ -72,6 +74,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
         },
+        "execution": _execution(engine),
         "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
@@ -81,9 +84,28 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     }
 
 
+def _execution(engine: Engine) -> list[dict[str, Any]]:
+    """How each model runs in a cycle of one sequence, and in one of as many as there may be."""
+    setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None), engine.pool_shapes()
+    facts: list[dict[str, Any]] = []
+    for slots in dict.fromkeys((1, engine.max_batch)):
+        plans = setup.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
+        block = setup.width if setup.draft is None else setup.draft.block_size
+        for model, tokens, plan in (("target", setup.width, plans.target), ("draft", block, plans.draft)):
+            if plan is None:
+                continue
+            facts.append({
+                "model": model, "sequences": slots, "tokens": tokens, "runner": plan.runner, "attention": plan.attention,
+                "weight_layout": plan.weight_layout, "workspace": plan.workspace,
+                "xla_options": dict(plan.xla_options) if model == "target" else None, "device": plan.device,
+                "refused": {one.what: one.reason for one in plan.refusals},
+            })  # fmt: skip
+    return facts
+
+
 def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
     config, parameters = checkpoint.config, checkpoint.family.parameters(checkpoint.config)
-    facts = {
+    return {
         "role": checkpoint.family.role,
         "family": checkpoint.family.name,
         "folder": str(checkpoint.folder),
@@ -98,14 +120,7 @@ def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "vocabulary": config.vocab_size,
         "max_position": config.max_position,
-    }
-    if isinstance(config, DFlashConfig):
-        facts |= {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
-    if isinstance(config, DeepseekConfig):
-        facts["latent_width"] = config.latent_width
-    if isinstance(config, DeepseekConfig | Qwen3MoeConfig):
-        facts |= {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
-    return facts
+    } | checkpoint.family.facts(config)
 
 
 def installed_version(package: str) -> str | None:
@@ -159,6 +174,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
         ),
         *_rounding(memory),
+        *_plans(facts["execution"]),
         *_hashes(facts["hashes"]),
         *(("note", notice) for notice in facts["notices"]),
     ]
@@ -177,6 +193,23 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
         which += f", the target's in {ours}"
     copy = f", {size(head)} for its copy of the target's head" if head else ""
     return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
+
+
+def _plans(execution: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """How cycles run, and why not in ways that are tried before; calls that run alike stand on one line."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for plan in execution:
+        how = {key: plan[key] for key in ("runner", "attention", "weight_layout", "refused")}
+        alike.setdefault(json.dumps(how), []).append(plan)
+    rows = []
+    for plans in alike.values():
+        plan = plans[0]
+        calls = ", ".join(f"{one['model']} {one['sequences']} x {one['tokens']}" for one in plans)
+        attention = " with attention in the layer's kernel" if plan["attention"] == "in_layer" else ""
+        layout = "blocks of columns" if plan["weight_layout"] == "column_blocks" else "rows"
+        rows.append(("" if rows else "execution", f"{calls} tokens: {plan['runner']}{attention}, matrices in {layout}"))
+        rows += [("", f"  not {what}: {reason}") for what, reason in plan["refused"].items()]
+    return rows
 
 
 def _hashes(compared: int | None) -> list[tuple[str, str]]:

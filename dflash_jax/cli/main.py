@@ -6,15 +6,14 @@
     dflash-jax bench --concurrency 1 8
     dflash-jax info
 
-Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model not usable, 4 request not
-usable, 130 interrupted.
+Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a wrong value of an option, 3
+model not usable, 4 request not usable (its prompt, or its length), 130 interrupted.
 """
 
 import argparse
 import dataclasses
 import io
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.cli.progress import announced, told_if_slow
 from dflash_jax.cli.signals import interrupts, was_interrupted
+from dflash_jax.cli.streams import leave_stdout, open_closed_streams
 from dflash_jax.cli.terminal import json_line, note, printable, shows_all
 from dflash_jax.completion import Completion, Piece
 from dflash_jax.errors import (
@@ -47,12 +47,12 @@ class UsageError(DFlashError):
 
 _EXIT_CODES: tuple[tuple[type[DFlashError], int], ...] = (
     (UsageError, USAGE),
+    (ParameterError, USAGE),
     (CheckpointError, MODEL),
     (ConfigError, MODEL),
     (PairError, MODEL),
     (TokenizerError, MODEL),
     (PromptError, REQUEST),
-    (ParameterError, REQUEST),
     (CapacityError, REQUEST),
     (DFlashError, UNEXPECTED),
 )
@@ -71,10 +71,24 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
+def check_models(args: argparse.Namespace) -> None:
+    """Raises CheckpointError for names that are no folder here and no model elsewhere, before seconds of imports."""
+    from dflash_jax.checkpoints.hub import find_here
+
+    named = ((args.model, args.revision), (None if args.no_draft else args.draft, args.draft_revision))
+    for name, revision in named:
+        if name is not None:
+            find_here(name, revision)
+
+
 def begin(args: argparse.Namespace) -> None:
     """Before anything slow is imported: files are read ahead, compiled programs are kept, the device starts."""
     from dflash_jax.cli import startup as early
 
+    if getattr(args, "chat", False):
+        from dflash_jax.text import template_process
+
+        template_process.start()
     early.read_models(args.model, False if args.no_draft else args.draft)
     from dflash_jax.compile.cache_folders import enable_compilation_cache
 
@@ -105,8 +119,12 @@ def run_generate(args: argparse.Namespace) -> int:
     """`dflash-jax generate`: texts to stdout as they come."""
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
-        seed=args.seed, stop=args.stop,
+        seed=args.seed, stop=args.stop, stop_token_ids=args.stop_token_ids, ignore_eos=args.ignore_eos,
+        min_tokens=args.min_tokens, logprobs=args.logprobs, include_stop=args.include_stop,
     )  # fmt: skip
+    if args.logprobs is not None and not args.json:
+        raise UsageError("--logprobs are part of the rows of --json: add it")
+    check_models(args)
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)
     with told_if_slow() as ready:
@@ -169,6 +187,7 @@ def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
 
 def run_demo(args: argparse.Namespace) -> int:
     """`dflash-jax demo`: the same prompts with and without drafting."""
+    check_models(args)
     begin(args)
     from dflash_jax.cli.demo import demo
 
@@ -201,6 +220,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 def run_info(args: argparse.Namespace) -> int:
     """`dflash-jax info`: what `load` would do, without reading weights."""
+    check_models(args)
     from dflash_jax.cli.info import collect, lines
 
     args.calibration = None  # sizes do not depend on it
@@ -255,21 +275,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         leave_stdout()
         return UNEXPECTED
-
-
-def open_closed_streams() -> None:
-    """Python has None in place of a stream that the shell has closed (`>&-`); what is written there goes nowhere."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-
-
-def leave_stdout() -> None:
-    """Lets what is still to be written to stdout go nowhere if it cannot be written: Python would complain at exit once more."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
 """The arguments of `dflash-jax`."""
 
 import argparse
-import json
 from typing import Any
 
+from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
+from dflash_jax.cli.values import chat_option, token_ids
 from dflash_jax.options import FLAGS
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli.main` runs what `command` names."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
-        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 model "
-        "not usable, 4 request not usable, 130 interrupted.",
+        epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a "
+        "wrong value, 3 model not usable, 4 request not usable, 130 interrupted.",
     )  # fmt: skip
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -27,9 +28,22 @@ def build_parser() -> argparse.ArgumentParser:
     sampling.add_argument(
         "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
     )
+    sampling.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="tokens of an answer at least (default: 0)"
+    )
     _add_law(sampling)
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    sampling.add_argument(
+        "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
+        help="tokens that end the text beside the model's end tokens; may be repeated",
+    )  # fmt: skip
+    sampling.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="with --json: log-probabilities of each token and of the N likeliest ones at its place",
+    )  # fmt: skip
 
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
     demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
@@ -53,7 +67,10 @@ def add_bench(commands: Any) -> None:
     _add_model(bench, "--model", max_batch=False)
     bench.add_argument("--shapes", metavar="NAME", help="instead of --model: a published shape with random weights")
     bench.add_argument(
-        "--prompts", metavar="FILE", help="JSON list, JSON lines or one prompt a line (default: random tokens)"
+        "--prompts",
+        type=file_path,
+        metavar="FILE",
+        help="JSON list, JSON lines or one prompt a line (default: random tokens)",
     )
     bench.add_argument("--input-length", type=int, default=128, metavar="N", help="of random prompts (default: 128)")
     bench.add_argument(
@@ -71,7 +88,7 @@ def add_bench(commands: Any) -> None:
         metavar="M",
         help="with --shapes: each cycle gains M tokens; no model's text",
     )
-    bench.add_argument("--json", metavar="FILE", help="write all figures there; - is stdout")
+    bench.add_argument("--json", type=file_or_stream, metavar="FILE", help="write all figures there; - is stdout")
 
 
 def _add_law(group: Any) -> None:
@@ -100,7 +117,8 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
         if option == "max_batch" and not max_batch:
             continue
         group.add_argument(
-            f"--{option.replace('_', '-')}", help=flag.about, type=flag.kind, choices=flag.choices,
+            f"--{option.replace('_', '-')}", help=flag.about, choices=flag.choices,
+            type=file_path if flag.metavar == "FILE" else flag.kind,
             metavar=flag.metavar or (None if flag.choices else "N"),
         )  # fmt: skip
 
@@ -109,16 +127,5 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
     parser.add_argument(
         "--chat-option", type=chat_option, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: a name for the template, such as enable_thinking=false; may be repeated",
+        help="with --chat: a name for the template, such as enable_thinking=false or style=\"two words\"; may be repeated",
     )  # fmt: skip
-
-
-def chat_option(text: str) -> tuple[str, Any]:
-    """A name and its value: JSON where it is some, otherwise the text itself."""
-    name, sign, value = text.partition("=")
-    if not (name.isidentifier() and sign):
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, such as enable_thinking=false, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

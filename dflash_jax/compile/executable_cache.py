@@ -10,16 +10,19 @@ An entry is one file, named after everything that its program depends on:
 
 A file is written beside its place and renamed, so it is whole or not there; what is found damaged, or does not load, is left alone
 with a notice and written again. A folder that cannot be written to is read and no more. XLA's bytes are machine code that will run:
-the folder must be the user's own (`compilation_cache.refuse_shared`).
+the folder must be the user's own (`cache_folders.open_private`), all is done relative to its descriptor, and an entry is read once
+what was opened is known to be the user's own file, which nobody else may write to.
 """
 
 import hashlib
 import json
 import os
-import tempfile
+import secrets
+import stat
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -28,6 +31,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compile.cache_folders import foreign, open_private
 from dflash_jax.compile.described import NotDescribable, describe, rebuild
 from dflash_jax.compile.fingerprint import environment, settings
 from dflash_jax.compile.serialization import (
@@ -40,7 +44,7 @@ from dflash_jax.compile.serialization import (
 )
 
 MAGIC = b"dflash_jax program 1\n"
-SUFFIX = ".program"
+SUFFIX, PARTIAL = ".program", ".partial"
 MOST_BYTES = 8 << 30
 # Longer than anybody takes to write one file.
 ABANDONED_SECONDS = 3600.0
@@ -50,13 +54,22 @@ class StoredPrograms:
     """Programs in one folder. May be asked from several threads and processes.
 
     Args:
-      folder: exists, and is the user's own.
+      folder: the user's own, in folders that nobody else can change.
       notice: told in one sentence what was ignored or could not be done.
       most_bytes: the programs that nobody has used for longest go where there are more.
+      make: the folder, where it is missing.
+
+    Raises:
+      OSError: the folder cannot be opened, or others could write to it or replace it.
     """
 
-    def __init__(self, folder: Path, notice: Callable[[str], object] = warnings.warn, most_bytes: int = MOST_BYTES):
-        self.folder, self.notice, self.most_bytes = folder, notice, most_bytes
+    def __init__(
+        self, folder: Path, notice: Callable[[str], object] = warnings.warn, most_bytes: int = MOST_BYTES, *,
+        make: bool = False,
+    ):  # fmt: skip
+        self.folder, self._descriptor = open_private(folder, make=make)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.notice, self.most_bytes = notice, most_bytes
         self.writes = True
         self._lock = threading.Lock()
         find_kernel_runtime()
@@ -95,7 +108,7 @@ class StoredPrograms:
         """The program kept under `key`, ready to be called; None where there is none or it cannot be used."""
         path = self.path(key)
         try:
-            content = path.read_bytes()
+            content = self._read(path.name)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -111,7 +124,7 @@ class StoredPrograms:
             self.notice(f"{path} is damaged or of no use here, so its program is compiled again ({reason:.200})")
             return None
         with suppress(OSError):
-            os.utime(path)  # used: it stays
+            os.utime(path.name, dir_fd=self._descriptor, follow_symlinks=False)  # used: it stays
         return program
 
     def keep(self, key: str, program: jax.stages.Compiled, results: Any) -> None:
@@ -133,7 +146,7 @@ class StoredPrograms:
         content = len(head).to_bytes(8, "little") + head + payload
         try:
             self._make_room(len(content))
-            self._write(self.path(key), content)
+            self._write(self.path(key).name, content)
         except OSError as error:
             self.writes = False
             self.notice(f"compiled programs are not kept: {error}")
@@ -141,34 +154,49 @@ class StoredPrograms:
     def path(self, key: str) -> Path:
         return self.folder / (hashlib.sha256(key.encode()).hexdigest() + SUFFIX)
 
-    def _write(self, path: Path, content: bytes) -> None:
-        descriptor, beside = tempfile.mkstemp(suffix=".partial", dir=self.folder)  # of mode 0600
+    def _read(self, name: str) -> bytes:
+        """An entry's bytes. Raises PermissionError where it is another user's, or others may write to it."""
+        # A pipe would wait for who writes to it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=self._descriptor), "rb") as file:
+            found = os.fstat(file.fileno())
+            problem = foreign(found)
+            if problem is None and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                problem = "may be written by other users"
+            if problem is not None:
+                raise PermissionError(f"{self.folder / name} {problem}")
+            return file.read()
+
+    def _write(self, name: str, content: bytes) -> None:
+        beside = secrets.token_hex(8) + PARTIAL
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with open(os.open(beside, flags, 0o600, dir_fd=self._descriptor), "wb") as file:
                 for piece in (MAGIC, hashlib.sha256(content).digest(), content):
                     file.write(piece)
-            os.replace(beside, path)
+            os.replace(beside, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
         except BaseException:
             with suppress(OSError):
-                os.unlink(beside)
+                os.unlink(beside, dir_fd=self._descriptor)
             raise
 
     def _make_room(self, nbytes: int) -> None:
         """Removes what others left half written, and the programs not used for longest, until so many more bytes fit."""
-        with self._lock:
+        with self._lock, os.scandir(self._descriptor) as listed:
             entries = []
-            for path in self.folder.iterdir():
+            for entry in listed:
                 with suppress(FileNotFoundError):  # another process tidies up too
-                    stat = path.stat()
-                    if path.suffix == ".partial" and time.time() - stat.st_mtime > ABANDONED_SECONDS:
-                        path.unlink()
-                    elif path.suffix == SUFFIX:
-                        entries.append((stat.st_mtime, stat.st_size, path))
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(PARTIAL) and time.time() - found.st_mtime > ABANDONED_SECONDS:
+                        os.unlink(entry.name, dir_fd=self._descriptor)
+                    elif entry.name.endswith(SUFFIX):
+                        entries.append((found.st_mtime, found.st_size, entry.name))
             held = nbytes + sum(size for _, size, _ in entries)
-            for _, size, path in sorted(entries):
+            for _, size, name in sorted(entries):
                 if held <= self.most_bytes:
                     return
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=self._descriptor)
                 held -= size
 
 

@@ -27,14 +27,14 @@ NEUTRAL_SETTINGS = ("cache", "log", "traceback", "dump")
 
 def settings() -> dict[str, str]:
     """JAX's settings as they are for this thread, and the switches of this package that change what is traced."""
-    from dflash_jax.execution import persistent as chain
+    from dflash_jax.execution import plan
 
     found = {
         name: str(getattr(jax.config, name, None))
         for name in sorted(jax.config.values)
         if not any(part in name for part in NEUTRAL_SETTINGS)
     }
-    switches = (chain.CHAIN_LAYERS, chain.CHAIN_ATTENTION, chain.DENSE_ROWS)
+    switches = (plan.PERSISTENT, plan.PERSISTENT_ATTENTION, plan.FUSED_DENSE)
     return found | {"switches": ",".join(map(str, switches))}
 
 

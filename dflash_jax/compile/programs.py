@@ -14,39 +14,35 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 
 from dflash_jax.compile.mosaic_kernels import kernels_side_by_side
 from dflash_jax.compile.tracing import Line, no_collection, place, short_turns
 from dflash_jax.compile.value_names import name_values_once
-from dflash_jax.config import Qwen3Config
 
 if TYPE_CHECKING:
     from dflash_jax.compile.executable_cache import StoredPrograms
-    from dflash_jax.decoding.state import Setup
 
 
 THREADS = 4
-# For `loop` on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call returns
-# while the device works. Its launches wait for what they read, not for whatever stands before them: the drafter's context is made
-# beside its block, small operations beside large ones. A graph's launches of kernels do not begin before those ahead of them end.
-# Without graphs they can (programmatic dependent launch), with their first weights asked for early: a layer of eight sequences of
-# Qwen3-4B then takes 89.6 us for 88.6 here (o and qkv 2.3 less each, attention and norms 1.5 to 2.6 more, as their CTAs crowd where
-# others end first), and a cycle 4.24 ms, 4.41 without, 4.05 as one graph; one sequence's 3.09 for 2.89.
-ONE_GRAPH = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-}
-# Beside that, for as many rows of a dense model in bfloat16 as let XLA multiply onto the residual stream (`dense_onto`): one call
-# of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
-PLAIN_ROWS = 512
-PLAIN_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 # `prefill_chunk` is left to XLA's own choice of options. 512 tokens of Qwen3-4B take 7.24 ms in calls queued one behind the other:
 # 6.60 in 310 kernels (5.41 of it products, at 660 to 700 TFLOP/s) and 2 us between each two. Without graphs 7.57 ms, with cuBLAS's
 # products outside of them 7.46, without Triton's the same: it is the head's alone. A call by itself takes 2.0 to 2.4 ms more, which
 # is the host's time before the device begins: 0.5 for 420 arguments, 0.2 for four small arrays, 0.6 to make 305 launches ready,
 # 0.2 to update their graph and 0.5 to launch it.
 Status = Literal["compiled", "pending", "missing"]
+
+
+_OPTIONS: dict[Callable, Callable[..., dict[str, Any]]] = {}
+
+
+def compiled_with[F: Callable](options: Callable[..., dict[str, Any]]) -> Callable[[F], F]:
+    """Declares what XLA is told about a function's programs on a GPU: `options` of the same arguments, which may be shapes."""
+
+    def declare(function: F) -> F:
+        _OPTIONS[function] = options
+        return function
+
+    return declare
 
 
 def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
@@ -175,8 +171,8 @@ class Programs:
         # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
         # What a program of somebody else's wants refused (`jax_numpy_rank_promotion`) is no fault of these.
         with self._tracing, no_collection(), jax.numpy_rank_promotion("allow"):
-            whole = function.__name__ == "loop" and jax.default_backend() == "gpu"
-            options = loop_options(*static, *args) if whole else None
+            options = _OPTIONS.get(function) if jax.default_backend() == "gpu" else None
+            options = None if options is None else options(*static, *args)
             program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
             traced = program.trace(*args)
             name_values_once()
@@ -192,17 +188,6 @@ class Programs:
             first = f"({leaves[0][0]}, '{leaves[0][1]}')" if leaves else ""
             lines.append(f"{function.__name__}{kind} {first}".rstrip())
         return sorted(lines)
-
-
-def loop_options(setup: "Setup", max_cycles: int, weights: Any, page_table: Any, *rest: Any) -> dict[str, Any]:
-    """What XLA is told about `loop` of these arguments."""
-    fits = page_table.shape[0] * setup.width == PLAIN_ROWS and isinstance(setup.target, Qwen3Config)
-    # Matrices in eight bits that round what they multiply have kernels of their own, and leave XLA nothing to choose.
-    multiplied = [
-        weight for table in weights.values() for weight in table.values() if not getattr(weight, "dynamic", False)
-    ]
-    plain = {leaf.dtype for leaf in jax.tree.leaves(multiplied)} == {jnp.dtype("bfloat16")}
-    return ONE_GRAPH | (PLAIN_PRODUCTS if fits and plain else {})
 
 
 def _signature(args: tuple) -> tuple:

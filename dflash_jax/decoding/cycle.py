@@ -3,7 +3,6 @@
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +14,20 @@ from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_r
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.largest import largest
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup
-from dflash_jax.execution.persistent import layers_exchange
+from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights
+from dflash_jax.execution.draft_context import context_products, make_context_workspace
+from dflash_jax.execution.draft_head import best_proposals
+from dflash_jax.execution.persistent import make_workspace
+from dflash_jax.execution.plan import ContextPlan
+from dflash_jax.execution.runner import Planned
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.layers import ONE_BY_ONE, Runner
 from dflash_jax.models.registry import bind
-from dflash_jax.quantization.weights import Weight
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
-Weights = Mapping[str, Mapping[str, Weight]]
 
-
-class Exchanges(NamedTuple):
-    """What a model's operations hand results over through, where it outlives a cycle."""
+class Workspaces(NamedTuple):
+    """What kernels of a model's layers hand results over through, where it outlives a cycle."""
 
     target: Any = None
     draft: Any = None
@@ -38,7 +39,7 @@ def cycle(
     weights: Weights,
     page_table: Int[Array, "B W"],
     state: DecodeState,
-    exchanges: Exchanges = Exchanges(),  # noqa: B008 - of two constants
+    workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are.
 
@@ -47,8 +48,9 @@ def cycle(
       weights: flat parameters under "target" and, with a drafter, "draft".
       page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot.
       state: donated by the caller's jit.
-      exchanges: of `cycle_exchanges`, from one cycle to the next; without them every cycle fills its own.
+      workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
     """
+    plans = cycle_plans(setup, weights, page_table, state)
     live = ~state.done
     target = bind(setup.target, weights["target"])
     places = jnp.arange(setup.width)
@@ -60,19 +62,18 @@ def cycle(
     ids, draft_logits, draft_pages = state.pending[:, None], None, state.draft_pages
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
-        draft_pages = commit_context(drafter, state, page_table, exchanges.context)
-        if setup.width > 1:
-            block, draft_pages = draft_block(
-                drafter, target, draft_pages, page_table, state, exchanges.draft, setup.draft_window
-            )
+        draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
+        if plans.draft is not None:
+            run = Planned(plans.draft, workspaces.draft)
+            block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, run, setup.draft_window)
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
                 if setup.mode == "greedy" and setup.width == setup.offered:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
-                    proposals = drafter.proposing(drafter.best(block, head, index))
+                    proposals = drafter.proposing(best_proposals(drafter, block, head, index))
                 elif setup.mode == "greedy":
-                    proposals = drafter.best(proposing, head, index)
+                    proposals = best_proposals(drafter, proposing, head, index)
                 else:
                     draft_logits = drafter.logits(proposing, head)
                     draft_noise = None if noise is None else noise[:, :-1]
@@ -83,8 +84,8 @@ def cycle(
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
         lens = jnp.where(live, setup.width, 0)
-        attend = PagedAttend(state.target_pages, page_table, positions, lens, exchange=exchanges.target)
-        hidden, features = target(ids, positions, attend, setup.taps)
+        attend = PagedAttend(state.target_pages, page_table, positions, lens)
+        hidden, features = target(ids, positions, attend, setup.taps, Planned(plans.target, workspaces.target))
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
 
@@ -130,26 +131,24 @@ def cycle(
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
 
 
-def cycle_exchanges(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Exchanges:
-    """Exchanges for cycles of these shapes. Both models use the same where they can: they take turns."""
-    target, slots = bind(setup.target, weights["target"]), state.done.shape[0]
+def cycle_plans(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Plans:
+    """How a cycle of these shapes runs."""
+    return setup.plans(weights, state.done.shape[0], page_table.shape[1], (state.target_pages, state.draft_pages))
 
-    def of(model, pages, x, table=page_table) -> Any:
-        positions = jnp.zeros(x.shape[:2], jnp.int32)
-        attend = PagedAttend(pages, table, positions, jnp.zeros((slots,), jnp.int32))
-        return layers_exchange(model.layers, x, jax.eval_shape(model.rotary, positions), attend)
 
+def cycle_workspaces(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Workspaces:
+    """Workspaces for cycles of these shapes. Both models use the same where they can: they take turns."""
+    plans, slots = cycle_plans(setup, weights, page_table, state), state.done.shape[0]
+    target = bind(setup.target, weights["target"])
     ids = jax.ShapeDtypeStruct((slots, setup.width), jnp.int32)
-    ours = of(target, state.target_pages, jax.eval_shape(target.embed, ids))
-    if setup.draft is None or setup.width == 1:
-        # Without a draft between them context and target could run side by side, and each waits for the whole GPU.
-        return Exchanges(ours)
+    ours = make_workspace(plans.target, target.layers, jax.eval_shape(target.embed, ids))
+    if setup.draft is None or plans.draft is None or plans.context is None:
+        return Workspaces(ours)
     drafter = bind(setup.draft, weights["draft"])
-    context = drafter.context_exchange(slots * setup.width, state.features.dtype)
+    context = make_context_workspace(plans.context, drafter, slots * setup.width)
     x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
-    seen, _ = _seen_pages(drafter, state.draft_pages, page_table, state, setup.draft_window)
-    theirs = of(drafter, state.draft_pages, x, seen)
-    return Exchanges(ours, ours if _alike(ours, theirs) else theirs, context)
+    theirs = make_workspace(plans.draft, drafter.layers, x)
+    return Workspaces(ours, ours if _alike(ours, theirs) else theirs, context)
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
@@ -157,26 +156,28 @@ def _alike(ours: Any, theirs: Any) -> bool:
     return found[0] == found[1]
 
 
-def commit_context(drafter, state: DecodeState, page_table: Int[Array, "B W"], exchange: Any = None):
+def commit_context(
+    drafter, state: DecodeState, page_table: Int[Array, "B W"], plan: ContextPlan | None, workspace: Any = None
+):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
         slots, width = state.features.shape[:2]
         first, counts, places = state.seq_lens - state.fresh, jnp.where(state.done, 0, state.fresh), jnp.arange(width)
-        if not drafter.packs(slots * width, state.features.dtype):
-            products = drafter.context_products(state.features, decodes=True, exchange=exchange)
+        if plan is None or plan.form != "packed":
+            products = context_products(drafter, state.features, decodes=True, workspace=workspace)
             live = places < counts[:, None]
             return write_context(drafter, state.draft_pages, page_table, products, first[:, None] + places, live)
         # Side by side, as sequences of one token each: nothing is multiplied for the places after the last of them.
         ends, rows = jnp.cumsum(counts), jnp.arange(slots * width)
         slot = jnp.minimum(jnp.sum(rows[:, None] >= ends, axis=1), slots - 1)
         place = jnp.minimum(rows - (ends - counts)[slot], width - 1)
-        products = drafter.context_products(state.features[slot, place], decodes=True, live=ends[-1])
+        products = context_products(drafter, state.features[slot, place], decodes=True, live=ends[-1])
         positions, live = (first[slot] + place)[:, None], (rows < ends[-1])[:, None]
         return write_context(drafter, state.draft_pages, page_table[slot], products[:, None], positions, live)
 
 
 def draft_block(
-    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, exchange: Any = None,
+    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, run: Runner = ONE_BY_ONE,
     window: int | None = None,
 ):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
@@ -191,8 +192,8 @@ def draft_block(
         positions = state.seq_lens[:, None] + jnp.arange(size)
         table, before = _seen_pages(drafter, draft_pages, page_table, state, window)
         live = jnp.where(state.done, 0, size)
-        attend = PagedAttend(draft_pages, table, positions - before[:, None], live, exchange=exchange)
-        hidden = drafter.block(state.pending, target.embed.weight[...], positions, attend)
+        attend = PagedAttend(draft_pages, table, positions - before[:, None], live)
+        hidden = drafter.block(state.pending, target.embed.weight[...], positions, attend, run)
         return hidden, attend.pages
 
 

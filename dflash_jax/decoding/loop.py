@@ -2,17 +2,28 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.decoding.cycle import Weights, commit_context, cycle, cycle_exchanges
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup, apart, together
+from dflash_jax.compile.programs import compiled_with
+from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, apart, together
+from dflash_jax.execution.plan import choose_context
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
+def loop_options(
+    setup: Setup, max_cycles: int, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState, *rest: Any
+) -> dict[str, Any]:
+    """What XLA is told about `loop` of these arguments on a GPU, which may be shapes: the options of its target's plan."""
+    return dict(cycle_plans(setup, weights, page_table, state).target.xla_options)
+
+
+@compiled_with(loop_options)
 def loop(
     setup: Setup,
     max_cycles: int,
@@ -34,7 +45,7 @@ def loop(
     numbers, rest = apart(state)
     empty = _packed(no_rows(setup, max_cycles, slots))
     done_before = jnp.sum(state.done)
-    exchanges = cycle_exchanges(setup, weights, page_table, state)
+    workspaces = cycle_workspaces(setup, weights, page_table, state)
 
     def finished(state):
         done = jnp.sum(state.done)
@@ -45,7 +56,7 @@ def loop(
 
     def body(carry):
         index, _, numbers, rest, rows = carry
-        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), exchanges)
+        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), workspaces)
         set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         # Counted beside what a cycle writes last: in the condition it would come after that.
         return index + 1, finished(state), *apart(state), jax.tree.map(set_row, rows, _packed(emitted))
@@ -76,7 +87,9 @@ def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], stat
     drafter's pages at once."""
     if setup.draft is None or setup.width == setup.offered:
         return state
-    draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, page_table)
+    rows, dtype = state.done.shape[0] * setup.offered, state.features.dtype
+    plan = choose_context(weights["draft"], rows, dtype)
+    draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, page_table, plan)
     features = jnp.zeros_like(state.features[:, : setup.width])
     return replace(state, features=features, fresh=jnp.zeros_like(state.fresh), draft_pages=draft_pages)
 

@@ -6,9 +6,11 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.cache.pages import Pages
-from dflash_jax.decoding.cycle import Weights, log_probabilities
+from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, page_shape
+from dflash_jax.execution.draft_context import context_products
+from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 
 
@@ -32,8 +34,11 @@ def prefill_chunk(
     rows = jnp.arange(ids.shape[1])
     positions = starts[:, None] + rows
     with jax.named_scope("prefill"):
-        attend = PagedAttend(pages[0], page_table, positions, lengths, setup.form, related=ids.shape[0] > 1)
-        hidden, features = target(ids, positions, attend, setup.taps)
+        related = ids.shape[0] > 1
+        attend = PagedAttend(pages[0], page_table, positions, lengths, setup.form, related=related)
+        shape = None if related else page_shape(pages[0], page_table.shape[1])
+        run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
+        hidden, features = target(ids, positions, attend, setup.taps, run)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     draft_pages = pages[1]
@@ -42,7 +47,7 @@ def prefill_chunk(
         live = rows < lengths[:, None]
         features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
         draft_pages = write_context(
-            drafter, draft_pages, page_table, drafter.context_products(features), positions, live
+            drafter, draft_pages, page_table, context_products(drafter, features), positions, live
         )
     return (attend.pages, draft_pages), logits
 

@@ -1,7 +1,8 @@
 """The state of a decode loop: one pytree of device arrays, donated to every program that changes it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,31 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache.pages import Pages
 from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.draft_window import columns
 from dflash_jax.decoding.sampling import Mode, RequestArrays
+from dflash_jax.execution.plan import (
+    CallShape,
+    ContextPlan,
+    ExecutionPlan,
+    PageShape,
+    choose,
+    choose_context,
+    weight_format,
+)
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.registry import layer_traits
+from dflash_jax.quantization.weights import Weight
 
+Weights = Mapping[str, Mapping[str, Weight]]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
+
+
+class Plans(NamedTuple):
+    """How the models of one cycle run: the target's pass over the verified tokens, the drafter's block, and its context."""
+
+    target: ExecutionPlan
+    draft: ExecutionPlan | None = None
+    context: ContextPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,51 @@ class Setup:
     def width(self) -> int:
         """Tokens the target verifies in one cycle (T): the pending one and the first proposals."""
         return self.offered if self.verified is None else min(self.verified, self.offered)
+
+    def plans(
+        self, weights: Mapping[str, Mapping[str, Any]], slots: int, table_width: int, pools: tuple[Pages, Pages]
+    ) -> Plans:
+        """The execution plans of a cycle of `slots` sequences, on the device that is traced for.
+
+        Args:
+          weights: flat parameters under "target" and, with a drafter, "draft"; shapes will do.
+          table_width: columns of the page table.
+          pools: of the target and the drafter; shapes will do.
+        """
+        target = self.target_plan(weights, (slots, self.width), page_shape(pools[0], table_width))
+        if self.draft is None:
+            return Plans(target)
+        dtype = _dtype(weights)
+        context = choose_context(weights["draft"], slots * self.width, dtype, drafts=self.width > 1)
+        if self.width == 1:
+            return Plans(target, None, context)
+        seen = min(table_width, self.seen_pages(pools[1].page_size) or table_width)
+        block = CallShape(slots, self.draft.block_size, dtype, page_shape(pools[1], seen))
+        return Plans(target, choose(layer_traits(self.draft), block, weight_format(weights["draft"])), context)
+
+    def target_plan(
+        self, weights: Mapping[str, Mapping[str, Any]], shape: tuple[int, int], pages: PageShape | None
+    ) -> ExecutionPlan:
+        """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`."""
+        call = CallShape(*shape, _dtype(weights), pages)
+        beside = None if self.draft is None else weight_format(weights["draft"])
+        return choose(layer_traits(self.target), call, weight_format(weights["target"]), beside=beside)
+
+    def seen_pages(self, page_size: int) -> int | None:
+        """Columns of a page table that a drafter with a window sees at most; None without one."""
+        if self.draft is None or self.draft_window is None:
+            return None
+        return columns(self.draft_window, self.draft.block_size, page_size)
+
+
+def page_shape(pages: Pages, table_width: int) -> PageShape | None:
+    """Pools as a plan asks for them; None for latent ones."""
+    return PageShape(pages.page_size, table_width, jnp.dtype(pages.k[0].dtype)) if pages.v else None
+
+
+def _dtype(weights: Mapping[str, Mapping[str, Any]]) -> jnp.dtype:
+    """Of activations: that of the target's embeddings."""
+    return jnp.dtype(weights["target"]["embed.weight"].dtype)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays

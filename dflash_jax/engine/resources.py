@@ -128,17 +128,19 @@ class Resources:
             raise PromptError(
                 "the prompt is empty: give a text, or at least one token id (one that begins a text will do)"
             )
-        ids = (*request.prompt, *request.params.stop_token_ids)
-        if not all(0 <= token < self.target.vocab_size for token in ids):
-            wrong = next(token for token in ids if not 0 <= token < self.target.vocab_size)
-            raise PromptError(f"token id {wrong} is outside the target's vocabulary of {self.target.vocab_size}")
-        vocabulary = range(self.target.vocab_size)
-        if request.params.min_tokens > 0 and len({token for token in request.stop_ids if token in vocabulary}) == len(
+        vocabulary, params = range(self.target.vocab_size), request.params
+        if wrong := [token for token in request.prompt if token not in vocabulary]:
+            raise PromptError(f"token id {wrong[0]} is outside the target's vocabulary of {len(vocabulary)}")
+        if wrong := [token for token in params.stop_token_ids if token not in vocabulary]:
+            raise ParameterError(
+                f"stop_token_ids must be inside the target's vocabulary of {len(vocabulary)} tokens, got {wrong[0]}"
+            )
+        if params.min_tokens > 0 and len({token for token in request.stop_ids if token in vocabulary}) == len(
             vocabulary
         ):
             raise ParameterError(
-                f"min_tokens={request.params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each "
-                "ends a text: lower it to 0, or name fewer stop_token_ids"
+                f"min_tokens={params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each ends a "
+                "text: lower it to 0, or name fewer stop_token_ids"
             )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dflash_kernels import float8_candidates, float8_refusal
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import best_rows
 from dflash_jax.quantization.weights import Quantised, quantise, rounded
 
@@ -35,6 +36,13 @@ def index_pays(head: Any) -> bool:
 def head_index(head: Float[Array, "V D"]) -> Quantised:
     """The copy: float8, with one scale a row, of products that round what they multiply."""
     return quantise(head, "fp8_dynamic")
+
+
+def best_proposals(drafter: DFlash, hidden: Float[Array, "... D"], head: Any, index: Any) -> Int[Array, "..."]:
+    """`drafter.best(hidden, head)`, through the index of a head that is not in eight bits itself, where there is one."""
+    if index is None or isinstance(head, Quantised):
+        return drafter.best(hidden, head)
+    return best_by_index(hidden, head, index)
 
 
 def best_by_index(x: Float[Array, "... D"], head: Float[Array, "V D"], index: Quantised) -> Int[Array, "..."]:

@@ -1,22 +1,16 @@
-"""Layers for a few hundred rows: products with what follows them, the residual stream with its norm, each as one operation."""
+"""Fused GEMMs for a few hundred rows: each product with its epilogue, SwiGLU or the residual add and the norm, as one launch."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_parts, dense_refusal, float8_refusal
-from flax import nnx
+from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_parts, dense_refusal
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
+from dflash_jax.execution.plan import MOST_DENSE_ROWS
+from dflash_jax.models.layers import Linear, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised, product, rounds
-
-MOST = 256  # with more, XLA's products with nothing after them are faster
-SOME_ROWS = 128  # multiplied at once where some rows are left out
-# Fewer rows than a tile has: in layers of this width XLA's products take less. A step of 32 sequences of Qwen3-4B takes 3.99 ms by
-# the kernels and 4.17 without, of Qwen3-8B 6.05 and 5.98 (medians of six and of nine calls, by turns on one H200).
-TILE_ROWS, WIDE = 64, 4096
 
 
 def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
@@ -27,7 +21,7 @@ def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | N
     weight, rows = layer.weight[...], math.prod(x.shape[:-1])
     if layer.bias is None and isinstance(weight, Quantised) and rounds(weight, rows):
         return product(x, weight, live)
-    if (rows > MOST and live is None) or not _takes(layer, rows, x.dtype):
+    if (rows > MOST_DENSE_ROWS and live is None) or not _takes(layer, rows, x.dtype):
         return layer(x)
     flat = x.reshape(rows, -1)
     if weight.shape[1] > weight.shape[0]:
@@ -35,16 +29,6 @@ def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | N
     else:
         products = dense(flat, weight, live=live)
     return products.reshape(*x.shape[:-1], -1)
-
-
-def leaves_out(layer: Linear, rows: int, dtype: Any) -> bool:
-    """Whether `multiplied` of more rows than `MOST` is faster where some are asked for alone."""
-    if rows <= MOST or rows % SOME_ROWS:
-        return False
-    weight = layer.weight[...]
-    if layer.bias is None and rounds(weight, rows):
-        return float8_refusal(rows, dtype, weight.shape[1]) is None
-    return _takes(layer, rows, dtype)
 
 
 def _takes(layer: Linear, rows: int, dtype: Any) -> bool:
@@ -61,26 +45,7 @@ class Named(TypedDict):
     implementation: str | None
 
 
-def fits(layers: Sequence[nnx.Module], x: Any, implementation: str | None = None) -> bool:
-    """Whether `run_rows` can stand for calling the layers one by one, and is faster or asked for by name."""
-    if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
-        return False
-    first: Any = layers[0]
-    weights = [
-        part.weight[...]
-        for part in (first.attn.qkv_proj, first.attn.o_proj, first.mlp.gate_up_proj, first.mlp.down_proj)
-    ]
-    if first.attn.config.attention_bias or any(isinstance(weight, Quantised) for weight in weights):
-        return False
-    if implementation is not None or isinstance(weights[-1], ColumnBlocks):
-        return True
-    rows = x.shape[0] * x.shape[1]
-    if rows < TILE_ROWS and x.shape[-1] >= WIDE:
-        return False
-    return all(dense_refusal(rows, x.dtype, weight.shape[1]) is None for weight in weights)
-
-
-def run_rows(
+def run_fused_dense(
     layers: Sequence[Any],
     norm: RMSNorm,
     x: Float[Array, "B T D"],
@@ -89,7 +54,12 @@ def run_rows(
     attend: Any,
     implementation: str | None = None,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
+    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`.
+
+    Args:
+      normed: x after the first layer's norm.
+      implementation: of the products.
+    """
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):

@@ -1,32 +1,19 @@
-"""Layers whose weights are in float8 and round the rows they multiply: products with what follows them as one operation each.
+"""Fused W8A8 GEMMs: float8 weights times rows rounded to float8, each product with its epilogue as one launch.
 
 Rows are rounded by the operation that norms them, and by one of its own after attention and after the gate.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from dflash_kernels import float8_dense, float8_gated, float8_onto
-from flax import nnx
 from jaxtyping import Array, Float
 
-from dflash_jax.models.layers import MLP, DecoderLayer, RMSNorm, Rotary
-from dflash_jax.quantization.weights import rounded, rounds
+from dflash_jax.models.layers import RMSNorm, Rotary
+from dflash_jax.quantization.weights import rounded
 
 
-def fits(layers: Sequence[nnx.Module], x: Any) -> bool:
-    """Whether `run_rounded` stands for calling the layers one by one."""
-    if not all(type(layer) is DecoderLayer and type(layer.mlp) is MLP for layer in layers):
-        return False
-    first: Any = layers[0]
-    weights = [projection.weight[...] for projection in _projections(first)]
-    if first.attn.config.attention_bias or not all(rounds(weight, math.prod(x.shape[:-1])) for weight in weights):
-        return False
-    return len({weight.paired for weight in weights}) == 1
-
-
-def run_rounded(
+def run_fused_float8(
     layers: Sequence[Any],
     norm: RMSNorm,
     x: Float[Array, "B T D"],
@@ -34,7 +21,7 @@ def run_rounded(
     rotary: Rotary,
     attend: Any,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
+    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`."""
     streams: list[Array] = []
     stream = x.reshape(-1, x.shape[-1])
     rows = rounded(normed.reshape(stream.shape), layers[0].attn.qkv_proj.weight[...])

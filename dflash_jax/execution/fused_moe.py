@@ -1,33 +1,20 @@
-"""Layers with experts while decoding: what attention and experts give is added to the stream by the operation that norms it.
+"""Fused mixture of experts: routed experts in one launch, added to the residual stream by the launch that norms it.
 
 Called one after the other, they would be twice as many launches.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal, routed_experts_exchange
-from flax import nnx
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.fused_dense import multiplied
-from dflash_jax.models.layers import MLP, DecoderLayer, Linear, RMSNorm, Rotary
-from dflash_jax.models.moe import MoE
+from dflash_jax.models.layers import Linear, RMSNorm, Rotary
 from dflash_jax.quantization.weights import Quantised
 
 
-def fits(layers: Sequence[nnx.Module], x: Any) -> bool:
-    """Whether `run_routed` can stand for calling the layers one by one, and is faster."""
-    if not all(isinstance(layer, DecoderLayer) and type(layer).__call__ is DecoderLayer.__call__ for layer in layers):
-        return False
-    feeds = [cast(Any, layer).mlp for layer in layers]
-    if not all(type(feed) in (MLP, MoE) for feed in feeds):
-        return False
-    mixtures = [feed for feed in feeds if type(feed) is MoE]
-    return bool(mixtures) and all(_streams(mixture, x.shape[0] * x.shape[1], x.dtype) for mixture in mixtures)
-
-
-def run_routed(
+def run_fused_moe(
     layers: Sequence[Any],
     norm: RMSNorm,
     x: Float[Array, "B T D"],
@@ -35,7 +22,7 @@ def run_routed(
     rotary: Rotary,
     attend: Any,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
-    """The residual stream after each layer, and the last one after `norm`; arguments as of `run_layers`."""
+    """The residual stream after each layer, and the last one after `norm`; arguments as of a `Runner`."""
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange()
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
@@ -48,10 +35,6 @@ def run_routed(
         stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape)
-
-
-def _streams(mixture: MoE, tokens: int, dtype: Any) -> bool:
-    return mixture.shared is None and mixture.experts.streams(tokens, mixture.router.config.experts_per_token, dtype)
 
 
 def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
@@ -71,7 +54,7 @@ def _fed(
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
     """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
     feed, norm, eps = layer.mlp, layer.post_norm.weight[...], layer.post_norm.eps
-    if type(feed) is MLP:
+    if not feed.routed:
         stream, normed = add_norm(parts, stream, norm, eps=eps)
         return stream, feed(normed)[None]
     stream, normed, scores = add_norm_scores(parts, stream, norm, feed.router.weight[...], eps=eps)

@@ -1,4 +1,4 @@
-"""Which matrices of a model lie in blocks of columns, where that makes decoding faster.
+"""Weight layout: matrices of the layers in blocks of columns, where the execution plan says that this makes decoding faster.
 
 With up to some hundred tokens a layer waits for its weights, and weights in blocks come faster and take less of the power that a
 GPU may draw. Engines of Qwen3-4B's shapes with and without blocks took turns on one H200, medians of three turns at 1k of context:
@@ -14,16 +14,14 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from dflash_kernels import ColumnBlocks, in_column_blocks, layer_chain_refusal
+from dflash_kernels import ColumnBlocks, in_column_blocks
 from jaxtyping import Array
 
-from dflash_jax.config import DecoderConfig, Qwen3Config
+from dflash_jax.config import DecoderConfig
+from dflash_jax.execution.plan import CallShape, choose
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.registry import layer_traits
 
-BLOCK_COLUMNS = True  # False for comparisons
-# Tokens of a cycle from which on products wait for the matrix units: those of Qwen3-8B's o and down take less with cuBLAS.
-MANY_ROWS = 512
 _MATRICES = "attn.qkv_proj.weight", "attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
 
 
@@ -33,19 +31,10 @@ def cycle_rows(max_batch: int, draft: DFlashConfig | None) -> int:
 
 
 def blocks_pay(config: DecoderConfig, dtype: Any, rows: int) -> bool:
-    """Whether `block_columns` makes a model in `dtype` faster on the device that is traced for: where `layer_chain` takes its
-    layers, so that calls of few rows have a kernel as well, and the largest cycle, of `rows` tokens, waits for weights.
-    """
-    if not BLOCK_COLUMNS or rows >= MANY_ROWS:
-        return False
-    if type(config) not in (Qwen3Config, DFlashConfig) or config.attention_bias:
-        return False
-    heads = config.num_heads * config.head_dim
-    sizes = {
-        "hidden": config.hidden_size, "heads_width": heads, "inner": config.intermediate_size,
-        "next_width": heads + 2 * config.num_kv_heads * config.head_dim,
-    }  # fmt: skip
-    return layer_chain_refusal(1, jnp.dtype(dtype), **sizes) is None
+    """Whether the plan of a model in `dtype` wants `block_columns`, on the device that is traced for, where the largest cycle has
+    `rows` tokens."""
+    plan = choose(layer_traits(config), CallShape(1, rows, jax.numpy.dtype(dtype)))
+    return plan.weight_layout == "column_blocks"
 
 
 _in_blocks = jax.jit(in_column_blocks)

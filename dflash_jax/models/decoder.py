@@ -7,8 +7,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.execution.persistent import embedded, run_layers
-from dflash_jax.models.layers import Attend, LatentAttend, Linear, RMSNorm, Rotary, best_rows, linear, rotary_tables
+from dflash_jax.models.layers import (
+    ONE_BY_ONE,
+    Attend,
+    LatentAttend,
+    Linear,
+    RMSNorm,
+    Rotary,
+    Runner,
+    best_rows,
+    linear,
+    rotary_tables,
+)
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -36,14 +46,15 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"],
         attend: Attend | LatentAttend,
         taps: tuple[int, ...] = (),
+        run: Runner = ONE_BY_ONE,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"]]:
         """Hidden states after the final norm, and the tapped residual streams side by side in the order of `taps`.
 
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
-        x, normed = embedded(self.layers, self.embed.weight[...], ids, attend)
-        streams, hidden = run_layers(self.layers, self.norm, x, self.rotary(positions), attend, normed=normed)
+        x, normed = run.embed(self.layers, self.embed.weight[...], ids)
+        streams, hidden = run(self.layers, self.norm, x, self.rotary(positions), attend, normed=normed)
         tapped = [x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features

@@ -25,8 +25,9 @@ from dflash_jax.models.layers import (
     rotary_tables,
     rotate,
 )
-from dflash_jax.models.moe import MoE, moe_parameters
+from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
+from dflash_jax.models.traits import LayerTraits, decoder_traits
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
@@ -136,6 +137,21 @@ class DeepseekLayer(nnx.Module):
     def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend) -> Array:
         x = x + self.attn(self.input_norm(x), rotary, attend)
         return x + self.mlp(self.post_norm(x))
+
+
+def deepseek_traits(config: DeepseekConfig) -> LayerTraits:
+    """Latent attention; experts in all layers but the first ones."""
+    dense = min(config.num_dense_layers, config.num_layers)
+    kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
+    experts = None if kind == "dense" else expert_traits(config)
+    return decoder_traits(
+        config,
+        attention="latent",
+        qk_norm=False,
+        rotary_dim=config.qk_rope_head_dim,
+        feed_forward=kind,
+        experts=experts,
+    )
 
 
 class Deepseek(Decoder):

@@ -5,25 +5,22 @@ extra keys and values; every slot's hidden state predicts the token at that slot
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
-import jax
 import jax.numpy as jnp
-from dflash_kernels import linear_chain, linear_chain_exchange, linear_chain_refusal
 from flax import nnx
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_jax.execution.draft_head import best_by_index
-from dflash_jax.execution.fused_dense import leaves_out, multiplied
-from dflash_jax.execution.persistent import embedded, run_layers
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.layers import (
+    ONE_BY_ONE,
     Attend,
     DecoderLayer,
     Linear,
     RMSNorm,
     Rotary,
+    Runner,
     best_rows,
     decoder_parameters,
     linear,
@@ -32,11 +29,17 @@ from dflash_jax.models.layers import (
     rotate,
 )
 from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.traits import LayerTraits, decoder_traits
 from dflash_jax.quantization.weights import Quantised
 
 # Among a drafter's weights: its own copy of the target's head in eight bits, which stands for the head; and one that only says
-# among which rows of the head the best is (`models.head_index`).
+# among which rows of the head the best is (`execution.draft_head`).
 SHARED_HEAD, HEAD_INDEX = "shared.lm_head.weight", "index.lm_head.weight"
+
+
+def dflash_traits(config: DFlashConfig) -> LayerTraits:
+    """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so."""
+    return decoder_traits(config, sinks=config.sinks, value_scale=config.value_scale)
 
 
 class DFlash(nnx.Module):
@@ -47,8 +50,8 @@ class DFlash(nnx.Module):
         self.config = config
         self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size)
         self.hidden_norm = RMSNorm(d, config.norm_eps)
-        layers = range(config.num_layers)
-        self.layers = nnx.List([DecoderLayer(config, i, causal=config.causal[i], sinks=config.sinks) for i in layers])
+        layers, traits = range(config.num_layers), dflash_traits(config)
+        self.layers = nnx.List([DecoderLayer(config, i, traits, causal=config.causal[i]) for i in layers])
         self.norm = RMSNorm(d, config.norm_eps)
         rows = config.num_layers * 2 * config.num_kv_heads * config.head_dim
         self.context_kv_proj = Linear(rows, d, bias=config.attention_bias)
@@ -57,45 +60,9 @@ class DFlash(nnx.Module):
         self.mask_embedding = nnx.Param(jnp.zeros((d,))) if config.mask_embedding else None
         self.d2t = nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32)) if config.draft_vocab_size else None
 
-    def context(
-        self, features: Float[Array, "... nD"], *, decodes: bool = False, live: Int[Array, ""] | None = None
-    ) -> Float[Array, "... D"]:
-        """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm).
-
-        `decodes`: nobody takes gradients, and rows from number `live` on may be anything.
-        """
-        return self.hidden_norm(multiplied(self.fc, features, live) if decodes else self.fc(features))
-
-    def context_products(
-        self, features: Float[Array, "... nD"], *, decodes: bool = False, live: Int[Array, ""] | None = None,
-        exchange: Any = None,
-    ) -> Float[Array, "... F"]:  # fmt: skip
-        """Tapped features to keys and values of all layers, side by side as `context_kv_proj` has them, not normed yet.
-
-        Args:
-          decodes, live: as for `context`.
-          exchange: what `context_exchange` gave for as many rows.
-        """
-        if exchange is None:
-            return multiplied(self.context_kv_proj, self.context(features, decodes=decodes, live=live), live)
-        first, norm, second = self.fc.weight[...], self.hidden_norm, self.context_kv_proj.weight[...]
-        rows = features.reshape(-1, features.shape[-1])
-        products = linear_chain(rows, first, norm.weight[...], second, exchange=exchange, eps=norm.eps)
-        return products.reshape(*features.shape[:-1], -1)
-
-    def packs(self, rows: int, dtype: Any) -> bool:
-        """Whether `context_products` are faster with the rows that count in front and `live`."""
-        return leaves_out(self.fc, rows, dtype)
-
-    def context_exchange(self, rows: int, dtype: Any) -> Any:
-        """A Ref with which `context_products` of few rows is one operation; None where there is none, or it is slower."""
-        first, second = self.fc.weight[...], self.context_kv_proj.weight[...]
-        if isinstance(first, Quantised) or isinstance(second, Quantised) or self.context_kv_proj.bias is not None:
-            return None
-        sizes = {"depth": first.shape[1], "hidden": first.shape[0], "features": second.shape[0]}
-        if linear_chain_refusal(rows, dtype, **sizes) is not None:
-            return None
-        return jax.new_ref(linear_chain_exchange(rows, **sizes))
+    def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
+        """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
+        return self.hidden_norm(self.fc(features))
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]
@@ -111,7 +78,7 @@ class DFlash(nnx.Module):
     @property
     def context_norms(self) -> tuple[Float[Array, "H"], ...]:
         """Weights of every layer's key norm."""
-        return tuple(layer.attn.k_norm.weight[...] for layer in self.layers)
+        return tuple(cast(Array, layer.attn.norms[1]) for layer in self.layers)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""
@@ -128,9 +95,11 @@ class DFlash(nnx.Module):
         x = jnp.concatenate([table[pending][:, None], masks], axis=1)
         return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
 
-    def __call__(self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend) -> Float[Array, "B G D"]:
+    def __call__(
+        self, x: Float[Array, "B G D"], positions: Int[Array, "B G"], attend: Attend, run: Runner = ONE_BY_ONE
+    ) -> Float[Array, "B G D"]:
         """Hidden states of the block's slots after the final norm. `attend` adds the context's keys."""
-        return self._run(x, None, positions, attend)
+        return self._run(x, None, positions, attend, run)
 
     def block(
         self,
@@ -138,16 +107,17 @@ class DFlash(nnx.Module):
         embed_weight: Float[Array, "V Dt"] | Quantised,
         positions: Int[Array, "B G"],
         attend: Attend,
+        run: Runner = ONE_BY_ONE,
     ) -> Float[Array, "B G D"]:
         """The same for `block_embeddings` of these arguments."""
         c, table = self.config, embed_weight if self.embed is None else self.embed.weight[...]
         if self.mask_embedding is not None or c.embedding_scale != 1.0:
-            return self(self.block_embeddings(pending, embed_weight), positions, attend)
+            return self(self.block_embeddings(pending, embed_weight), positions, attend, run)
         ids = jnp.where(jnp.arange(c.block_size) == 0, pending[:, None], c.mask_token_id)
-        return self._run(*embedded(self.layers, table, ids, attend), positions, attend)
+        return self._run(*run.embed(self.layers, table, ids), positions, attend, run)
 
-    def _run(self, x: Array, normed: Array | None, positions: Array, attend: Attend) -> Array:
-        return run_layers(self.layers, self.norm, x, self.rotary(positions), self._scaled(attend), normed=normed)[1]
+    def _run(self, x: Array, normed: Array | None, positions: Array, attend: Attend, run: Runner) -> Array:
+        return run(self.layers, self.norm, x, self.rotary(positions), self._scaled(attend), normed=normed)[1]
 
     def _scaled(self, attend: Attend) -> Attend:
         scale = self.config.value_scale
@@ -174,18 +144,8 @@ class DFlash(nnx.Module):
         targets = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
         return jnp.full((*out.shape[:-1], c.vocab_size), -jnp.inf).at[..., targets].set(out)
 
-    def best(
-        self,
-        hidden: Float[Array, "... D"],
-        head_weight: Float[Array, "V Dt"] | Quantised,
-        index: Quantised | None = None,
-    ) -> Int[Array, "..."]:
-        """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are.
-
-        `index`: of `head_weight`, where there is one (`models.head_index`).
-        """
-        if index is not None and not isinstance(head_weight, Quantised):
-            return best_by_index(hidden, head_weight, index)
+    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
+        """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
         rows = best_rows(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...])
         return rows if self.d2t is None else rows + self.d2t[...][rows]
 
@@ -216,7 +176,7 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     table = [
         single("fc.weight", "fc.weight", (d, len(config.target_layer_ids) * config.target_hidden_size)),
         single("hidden_norm.weight", "hidden_norm.weight", (d,)),
-        *decoder_parameters(config, "", sinks=config.sinks),
+        *decoder_parameters(config, "", dflash_traits(config)),
         single("norm.weight", "norm.weight", (d,)),
     ]
     if config.own_embedding:

@@ -6,7 +6,7 @@ set of modules serves training, prefill, verification and drafting.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -18,7 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
+from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
 from dflash_jax.quantization.weights import Quantised, best_product, product
+
+_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
 
 class Rotary(NamedTuple):
@@ -141,6 +144,58 @@ def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... 
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+@runtime_checkable
+class Runner(Protocol):
+    """What runs a stack of layers. `ONE_BY_ONE` calls them; `execution` has others that compute the same."""
+
+    def embed(
+        self, layers: Sequence[Any], table: Array | Quantised, ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+        """Rows of a table as input of the first layer, and after its norm where that is the same launch."""
+        ...
+
+    def __call__(
+        self,
+        layers: Sequence[Any],
+        norm: "RMSNorm",
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: Any,
+        *,
+        normed: Float[Array, "B T D"] | None = None,
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        """The residual stream after each layer, and the last one after `norm`. `normed`: x after the first layer's norm."""
+        ...
+
+
+class OneByOne:
+    """Calls each layer: the definition of what every `Runner` computes."""
+
+    def embed(
+        self, layers: Sequence[Any], table: Array | Quantised, ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], None]:
+        return table[ids], None
+
+    def __call__(
+        self,
+        layers: Sequence[Any],
+        norm: "RMSNorm",
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: Any,
+        *,
+        normed: Float[Array, "B T D"] | None = None,
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        streams = []
+        for layer in layers:
+            x = layer(x, rotary, attend)
+            streams.append(x)
+        return streams, norm(x)
+
+
+ONE_BY_ONE = OneByOne()
+
+
 class RMSNorm(nnx.Module):
     def __init__(self, dim: int, eps: float):
         self.weight = nnx.Param(jnp.ones((dim,)))
@@ -168,23 +223,31 @@ class Attention(nnx.Module):
     Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
     """
 
-    def __init__(self, config: DecoderConfig, index: int, *, causal: bool = True, sinks: bool = False):
+    def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True):
         self.config, self.index, self.causal = config, index, causal
         self.scale = config.head_dim**-0.5
         reach = config.windows[index]
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear((n + 2 * k) * h, config.hidden_size, bias=config.attention_bias)
-        self.o_proj = Linear(config.hidden_size, n * h, bias=config.attention_bias)
-        self.q_norm, self.k_norm = RMSNorm(h, config.norm_eps), RMSNorm(h, config.norm_eps)
-        self.sinks = nnx.Param(jnp.zeros((n,))) if sinks else None
+        self.qkv_proj = Linear((n + 2 * k) * h, config.hidden_size, bias=traits.bias)
+        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias)
+        self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
+        self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
+
+    @property
+    def norms(self) -> tuple[Float[Array, "H"] | None, Float[Array, "H"] | None]:
+        """Weights of the norm of every head's queries and keys; None where there is none."""
+        if self.q_norm is None or self.k_norm is None:
+            return None, None
+        return self.q_norm.weight[...], self.k_norm.weight[...]
 
     def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Queries `[B,T,N,H]` and keys `[B,T,K,H]`, both normed and rotated, and values `[B,T,K,H]` of a projection."""
+        """Queries `[B,T,N,H]` and keys `[B,T,K,H]`, normed where layers norm them and rotated, and values `[B,T,K,H]`."""
         config = self.config
         heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
         q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
-        return rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary), v
+        q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        return rotate(q, rotary), rotate(k, rotary), v
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
         out = attend(self, self.qkv_proj(x), rotary)
@@ -192,23 +255,44 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SiLU-gated feed-forward; gate and up are one matrix `[2F, D]`."""
+    """Gated feed-forward (SwiGLU with silu); gate and up are one matrix `[2F, D]`."""
 
-    def __init__(self, hidden: int, inner: int):
+    routed = False
+
+    def __init__(self, hidden: int, inner: int, activation: Activation = "silu"):
         self.gate_up_proj = Linear(2 * inner, hidden)
         self.down_proj = Linear(hidden, inner)
+        self.activation: Activation = activation
 
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up)
 
 
 class DecoderLayer(nnx.Module):
-    def __init__(self, config: DecoderConfig, index: int, *, causal: bool = True, sinks: bool = False):
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    Args:
+      traits: what the layer has and lacks; those of `decoder_traits(config)` where they are left out.
+      feed_forward: in place of the traits' `MLP`.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        index: int,
+        traits: LayerTraits | None = None,
+        *,
+        causal: bool = True,
+        feed_forward: nnx.Module | None = None,
+    ):
+        traits = decoder_traits(config) if traits is None else traits
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config, index, causal=causal, sinks=sinks)
+        self.attn = Attention(config, index, traits, causal=causal)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp: Any = (
+            MLP(config.hidden_size, traits.inner, traits.activation) if feed_forward is None else feed_forward
+        )
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend) -> Array:
         x = x + self.attn(self.input_norm(x), rotary, attend)
@@ -228,14 +312,15 @@ def mlp_parameters(config: DecoderConfig, ours: str, theirs: str) -> list[Parame
 def decoder_parameters(
     config: DecoderConfig,
     prefix: str,
+    traits: LayerTraits | None = None,
     *,
-    sinks: bool = False,
     feed_forward: Callable[[int, str, str], list[Parameter]] | None = None,
 ) -> list[Parameter]:
-    """Parameters of `config.num_layers` layers whose checkpoint names start with `prefix`.
+    """Parameters of `config.num_layers` layers with these traits whose checkpoint names start with `prefix`.
 
     `feed_forward` declares what stands in place of layer i's `MLP`, given i, our prefix and the checkpoint's.
     """
+    traits = decoder_traits(config) if traits is None else traits
     d, h = config.hidden_size, config.head_dim
     n, k = config.num_heads, config.num_kv_heads
     table = []
@@ -247,15 +332,15 @@ def decoder_parameters(
             single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)),
             Parameter(f"{ours}attn.qkv_proj.weight", tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows)),
             single(f"{ours}attn.o_proj.weight", f"{attn}o_proj.weight", (d, n * h)),
-            single(f"{ours}attn.q_norm.weight", f"{attn}q_norm.weight", (h,)),
-            single(f"{ours}attn.k_norm.weight", f"{attn}k_norm.weight", (h,)),
         ]
-        if config.attention_bias:
+        if traits.qk_norm:
+            table += [single(f"{ours}attn.{one}.weight", f"{attn}{one}.weight", (h,)) for one in ("q_norm", "k_norm")]
+        if traits.bias:
             table += [
                 Parameter(f"{ours}attn.qkv_proj.bias", tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)),
                 single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)),
             ]
-        if sinks:
+        if traits.sinks:
             table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         names = f"{ours}mlp.", f"{theirs}mlp."

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.layers import MLP, Linear
 from dflash_jax.models.parameters import Parameter, Source, single
+from dflash_jax.models.traits import ExpertTraits
 
 # Keeps the sum of a token's weights away from zero, as the released models' code does.
 _NORM_EPS = 1e-20
@@ -247,6 +248,8 @@ def _rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]
 class MoE(nnx.Module):
     """Routed experts plus the shared experts, if any, which are one feed-forward of their joint width."""
 
+    routed = True
+
     def __init__(self, config: ExpertsConfig):
         self.router, self.experts = Router(config), Experts(config)
         shared = config.moe_intermediate_size * config.num_shared_experts
@@ -256,6 +259,12 @@ class MoE(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(rows, *self.router(rows)).reshape(x.shape)
         return routed if self.shared is None else routed + self.shared(x)
+
+
+def expert_traits(config: ExpertsConfig) -> ExpertTraits:
+    """What a configuration's experts are to whoever chooses how layers run."""
+    shared = config.num_shared_experts > 0
+    return ExpertTraits(config.num_experts, config.experts_per_token, config.moe_intermediate_size, shared)
 
 
 def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:

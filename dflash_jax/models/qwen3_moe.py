@@ -12,9 +12,10 @@ from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderC
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters, mlp_parameters
-from dflash_jax.models.moe import MoE, moe_parameters
+from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.qwen3 import qwen3_canonical
+from dflash_jax.models.traits import LayerTraits, decoder_traits
 
 # A shared expert of no width, and of no number, is none.
 _NEUTRAL_VALUES = {
@@ -98,20 +99,20 @@ def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(layers) if index in named or (index + 1) % step)
 
 
-class Qwen3MoeLayer(DecoderLayer):
-    """A layer of the dense family with experts in place of its feed-forward."""
-
-    def __init__(self, config: Qwen3MoeConfig, index: int):
-        super().__init__(config, index)
-        if index not in config.dense_layers:
-            self.mlp = MoE(config)
+def qwen3_moe_traits(config: Qwen3MoeConfig) -> LayerTraits:
+    """The dense family's attention; experts in all layers, in some, or in none."""
+    dense = len(config.dense_layers)
+    kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
+    return decoder_traits(config, feed_forward=kind, experts=None if kind == "dense" else expert_traits(config))
 
 
 class Qwen3Moe(Decoder):
     """A Qwen3 decoder with experts; see `Decoder` for how it is called."""
 
     def __init__(self, config: Qwen3MoeConfig):
-        layers = [Qwen3MoeLayer(config, i) for i in range(config.num_layers)]
+        traits = qwen3_moe_traits(config)
+        feeds = [None if i in config.dense_layers else MoE(config) for i in range(config.num_layers)]
+        layers = [DecoderLayer(config, i, traits, feed_forward=feed) for i, feed in enumerate(feeds)]
         super().__init__(config, layers, tied=config.tie_embeddings)
 
 

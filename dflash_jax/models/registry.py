@@ -1,30 +1,195 @@
-"""Between modules and plain arrays: compiled programs take a flat dict of arrays, modules exist only while tracing.
+"""The table of model families: configuration, parameters, layer traits and module of each kind of checkpoint.
 
-Walking an nnx graph costs milliseconds of Python for each call, so the module is split once and merged inside the trace.
+A new family is one file in this folder and one row of `FAMILIES`; nothing else asks which family a configuration is of. `bind`
+makes a module of flat parameters: compiled programs take a flat dict of arrays, modules exist only while tracing. Walking an nnx
+graph costs milliseconds of Python for each call, so the module is split once and merged inside the trace.
 """
 
 import functools
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from flax import nnx
-from jaxtyping import Array
 
-from dflash_jax.config import DecoderConfig, Qwen3Config
-from dflash_jax.models.deepseek import Deepseek
-from dflash_jax.models.deepseek_config import DeepseekConfig
-from dflash_jax.models.dflash import DFlash, fuse_context_projection
+from dflash_jax.config import DecoderConfig, Qwen3Config, architectures_of, shown
+from dflash_jax.errors import UnsupportedModelError
+from dflash_jax.models.deepseek import Deepseek, deepseek_canonical, deepseek_parameters, deepseek_traits, is_mtp_tensor
+from dflash_jax.models.deepseek_config import ARCHITECTURES, MODEL_TYPES, DeepseekConfig
+from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
+from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
-from dflash_jax.models.qwen3 import Qwen3
-from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
+from dflash_jax.models.parameters import Parameter
+from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
+from dflash_jax.models.qwen3_moe import (
+    Qwen3Moe,
+    Qwen3MoeConfig,
+    qwen3_moe_canonical,
+    qwen3_moe_parameters,
+    qwen3_moe_traits,
+)
+from dflash_jax.models.traits import LayerTraits, decoder_traits
 from dflash_jax.quantization.weights import Weight
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of checkpoint.
+
+    Attributes:
+      name: our name for it.
+      role: whether it is decoded from or drafts.
+      architectures: the names checkpoints of it carry in `architectures`.
+      config_class: our configuration dataclass.
+      module: the Flax module of a configuration.
+      parameters: the weights a configuration declares.
+      canonical: a checkpoint's tensor name as declared, None for a tensor that is ignored on purpose.
+      traits: of a configuration's layers.
+      model_types: what `model_type` says where `architectures` is absent; None: the family's name.
+      surplus: whether a canonical name belongs to a tensor that this configuration leaves out on purpose.
+      derive: flat parameters with the arrays that the module has beside the declared ones, made from those.
+      reads_names: whether `config_class.from_hf` also takes the names of a checkpoint's tensors.
+      facts: what `dflash-jax info` tells of a configuration beside its sizes.
+    """
+
+    name: str
+    role: Literal["target", "draft"]
+    architectures: tuple[str, ...]
+    config_class: type[Any]
+    module: Callable[[Any], nnx.Module]
+    parameters: Callable[[Any], tuple[Parameter, ...]]
+    canonical: Callable[[str], str | None]
+    traits: Callable[[Any], LayerTraits] = decoder_traits
+    model_types: tuple[str, ...] | None = None
+    surplus: Callable[[Any, str], bool] | None = None
+    derive: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
+    reads_names: bool = False
+    facts: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+    def config(
+        self,
+        hf_config: Mapping[str, Any],
+        tensor_names: Collection[str] = (),
+        notices: list[str] | None = None,
+    ) -> DecoderConfig:
+        """Our configuration from a Hugging Face one and the names of the tensors beside it.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
+
+        Raises:
+          ConfigError: see `from_hf` of the family's `config_class`.
+        """
+        if not self.reads_names:
+            return self.config_class.from_hf(hf_config, notices)
+        names = [canonical for name in tensor_names if (canonical := self.canonical(name)) is not None]
+        return self.config_class.from_hf(hf_config, names, notices)
+
+    def canonical_for(self, config: DecoderConfig) -> Callable[[str], str | None]:
+        """`canonical`, which for this configuration also ignores what its layers have no place for."""
+
+        def canonical(name: str) -> str | None:
+            known = self.canonical(name)
+            return None if known is not None and self.surplus is not None and self.surplus(config, known) else known
+
+        return canonical
+
+    def derived(self, config: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+        """`params`, which may be shapes, with the arrays that are made from them."""
+        return {**params} if self.derive is None else self.derive(config, params)
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    return {"experts": config.num_experts, "experts_per_token": config.experts_per_token}
+
+
+def _latent(config: DeepseekConfig) -> dict[str, Any]:
+    return {"latent_width": config.latent_width} | _experts(config)
+
+
+def _block(config: DFlashConfig) -> dict[str, Any]:
+    return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
+
+
+FAMILIES = (
+    Family("qwen3", "target", ("Qwen3ForCausalLM",), Qwen3Config, Qwen3, qwen3_parameters, qwen3_canonical),
+    Family(
+        "qwen3_moe", "target", ("Qwen3MoeForCausalLM",), Qwen3MoeConfig, Qwen3Moe, qwen3_moe_parameters, qwen3_moe_canonical,
+        traits=qwen3_moe_traits, facts=_experts,
+    ),
+    Family(
+        "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,
+        traits=deepseek_traits, model_types=MODEL_TYPES, surplus=is_mtp_tensor, facts=_latent,
+    ),
+    Family(
+        "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,
+        traits=dflash_traits, derive=fuse_context_projection, reads_names=True, facts=_block,
+    ),
+)  # fmt: skip
+
+
+def family_of(hf_config: Mapping[str, Any]) -> Family:
+    """The family of a `config.json`: by `architectures`, otherwise by `dflash_config` or `model_type`.
+
+    Raises:
+      ConfigError: `architectures` is no list of names.
+      UnsupportedModelError: no family answers; the message names the known ones.
+    """
+    architectures = architectures_of(hf_config)
+    for family in FAMILIES:
+        if set(architectures) & set(family.architectures):
+            return family
+    if not architectures:
+        name = "dflash" if "dflash_config" in hf_config else hf_config.get("model_type")
+        for family in FAMILIES:
+            if name in (family.model_types or (family.name,)):
+                return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    raise UnsupportedModelError(
+        f"config.json names architectures={shown(list(architectures))}, "
+        f"model_type={shown(hf_config.get('model_type'))}; known architectures: "
+        f"{known}; give a checkpoint of one of these"
+    )
+
+
+def family_named(name: str) -> Family:
+    """The family with our name for it.
+
+    Raises:
+      UnsupportedModelError: the name is unknown.
+    """
+    for family in FAMILIES:
+        if family.name == name:
+            return family
+    raise UnsupportedModelError(
+        f"no model family is called {name!r}; known: {', '.join(family.name for family in FAMILIES)}"
+    )
+
+
+def family_for(config: DecoderConfig) -> Family:
+    """The family whose configuration this is.
+
+    Raises:
+      UnsupportedModelError: no row has its class.
+    """
+    for family in FAMILIES:
+        if type(config) is family.config_class:
+            return family
+    raise UnsupportedModelError(
+        f"{type(config).__name__} is no model family's configuration; known: "
+        f"{', '.join(family.config_class.__name__ for family in FAMILIES)}"
+    )
+
+
+def layer_traits(config: DecoderConfig) -> LayerTraits:
+    """What the layers of a configuration have and lack."""
+    return family_for(config).traits(config)
 
 
 @functools.lru_cache(maxsize=64)
 def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
     """The module graph of a config without arrays, and the dotted parameter name of every path in it."""
-    kinds = {Qwen3Config: Qwen3, Qwen3MoeConfig: Qwen3Moe, DeepseekConfig: Deepseek, DFlashConfig: DFlash}
-    abstract = nnx.eval_shape(functools.partial(kinds[type(config)], config))
+    abstract = nnx.eval_shape(functools.partial(family_for(config).module, config))
     graph, state = nnx.split(abstract)
     return graph, {path: ".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
@@ -32,15 +197,15 @@ def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
 def bind(config: DecoderConfig, params: Mapping[str, Weight]) -> Any:
     """A module of `config`'s family holding `params`, one array for each declared parameter name.
 
-    Cheap inside `jax.jit`: it only places tracers. A drafter's fused context projection is made here when `params` lacks it, so
-    that gradients reach the layers' own weights; decoding passes parameters that hold it already.
+    Cheap inside `jax.jit`: it only places tracers. Derived arrays are made here when `params` lacks them, so that gradients reach
+    the parameters they are made from; decoding passes parameters that hold them already.
 
     Raises:
       KeyError: a parameter is missing (checkpoints are checked before they get here).
     """
     graph, names = _skeleton(config)
-    if isinstance(config, DFlashConfig) and "context_kv_proj.weight" not in params:
-        params = fuse_context_projection(config, cast(Mapping[str, Array], params))
+    if not params.keys() >= set(names.values()):
+        params = family_for(config).derived(config, params)
     state = nnx.from_flat_state([(path, nnx.Param(params[name])) for path, name in names.items()])
     return nnx.merge(graph, state)
 

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from dflash_jax.models import count, dflash_parameters, qwen3_parameters
+from dflash_jax.models import count
+from dflash_jax.models.dflash import dflash_parameters
+from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.training.evaluate import LOOP_PERIOD, LOOP_TAIL
 from dflash_jax.training.settings import Settings
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models import DFlashConfig, bind, dflash_parameters, init_params
+from dflash_jax.models import DFlashConfig, bind, init_params
+from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.training.attention import block_attend, causal_attend
 from dflash_jax.training.losses import hard_terms, soft_terms, weighted
 from dflash_jax.training.optimizer import Params, apply, half, optimizer

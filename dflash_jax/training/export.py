@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dflash_jax.models import dflash_parameters, qwen3_parameters, to_huggingface
+from dflash_jax.models import to_huggingface
+from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.parameters import Parameter
+from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.training.optimizer import Params
 from dflash_jax.training.settings import EOS, EOS_ID, Settings
 

@@ -11,7 +11,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models import bind, init_params, qwen3_parameters
+from dflash_jax.models import bind, init_params
+from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.training.attention import causal_attend
 from dflash_jax.training.optimizer import Params, apply, half, optimizer
 from dflash_jax.training.settings import Settings

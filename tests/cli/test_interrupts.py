@@ -1,14 +1,16 @@
 """An interrupt is raised, also when it arrives where Python would drop the exception."""
 
+import importlib
 import signal
 import sys
 import time
+import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflash_jax.cli.signals import interrupts, was_interrupted
+from dflash_jax.cli.signals import arrived, interruption, interrupts, was_interrupted
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +67,45 @@ def test_interrupt_that_python_drops_comes_again():
     with pytest.raises(KeyboardInterrupt):
         run()
     assert sys.unraisablehook is hook
+
+
+IMPORTED = """
+import signal
+from tests_of_interrupts import steps
+steps.append("begun")
+for _ in range({times}):
+    signal.raise_signal(signal.SIGINT)
+steps.append("done")
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_waits_for_an_import_unless_it_comes_twice(tmp_path, monkeypatch, times):
+    """Extension modules print what is raised as they start, or take it for an error of theirs."""
+    steps: list[str] = []
+    holder = types.ModuleType("tests_of_interrupts")
+    monkeypatch.setattr(holder, "steps", steps, raising=False)
+    monkeypatch.setitem(sys.modules, "tests_of_interrupts", holder)
+    (tmp_path / f"imported_{times}_times.py").write_text(IMPORTED.format(times=times))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run() -> None:
+        with interrupts():
+            importlib.import_module(f"imported_{times}_times")
+            time.sleep(5)
+            steps.append("not reached")
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert steps == ["begun", "done"][: 3 - times]
+    assert arrived()
+
+
+def test_the_signal_has_a_name():
+    for number, told in ((signal.SIGINT, "interrupted"), (signal.SIGHUP, "interrupted by SIGHUP")):
+        with pytest.raises(KeyboardInterrupt), interrupts(signal.SIGHUP):
+            signal.raise_signal(number)
+        assert interruption() == told
 
 
 def test_an_interrupt_of_an_earlier_call_is_over():

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from dflash_convert.cli import main
 from safetensors.numpy import save_file
 
@@ -24,6 +25,8 @@ DFLASH: dict[str, Any] = {
     **QWEN3, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "block_size": 4, "num_target_layers": 3,
     "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 2]},
 }  # fmt: skip
+
+TOKENIZER = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
 
 
 class Folders:
@@ -53,7 +56,7 @@ class Folders:
         folder = self.root / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(config))
-        (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+        (folder / "tokenizer.json").write_text(TOKENIZER.to_str())
         (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
         if shards == 1:
             save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})

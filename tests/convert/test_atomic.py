@@ -1,5 +1,6 @@
 """An output is whole or absent, whenever the process dies."""
 
+import errno
 import json
 import os
 import random
@@ -9,9 +10,12 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from dflash_convert.write import OutputError, OutputExistsError, output_folder
+from dflash_convert import write
+from dflash_convert.errors import OutputError, OutputExistsError
+from dflash_convert.write import output_folder
 
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
@@ -63,15 +67,139 @@ def test_killed_at_any_moment(hf, bits, overwrite):
     assert {name: bits(array) for name, array in open_converted(output, hashes=True).load().items()} == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(hf, number):
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGINT, "dflash-convert: interrupted\n"),
+        (signal.SIGTERM, "dflash-convert: interrupted by SIGTERM\n"),
+        (signal.SIGHUP, "dflash-convert: interrupted by SIGHUP\n"),
+    ],
+)
+def test_interrupted(hf, number, told):
+    """One line says so, and no traceback."""
     source, output = hf.qwen3(hidden_size=256, vocab_size=8192, intermediate_size=1024), hf.root / "out"
     with started(source, output) as process:
         process.send_signal(number)
         _, errors = process.communicate()
     assert process.returncode == 130, errors
-    assert "interrupted" in errors
+    assert errors == told
     assert not list(hf.root.glob("out*"))
+
+
+def test_a_hangup_that_is_ignored_ends_nothing(hf):
+    """As `nohup` has it."""
+    source, output = hf.qwen3(hidden_size=256, vocab_size=8192, intermediate_size=1024), hf.root / "out"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with started(source, output) as process:
+            process.send_signal(signal.SIGHUP)
+            assert process.wait() == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert open_converted(output)
+
+
+EXTRA = {"old": "big", "new": "part"}
+
+
+def writing(output, steps, at, send):
+    """Replaces a folder, and sends a signal as the step with that number of what the module does begins."""
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != write.__file__:
+            return None
+        if event == "line":
+            steps.append(frame.f_lineno)
+            if len(steps) == at:
+                send()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with output_folder(output, overwrite=True) as temporary:
+            (temporary / "conversion.json").write_text("new")
+            (temporary / "part").mkdir()
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_interrupt_at_any_step(tmp_path, monkeypatch, there):
+    """What lay there, or the new folder, and nothing beside it."""
+    monkeypatch.setattr(write, "_BETWEEN_LOOKS_S", 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    results = set()
+
+    def run(place, at):
+        output = place / "new" / "out"
+        place.mkdir()
+        if there:
+            output.mkdir(parents=True)
+            (output / "conversion.json").write_text("old")
+            (output / "big").write_text("old")
+        steps = []
+        try:
+            writing(output, steps, at, lambda: signal.raise_signal(signal.SIGINT))
+        except KeyboardInterrupt:
+            if output.exists():
+                content = (output / "conversion.json").read_text()
+                assert {path.name for path in output.iterdir()} == {"conversion.json", EXTRA[content]}, at
+                assert [path.name for path in output.parent.iterdir()] == ["out"], at
+            else:
+                content = "none"
+                assert not list(place.iterdir()), at
+            results.add(content)
+        return len(steps)
+
+    try:
+        for at in range(1, run(tmp_path / "all", 0) + 1):
+            run(tmp_path / str(at), at)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert results == {"old" if there else "none", "new"}
+
+
+def test_an_interrupt_while_what_was_replaced_is_removed(tmp_path, monkeypatch):
+    """Raised by what removes it, as no signal would be."""
+    output, remove = tmp_path / "out", shutil.rmtree
+    output.mkdir()
+    (output / "conversion.json").write_text("old")
+    raised = []
+
+    def interrupted(path, *rest, **options):
+        if not raised:
+            raised.append(path)
+            raise KeyboardInterrupt
+        remove(path, *rest, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt), output_folder(output, overwrite=True) as temporary:
+        (temporary / "conversion.json").write_text("new")
+    assert raised
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (output / "conversion.json").read_text() == "new"
+
+
+def test_a_disk_that_does_not_answer_leaves_one_folder(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "conversion.json").write_text("old")
+
+    def fails(path):
+        if path == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(write, "_sync_path", fails)
+    with pytest.raises(OSError, match="Input/output"), output_folder(output, overwrite=True) as temporary:
+        (temporary / "conversion.json").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_folders_made_for_nothing_go_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ZeroDivisionError), output_folder(tmp_path / "a" / "b" / "c" / "out"):
+        raise ZeroDivisionError
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
 
 
 def test_an_interrupt_that_comes_with_the_folder(tmp_path, monkeypatch):
@@ -145,7 +273,29 @@ def test_parents_are_made_and_links_are_not_followed(tmp_path):
     with output_folder(tmp_path / "a" / "b" / "out") as temporary:
         (temporary / "file").write_text("x")
     assert (tmp_path / "a" / "b" / "out" / "file").read_text() == "x"
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["out"]
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(OutputExistsError), output_folder(link, overwrite=True):
         pass
+
+
+def test_an_output_has_a_name_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for name in (".", "..", "/"):
+        with pytest.raises(OutputExistsError), output_folder(Path(name), overwrite=True):
+            pytest.fail("nothing is written")
+    (tmp_path / "conversion.json").write_text("old")
+    with output_folder(Path(".."), overwrite=True) as temporary:
+        assert temporary.parent == tmp_path.parent
+        (temporary / "conversion.json").write_text("new")
+    assert (tmp_path / "conversion.json").read_text() == "new"
+
+
+def test_names_that_no_file_can_have(tmp_path):
+    (tmp_path / "file").touch()
+    for output in (tmp_path / ("x" * 300), tmp_path / ("x" * 252), tmp_path / "file" / "out"):
+        with pytest.raises(OutputError, match="cannot be written"), output_folder(output):
+            pytest.fail("nothing is written")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

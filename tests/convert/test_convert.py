@@ -13,9 +13,9 @@ from dflash_convert import cli, verify, write
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax import models
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import assemble, open_checkpoint
+from dflash_jax.models import registry
 from dflash_jax.models.parameters import single, to_huggingface
 
 
@@ -154,7 +154,7 @@ def test_other_names_of_a_drafters_tensors(hf, bits):
 
 def test_empty_and_scalar_parameters(hf, monkeypatch, bits):
     """No family has them today; the writer and the loaders must not care."""
-    original = models.FAMILIES
+    original = registry.FAMILIES
 
     def with_odd_ones(config):
         table = original[0].parameters(config)
@@ -163,7 +163,7 @@ def test_empty_and_scalar_parameters(hf, monkeypatch, bits):
     config = hf.qwen3_config
     odd = {"empty": np.zeros((0, 4), np.float16), "scalar": np.asarray(1.5, np.float32)}
     source = hf.write("source", config, hf.tensors(config) | odd)
-    monkeypatch.setattr(models, "FAMILIES", (replace(original[0], parameters=with_odd_ones), *original[1:]))
+    monkeypatch.setattr(registry, "FAMILIES", (replace(original[0], parameters=with_odd_ones), *original[1:]))
     assert hf.convert(source, "--output", hf.root / "out") == 0
     params = open_converted(hf.root / "out").load()
     assert params["empty"].shape == (0, 4)

@@ -8,7 +8,12 @@ import sys
 import pytest
 from dflash_convert import write
 from dflash_convert.cli import main
+from dflash_convert.parser import DTYPES, build_parser
 from safetensors.numpy import load_file, save_file
+
+import dflash_jax as dj
+from dflash_jax.checkpoints.converted import MARKER
+from dflash_jax.checkpoints.mapping import KEEP
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(hf, capsys):
@@ -80,6 +85,78 @@ def test_wrong_usage(hf, arguments):
     before = sorted(hf.root.rglob("*"))
     assert hf.convert(*(word.replace("SOURCE", str(source)) for word in arguments)) == 2
     assert sorted(hf.root.rglob("*")) == before
+
+
+def test_paths_behind_an_equals_sign_may_begin_at_home(hf, monkeypatch):
+    """SOURCE, --draft and --output alike, and on the way back."""
+    monkeypatch.setenv("HOME", str(hf.root))
+    monkeypatch.chdir(hf.root)
+    hf.qwen3()
+    hf.dflash()
+    assert hf.convert("~/target", "--draft=~/drafter", "--output=~/out/") == 0
+    assert hf.convert("~/out", "--reverse", "--output=~/back") == 0
+    assert hf.convert("target", "--output", "relative/out") == 0
+    assert sorted(path.name for path in hf.root.iterdir()) == ["back", "drafter", "out", "relative", "target"]
+    assert (hf.root / "back" / "draft" / "config.json").is_file()
+    (hf.root / "file").touch()
+    assert hf.convert("target", "--output=~/file") == 5
+    assert hf.convert("~/out", "--reverse", "--output=~/out/inside") == 2
+    assert hf.convert("~nobody-of-this-name/x", "--output=~/other") == 3
+    loop = hf.root / "loop"
+    loop.symlink_to(loop)
+    assert hf.convert("target", "--output", loop) == 5
+
+
+UNUSABLE = {
+    "no tokenizer": ("tokenizer.json", '{"version": "1.0"}', "not a tokenizer"),
+    "settings": ("tokenizer_config.json", "[]", "must hold a JSON object"),
+    "template": ("chat_template.jinja", "x" * (1 << 20) + "x", "not a chat template"),
+    "end token": ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id must be an id"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "said"), UNUSABLE.values(), ids=UNUSABLE)
+def test_what_load_would_refuse_of_a_text_s_files_is_not_written(hf, name, content, said, capsys):
+    source = hf.qwen3()
+    assert hf.convert(source, "--output", hf.root / "whole") == 0
+    (source / name).write_text(content)
+    with pytest.raises(dj.DFlashError, match=said):
+        dj.load(source)
+    assert hf.convert(source, "--output", hf.root / "out") == 3
+    assert said in capsys.readouterr().err
+    assert main([str(source), "--dry-run", "--json"]) == 3
+    assert said in json.loads(capsys.readouterr().out)["plan"]["target"]["problems"][0]
+    shutil.copy(source / name, hf.root / "whole" / name)
+    assert hf.convert(hf.root / "whole", "--reverse", "--output", hf.root / "out") == 3
+    assert not (hf.root / "out").exists()
+
+
+def test_what_is_written_loads(hf):
+    assert hf.convert(hf.qwen3(), "--draft", hf.dflash(), "--output", hf.root / "out") == 0
+    model = dj.load(hf.root / "out")
+    assert model.tokenizer is not None
+    assert model.tokenizer.encode("b") == [1]
+
+
+def test_help_and_mistakes_import_nothing_slow():
+    for arguments, code in ((["--help"], 0), (["--outptu"], 2)):
+        text = f"""
+import sys
+import dflash_convert.command
+from dflash_convert.cli import main
+try:
+    main({arguments})
+except SystemExit as error:
+    print(error.code, *{{"jax", "numpy", "flax", "orbax", "tqdm"}} & set(sys.modules))
+"""
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == str(code)
+
+
+def test_names_are_those_of_the_plan_and_the_folder():
+    """Written out once more, because what defines them imports JAX."""
+    assert DTYPES[0] == KEEP
+    assert f"one with {MARKER}" in " ".join(build_parser().format_help().split())
 
 
 @pytest.mark.parametrize("arguments", [[], ["x", "--dtype", "int8"], ["x", "--verify", "maybe"], ["x", "--unknown"]])

@@ -1,6 +1,7 @@
 """SamplingParams: every value outside its range is refused with field, value and range."""
 
 import dataclasses
+import inspect
 import json
 import math
 from typing import Any
@@ -19,7 +20,7 @@ NOT_NUMBERS = ("1", True, None, math.nan, math.inf, -math.inf, 1j)
 BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_tokens": ("an integer of at least 1", (0, -1, *NOT_INTEGERS)),
     "min_tokens": ("an integer from 0 to max_tokens, which is 256", (-1, 257, *NOT_INTEGERS)),
-    "top_k": ("an integer of at least 0", (-1, *NOT_INTEGERS)),
+    "top_k": ("an integer of at least 0", (-2, *NOT_INTEGERS)),
     "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
     "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
     "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
@@ -79,6 +80,41 @@ def test_parameters_do_not_change() -> None:
     stop.append("b")
     assert params.stop == ("a",)
     assert hash(params) == hash(SamplingParams(stop=("a",)))
+
+
+def test_names_of_other_libraries_lead_to_ours() -> None:
+    meanings = {
+        "max_new_tokens": "max_tokens", "max_length": "max_tokens", "min_new_tokens": "min_tokens", "max_token": "max_tokens",
+        "temprature": "temperature", "do_sample": "temperature", "eos_token_id": "stop_token_ids",
+        "stop_token_id": "stop_token_ids",
+    }  # fmt: skip
+    for name, meant in meanings.items():
+        with pytest.raises(ParameterError, match=rf"^SamplingParams takes no {name}: did you mean {meant}\?$"):
+            SamplingParams(**{"max_tokens": 3, name: 3})
+    with pytest.raises(ParameterError, match=r"^SamplingParams takes no n: it takes max_tokens, temperature, "):
+        SamplingParams(**{"n": 2})
+
+
+def test_vllms_spellings_are_taken() -> None:
+    for all_tokens in (-1, np.int64(-1)):
+        params = SamplingParams(top_k=all_tokens)
+        assert (params, params.top_k) == (SamplingParams(), 0)
+    for name in (True, np.True_):
+        assert SamplingParams(include_stop_str_in_output=name) == SamplingParams(include_stop=True)
+    assert SamplingParams(include_stop_str_in_output=False) == SamplingParams()
+    kept = dataclasses.replace(SamplingParams(include_stop_str_in_output=True), max_tokens=3)
+    assert (kept.include_stop, kept.max_tokens) == (True, 3)
+    assert SamplingParams(include_stop=True, include_stop_str_in_output=True).include_stop
+    with pytest.raises(ParameterError, match="are one thing"):
+        SamplingParams(include_stop=True, include_stop_str_in_output=False)
+    for wrong in (1, "yes", np.array([True])):
+        with pytest.raises(ParameterError, match="include_stop_str_in_output must be True or False"):
+            SamplingParams(include_stop_str_in_output=wrong)
+
+
+def test_the_signature_names_every_field() -> None:
+    names = [*inspect.signature(SamplingParams).parameters]
+    assert names == [*(field.name for field in dataclasses.fields(SamplingParams)), "include_stop_str_in_output"]
 
 
 def test_min_tokens_reaches_as_far_as_max_tokens() -> None:

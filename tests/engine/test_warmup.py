@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.compile.programs import ONE_GRAPH, Programs, loop_options, start_compiling
-from dflash_jax.decoding.state import Setup
+from dflash_jax.compile.programs import Programs, start_compiling
 from dflash_jax.generation import STREAM_CYCLES, make_requests
-from dflash_jax.quantization.weights import quantise_weights
 
 
 @pytest.mark.parametrize(("draft", "lengths"), [(True, (300,)), (False, (40, 7, 530))])
@@ -115,21 +113,3 @@ def test_warmup_refuses_what_no_request_can_be():
         with pytest.raises(dj.ParameterError, match=said):
             warmup(model, **wrong)
     assert model.compiled_shapes() == []
-
-
-@pytest.mark.parametrize(
-    ("slots", "dtypes", "plain"),
-    [(32, {"bfloat16"}, True), (31, {"bfloat16"}, False), (32, {"bfloat16", "int8"}, False), (32, {"float32"}, False)],
-)
-@pytest.mark.parametrize("kind", [None, "fp8", "fp8_dynamic"])
-def test_products_of_many_rows_are_left_to_cublas(make_config, slots, dtypes, plain, kind):
-    """Beside a drafter in float8 where that has kernels of its own for many rows."""
-    target, draft = make_config
-    setup = Setup(target=target(), draft=draft(block_size=16))
-    weights = {"target": {name: jax.ShapeDtypeStruct((2, 2), name) for name in dtypes}}
-    if kind is not None:
-        drafter = {"fc.weight": jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)}
-        weights["draft"] = jax.eval_shape(lambda params: quantise_weights(params, kind), drafter)
-        plain = plain and kind == "fp8_dynamic"
-    options = loop_options(setup, 8, weights, jax.ShapeDtypeStruct((slots, 4), jnp.int32), None)
-    assert options == ONE_GRAPH | ({"xla_gpu_enable_triton_gemm": False} if plain else {})

@@ -13,12 +13,12 @@ import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.config import Qwen3Config
 from dflash_jax.execution.fused_dense import multiplied
-from dflash_jax.execution.fused_float8 import fits, run_rounded
-from dflash_jax.execution.persistent import run_layers
-from dflash_jax.models.layers import Linear, best_rows, linear
+from dflash_jax.execution.plan import CallShape, choose, weight_format
+from dflash_jax.execution.runner import Planned
+from dflash_jax.models.layers import ONE_BY_ONE, Linear, best_rows, linear
 from dflash_jax.models.parameters import init_params
 from dflash_jax.models.qwen3 import qwen3_parameters
-from dflash_jax.models.registry import bind
+from dflash_jax.models.registry import bind, layer_traits
 from dflash_jax.options import WeightDtype, check_weight_dtype
 from dflash_jax.quantization.weights import MANY_ROWS, Quantised, quantise, quantise_weights
 
@@ -123,10 +123,13 @@ def test_layers_that_round_rows_as_one_operation_each() -> None:
     x = jax.random.normal(jax.random.key(0), (5, 16, model.target.hidden_size)) * 0.1
     rotary = target.rotary(jnp.broadcast_to(jnp.arange(16), (5, 16)))
 
-    assert fits(target.layers, x)
-    assert not fits(target.layers, x[:3])
-    ours = run_rounded(target.layers, target.norm, x, target.layers[0].input_norm(x), rotary, dense_attend())
-    theirs = run_layers(target.layers, target.norm, x, rotary, dense_attend())
+    plans = [
+        choose(layer_traits(model.target), CallShape(rows, 16, x.dtype), weight_format(weights)) for rows in (5, 3)
+    ]
+    assert [one.runner for one in plans] == ["fused_float8", "plain"]
+    ours, theirs = (
+        run(target.layers, target.norm, x, rotary, dense_attend()) for run in (Planned(plans[0]), ONE_BY_ONE)
+    )
     for found, expected in zip([*ours[0], ours[1]], [*theirs[0], theirs[1]], strict=True):
         assert np.abs(np.asarray(found - expected)).max() <= 0.02 * np.abs(np.asarray(expected)).max()
 
@@ -147,7 +150,10 @@ def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: boo
     }
     config = Qwen3Config(num_layers=2, windows=(None,) * 2, **sizes | changes)
     params = quantise_weights(init_params(qwen3_parameters(config), jax.random.key(0)), "fp8_dynamic")
-    assert fits(bind(config, params).layers, jnp.zeros((1, MANY_ROWS, config.hidden_size))) == fitting
+    call = CallShape(1, MANY_ROWS, jnp.dtype(jnp.float32))
+    chosen = choose(layer_traits(config), call, weight_format(params))
+    assert chosen.runner == ("fused_float8" if fitting else "plain")
+    assert (chosen.refused("fused_float8") is None) == fitting
 
 
 def test_a_bias_is_added_to_rows_that_are_rounded() -> None:

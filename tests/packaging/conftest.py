@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-SOURCES = ("dflash_jax", "kernels", "convert", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("dflash_jax", "kernels", "convert", "src", "pyproject.toml", "README.md", "LICENSE")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+            shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
         else:
             shutil.copy(ROOT / name, folder / name)
     return folder

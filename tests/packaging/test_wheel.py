@@ -1,6 +1,8 @@
 """One wheel with three import packages, and what an installation of it can and cannot do."""
 
 import json
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -55,13 +57,52 @@ print(json.dumps([[str(place) for place in spec.submodule_search_locations or [s
 def test_imports_work_from_another_folder(environment, sources):
     code = "import json, dflash_jax, dflash_kernels, dflash_convert\n"
     code += "print(json.dumps([module.__file__ for module in (dflash_jax, dflash_kernels, dflash_convert)]))"
-    roots = [environment.packages] * 3
-    if not (environment.packages / "dflash_jax").exists():
-        roots = [sources, sources / "kernels", sources / "convert"]
+    root = environment.packages if (environment.packages / "dflash_jax").exists() else sources / "src"
     names = ("dflash_jax", "dflash_kernels", "dflash_convert")
-    assert environment.evaluate(code) == [
-        str(root / name / "__init__.py") for root, name in zip(roots, names, strict=True)
-    ]
+    assert environment.evaluate(code) == [str(root / name / "__init__.py") for name in names]
+
+
+def test_what_an_editable_install_finds_is_what_is_edited(editable, sources):
+    for root, name in (
+        (sources, "dflash_jax"),
+        (sources / "kernels", "dflash_kernels"),
+        (sources / "convert", "dflash_convert"),
+    ):
+        new = root / name / "added_by_a_test.py"
+        new.write_text("VALUE = 7\n")
+        try:
+            assert editable.evaluate(f"import json, {name}.added_by_a_test as new; print(json.dumps(new.VALUE))") == 7
+        finally:
+            new.unlink()
+
+
+TYPED = """
+import dflash_convert.errors
+import dflash_jax as dj
+import dflash_kernels
+
+model = dj.load()
+reveal_type(model)
+reveal_type(dj.generate(model, "a").text)
+reveal_type(dflash_kernels.paged_attention)
+reveal_type(dflash_convert.errors.OutputError("x"))
+"""
+
+
+def test_a_type_checker_finds_the_packages_from_another_folder(environment, tmp_path):
+    """And so an editor does: it reads path files, but runs none."""
+    (tmp_path / "mine.py").write_text(TYPED)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    python = environment.folder / "bin" / "python"
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), str(tmp_path / "mine.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert report["summary"]["errorCount"] == 0, report["generalDiagnostics"]
+    told = [line["message"] for line in report["generalDiagnostics"] if line["severity"] == "information"]
+    types = [line.partition(" is ")[2].strip('"') for line in told]
+    assert [types[0], types[1], types[3]] == ["Model", "str", "OutputError"]
+    assert types[2].startswith("(")  # a function with its arguments
+    assert "Unknown" not in types[2]
 
 
 def test_command_finds_the_pair_that_ships(environment):

@@ -72,8 +72,9 @@ def values(tile, finite: bool) -> Any:
     ))  # fmt: skip
 
 
-def widened_rows(_ctx, tile) -> Any:
-    """A `[64, H]` tile as bfloat16, float8 times 2^-120, its columns in parity order."""
+@thread_op(args=lambda tile: (tile_of(tile),), returns=lambda tile: matrix(tile.shape, jnp.bfloat16))
+def widened_rows(tile) -> Any:
+    """A `[64, H]` tile in shared memory as bfloat16, float8 times 2^-120, its columns in parity order."""
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
     loaded = _loaded(tile, loads.opcode, loads.steps)
     return _here(

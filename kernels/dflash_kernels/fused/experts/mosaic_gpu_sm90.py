@@ -384,7 +384,7 @@ def store_inner(target: Any, tile: Any, first: Any, live: Any, feature: Any, *, 
 def _store_out_interpreted(
     target: Any, tile: Any, order: Any, shares: Any, first: Any, live: Any, feature: Any, *, shape: tuple[int, int, int]
 ) -> None:
-    top_k, _, _ = shape
+    top_k = shape[0]
     for column in range(tile.shape[1]):
 
         @pl.when(column < live)

@@ -1,7 +1,7 @@
-"""A model's layers through operations of several steps against the same layers called one by one."""
+"""Fused runners against the same layers called one by one."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,70 +13,51 @@ from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
-from dflash_jax.checkpoints.weights import weight_shapes
-from dflash_jax.config import Qwen3Config
-from dflash_jax.execution import fused_moe as routed
-from dflash_jax.execution import persistent as chain
-from dflash_jax.execution.fused_dense import fits, multiplied, run_rows
-from dflash_jax.execution.persistent import run_layers
-from dflash_jax.models import bind, family_named, init_params
-from dflash_jax.models.layers import Linear
-from dflash_jax.models.moe import Experts
-from dflash_jax.models.presets import MOE_TARGETS, TARGETS
+from dflash_jax.execution import plan
+from dflash_jax.execution.fused_dense import multiplied
+from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
+from dflash_jax.execution.runner import Planned
+from dflash_jax.models import bind, init_params, layer_traits
+from dflash_jax.models.layers import Linear, Rotary
+from dflash_jax.models.presets import MOE_TARGETS
 from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 
 from ..devices import h200
-from .golden_files import cases, golden
+from ..models.golden_files import cases, golden
 
 CASES = cases("qwen3")
 
 
-class Decodes:
-    """An `attend` that nobody takes gradients of."""
+def runs(plan: ExecutionPlan, model: Any, x: jax.Array, rotary: Rotary, attend: Any) -> list[jax.Array]:
+    """The residual stream after each layer and the last one's norm."""
+    streams, hidden = Planned(plan)(model.layers, model.norm, x, rotary, attend)
+    return [*streams, hidden]
 
-    decodes = True
 
-    def __init__(self) -> None:
-        self.attend = dense_attend()
-
-    def __call__(self, *args: Any) -> jax.Array:
-        return self.attend(*args)
+def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
+    for expected, found in zip(theirs, ours, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_layers_called_one_by_one(case: str) -> None:
+def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where traits allow them: with sliding windows and partial rotation, but not with biases."""
     config, params, inputs, _ = golden(case)
     model: Any = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     x, rotary = model.embed(ids), model.rotary(positions)
-    plain, hidden = run_layers(model.layers, model.norm, x, rotary, dense_attend())
-    chained, ends = run_layers(model.layers, model.norm, x, rotary, Decodes(), implementation="xla")
-    fitting = type(config) is Qwen3Config and not config.attention_bias
-    assert fits(model.layers, x, "xla") == fitting
-    rows, last = plain, hidden
-    if fitting:
-        normed = model.layers[0].input_norm(x)
-        rows, last = run_rows(model.layers, model.norm, x, normed, rotary, Decodes(), "xla")
-    assert len(plain) == len(chained) == len(rows) == config.num_layers
-    for theirs, *ours in zip([*plain, hidden], [*chained, ends], [*rows, last], strict=True):
-        for found in ours:
-            np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "wanted"),
-    [
-        ("Qwen3-4B", 24, False), ("Qwen3-4B", 32, True), ("Qwen3-4B", 512, True), ("Qwen3-4B", 1024, False),
-        ("Qwen3-8B", 32, False), ("Qwen3-8B", 64, True),
-    ],
-)  # fmt: skip
-def test_rows_that_the_kernels_take_where_weights_are_no_blocks(name: str, rows: int, wanted: bool) -> None:
-    config = dataclasses.replace(TARGETS[name], num_layers=1, windows=(None,))
-    shapes = weight_shapes([(config, family_named("qwen3"))], jnp.dtype(jnp.bfloat16))["target"]
-    x, found = jax.ShapeDtypeStruct((rows, 1, config.hidden_size), jnp.bfloat16), list[bool]()
-    with h200():
-        jax.eval_shape(lambda params: found.append(fits(cast(Any, bind(config, params)).layers, x)), shapes)
-    assert found == [wanted]
+    theirs = runs(PLAIN, model, x, rotary, dense_attend())
+    assert len(theirs) == config.num_layers + 1
+    call, weights = CallShape(*ids.shape, x.dtype), weight_format(params)
+    assert choose(layer_traits(config), call, weights).runner == "plain"  # on a CPU
+    monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
+    for wanted in ("persistent", "fused_dense"):
+        chosen = choose(layer_traits(config), call, weights)
+        fitting = not config.attention_bias and layer_traits(config).feed_forward == "dense"
+        assert chosen.runner == (wanted if fitting else "plain")
+        agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+        monkeypatch.setattr(plan, "PERSISTENT", False)
 
 
 @pytest.mark.parametrize("case", cases("qwen3_moe"))
@@ -85,13 +66,13 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     model: Any = bind(config, params)
     ids = jnp.asarray(inputs["ids"])
     x, rotary = model.embed(ids), model.rotary(jnp.asarray(inputs["positions"]))
-    plain, hidden = run_layers(model.layers, model.norm, x, rotary, dense_attend())
-    assert not routed.fits(model.layers, x)  # without a kernel
-    monkeypatch.setattr(Experts, "streams", lambda *_: True)
-    assert routed.fits(model.layers, x)
-    streams, ends = run_layers(model.layers, model.norm, x, rotary, Decodes())
-    for theirs, found in zip([*plain, hidden], [*streams, ends], strict=True):
-        np.testing.assert_allclose(np.asarray(found), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))
+    theirs = runs(PLAIN, model, x, rotary, dense_attend())
+    call, weights = CallShape(*ids.shape, x.dtype), weight_format(params)
+    assert choose(layer_traits(config), call, weights).runner == "plain"  # without a kernel
+    monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
+    chosen = choose(layer_traits(config), call, weights)
+    assert chosen.runner == "fused_moe"
+    agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
@@ -102,8 +83,9 @@ def test_a_layer_with_experts_is_few_launches(tokens: int) -> None:
 
     def run(params: Any, x: jax.Array) -> Any:
         model: Any = bind(config, params)
-        rotary = model.rotary(jnp.arange(tokens)[None])
-        return run_layers(model.layers, model.norm, x, rotary, Decodes())[1]
+        chosen = choose(layer_traits(config), CallShape(1, tokens, x.dtype), weight_format(params))
+        assert chosen.runner == "fused_moe"
+        return runs(chosen, model, x, model.rotary(jnp.arange(tokens)[None]), dense_attend())[-1]
 
     with h200():
         x = jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16)
@@ -113,42 +95,43 @@ def test_a_layer_with_experts_is_few_launches(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_attention_in_the_same_operation(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""
     config, params, inputs, _ = golden(case)
     model: Any = bind(config, params)
     ids = jnp.asarray(inputs["ids"])[:1, :4].repeat(2, axis=0)
     table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
-    monkeypatch.setattr(chain, "layer_chain_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
+    call = CallShape(2, 4, jnp.dtype(jnp.float32), PageShape(4, 3, jnp.dtype(jnp.float32)))
 
-    def runs(**options: Any) -> list[Any]:
+    def run(**options: Any) -> tuple[ExecutionPlan, list[Any]]:
         held, found = pages, []
+        shape = dataclasses.replace(call, pages=None) if options else call
+        chosen = choose(layer_traits(config), shape, weight_format(params))
         for first, lens in ((0, [4, 3]), (4, [1, 0])):
             positions = first + jnp.arange(4)[None].repeat(2, axis=0)
             attend = PagedAttend(held, table, positions, jnp.asarray(lens), **options)
-            rotary = model.rotary(positions)
-            found.append(run_layers(model.layers, model.norm, model.embed(ids), rotary, attend))
+            found.append(runs(chosen, model, model.embed(ids), model.rotary(positions), attend))
             held = attend.pages
-        return [found, held]
+        return chosen, [found, held]
 
-    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: "apart")
-    apart = runs()
-    taken = []
-    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: taken.append(True))
-    whole = runs()
-    plain = type(config) is Qwen3Config and not config.attention_bias and all(reach is None for reach in config.windows)
-    plain = plain and config.rope.partial == 1
-    assert bool(taken) == plain
-    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: "apart")
+    monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
+    apart_plan, apart = run()
+    monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: None)
+    whole_plan, whole = run()
+    traits = layer_traits(config)
+    fitting = traits.feed_forward == "dense" and not (traits.bias or traits.window) and config.rope.partial == 1
+    assert (apart_plan.attention, whole_plan.attention) == ("apart", "in_layer" if fitting else "apart")
+    monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
     written = []
     monkeypatch.setattr(paged, "qkv_attention_refusal", lambda *_, **__: written.append(True))
-    at_once = runs()
+    _, at_once = run()
     assert bool(written) == any(reach is None for reach in config.windows)
     # Rows that may be pieces of one sequence are all written before one of them attends.
-    monkeypatch.setattr(chain, "attention_chain_refusal", lambda *_, **__: taken.append(True))
-    before = len(taken), len(written)
-    related = runs(related=True)
-    assert before == (len(taken), len(written))
+    monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: None)
+    before = len(written)
+    related_plan, related = run(related=True)
+    assert (related_plan.attention, len(written)) == ("apart", before)
     for theirs, *others in zip(*map(jax.tree.leaves, (apart, whole, at_once, related)), strict=True):
         for ours in others:
             np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), atol=1e-5 * float(jnp.abs(theirs).max()))

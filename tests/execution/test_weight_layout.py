@@ -9,6 +9,7 @@ import pytest
 from dflash_kernels import ColumnBlocks, in_column_blocks
 
 import dflash_jax as dj
+from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints import weights
 from dflash_jax.checkpoints.weights import (
     reading_bytes,
@@ -20,17 +21,18 @@ from dflash_jax.checkpoints.weights import (
 )
 from dflash_jax.cli.info import collect
 from dflash_jax.engine.cycle_costs import bare_cost
-from dflash_jax.execution import weight_layout as blocked_weights
+from dflash_jax.execution import plan
+from dflash_jax.execution.plan import CallShape, choose, weight_format
+from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import block_columns, blocks_pay, cycle_rows
-from dflash_jax.models import bind, family_named, fuse_context_projection, init_params
+from dflash_jax.models import bind, family_named, fuse_context_projection, init_params, layer_traits
 from dflash_jax.models.dflash import HEAD_INDEX
-from dflash_jax.models.layers import linear
+from dflash_jax.models.layers import ONE_BY_ONE, linear
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 
 from ..devices import on
+from ..models.golden_files import cases, golden
 from ..small_pair import small_pair
-from .golden_files import cases, golden
-from .test_chain import Decodes
 
 PAIR = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -69,7 +71,7 @@ def test_which_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = stored_shapes(PAIR, BFLOAT16)
     with on("NVIDIA H200"):
         kept, in_bytes = weight_shapes(PAIR, BFLOAT16), weight_shapes(PAIR, BFLOAT16, draft_weight_dtype="fp8")
-        monkeypatch.setattr(blocked_weights, "BLOCK_COLUMNS", False)
+        monkeypatch.setattr(plan, "COLUMN_BLOCKS", False)
         assert not any(isinstance(one, ColumnBlocks) for one in weight_shapes(PAIR, BFLOAT16)["target"].values())
     for role, layers in (("target", 36), ("draft", 5)):
         blocked = {name for name, one in kept[role].items() if isinstance(one, ColumnBlocks)}
@@ -138,16 +140,18 @@ def test_a_product() -> None:
     np.testing.assert_array_equal(np.asarray(linear(x, in_column_blocks(weight))), np.asarray(linear(x, weight)))
 
 
-@pytest.mark.parametrize("decodes", [False, True])
-def test_the_shipped_target(decodes: bool) -> None:
-    """Layers one by one and, where nobody takes gradients, products with what follows them."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_shipped_target(fused: bool) -> None:
+    """Layers one by one and, in a cycle, products with what follows them: blocks have no other kernels."""
     model: Any = dj.load(dtype="float32")
     params = dict(model.engine.weights["target"])
     ids = jnp.asarray([[5, 9, 300, 7, 11, 20]])
     positions = jnp.arange(6)[None]
-    attend = Decodes() if decodes else Decodes().attend
-    theirs = bind(model.target, params)(ids, positions, attend, (0,))
-    ours = bind(model.target, block_columns(params))(ids, positions, attend, (0,))
+    blocked = block_columns(dict(params))
+    chosen = choose(layer_traits(model.target), CallShape(*ids.shape, jnp.dtype(jnp.float32)), weight_format(blocked))
+    assert (chosen.runner, chosen.weight_layout) == ("fused_dense", "column_blocks")
+    theirs = bind(model.target, params)(ids, positions, dense_attend(), (0,))
+    ours = bind(model.target, blocked)(ids, positions, dense_attend(), (0,), Planned(chosen) if fused else ONE_BY_ONE)
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
 

@@ -11,8 +11,10 @@ import jax
 import pytest
 
 from dflash_jax.cli.main import main
-from dflash_jax.compile.cache_folders import cache_folder, enable_compilation_cache, refuse_shared
+from dflash_jax.compile.cache_folders import cache_folder, enable_compilation_cache, open_private
 from dflash_jax.compile.programs import Programs
+
+OTHER = 12345  # a user whom nobody is
 
 
 @pytest.fixture
@@ -40,13 +42,30 @@ def test_folders_are_made_private(private):
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
 @pytest.mark.parametrize("name", ["xla", "programs"])
 def test_folder_that_others_may_write_to_is_refused(private, name, mode):
+    """With advice that leaves nothing of theirs there."""
     folder = cache_folder(name)
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    with pytest.raises(PermissionError, match="chmod go-w"):
+    with pytest.raises(PermissionError, match=f"rm -r {folder}"):
         enable_compilation_cache()
     assert jax.config.jax_compilation_cache_dir is None
     assert Programs.stored is None
+
+
+def test_folders_on_the_way_are_private_whatever_the_umask_is(private):
+    before = os.umask(0)
+    try:
+        enable_compilation_cache()
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(place.stat().st_mode) for place in (private, private / "dflash_jax")] == [0o700] * 2
+
+
+def test_a_folder_that_others_could_read_becomes_private(private):
+    cache_folder().mkdir(parents=True)
+    cache_folder().chmod(0o755)
+    enable_compilation_cache()
+    assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o700
 
 
 def test_jax_can_turn_both_off(private):
@@ -60,23 +79,99 @@ def test_jax_can_turn_both_off(private):
     assert not private.exists()
 
 
+def opened(folder):
+    path, descriptor = open_private(folder)
+    os.close(descriptor)
+    return path
+
+
 def test_parent_that_others_may_write_to_is_refused_unless_sticky(private):
     folder = cache_folder()
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o777)
-    with pytest.raises(PermissionError, match=str(folder.parent)):
-        refuse_shared(folder)
+    with pytest.raises(PermissionError, match=f"chmod go-w {folder.parent}, or"):
+        opened(folder)
     folder.parent.chmod(0o1777)
-    refuse_shared(folder)
+    assert opened(folder) == folder
 
 
-def test_folder_of_another_user_is_refused(private, monkeypatch):
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o1777])
+@pytest.mark.parametrize("levels", [0, 1, 2])
+def test_what_another_user_owns_on_the_way_is_refused(private, belongs, levels, mode):
+    """Who owns a folder can put another one in the place of what it holds, sticky or not."""
     folder = cache_folder()
     folder.mkdir(parents=True, mode=0o700)
-    refuse_shared(folder)
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
-    with pytest.raises(PermissionError, match=r"belongs to user .*, not to you"):
-        refuse_shared(folder)
+    assert opened(folder) == folder
+    place = [folder, *folder.parents][levels]
+    place.chmod(mode)
+    belongs(place, OTHER)
+    with pytest.raises(PermissionError, match=f"{place} belongs to user {OTHER}, not to you"):
+        opened(folder)
+
+
+def test_root_may_own_what_is_on_the_way_but_not_the_folder(private, monkeypatch, belongs):
+    folder = cache_folder()
+    folder.mkdir(parents=True, mode=0o700)
+    for place in (folder, *folder.parents):
+        if place.is_relative_to(private):
+            belongs(place, 0)
+    monkeypatch.setattr(os, "getuid", lambda: OTHER)
+    with pytest.raises(PermissionError, match=f"{folder} belongs to user 0, not to you"):
+        opened(folder)
+    belongs(folder, OTHER)
+    assert opened(folder) == folder
+
+
+@pytest.mark.parametrize("place", ["entry", "inner/entry", "inner"])
+def test_jax_s_folder_with_something_of_another_user_is_refused(private, belongs, place):
+    """JAX itself opens entries by their names and asks for no owner."""
+    (cache_folder() / "inner").mkdir(parents=True)
+    (cache_folder() / "entry").write_text("code")
+    (cache_folder() / "inner" / "entry").write_text("code")
+    enable_compilation_cache()
+    jax.config.update("jax_compilation_cache_dir", None)
+    belongs(cache_folder() / place, OTHER)
+    with pytest.raises(
+        PermissionError, match=f"{cache_folder() / place} belongs to user {OTHER}, not to you: remove it"
+    ):
+        enable_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_jax_s_folder_with_a_link_is_refused(private, tmp_path):
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "entry").symlink_to(tmp_path / "anything")
+    with pytest.raises(PermissionError, match="entry is a link: remove it"):
+        enable_compilation_cache()
+
+
+def test_a_link_is_resolved_once(private, tmp_path, monkeypatch):
+    """Who turns it afterwards, or between the look at it and the opening, gives nobody another folder."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    own.mkdir()
+    other.mkdir()
+    private.symlink_to(own)
+    folder = enable_compilation_cache()
+    assert folder == own / "dflash_jax" / "xla"
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    store = Programs.stored
+    assert store is not None
+    private.unlink()
+    private.symlink_to(other)
+    store._write("a.program", b"content")
+    assert (own / "dflash_jax" / "programs" / "a.program").exists()
+    # A folder in the middle becomes a link to somewhere else after all links were resolved.
+    whole = os.path.realpath
+
+    def resolved_then_turned(path):
+        found = whole(path)
+        (own / "dflash_jax").rename(own / "aside")
+        (own / "dflash_jax").symlink_to(other)
+        return found
+
+    monkeypatch.setattr(os.path, "realpath", resolved_then_turned)
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        open_private(own / "dflash_jax" / "xla")
 
 
 def test_link_is_judged_by_where_it_leads(private, tmp_path):

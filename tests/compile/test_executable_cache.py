@@ -5,6 +5,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -14,12 +16,13 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache, config
 
+import dflash_jax.models  # noqa: F401  # before what it imports, also in processes that read this module alone
 from dflash_jax.cache import Pages
 from dflash_jax.compile import executable_cache as stored_programs
 from dflash_jax.compile import fingerprint
 from dflash_jax.compile.executable_cache import MAGIC, SUFFIX, StoredPrograms
 from dflash_jax.compile.programs import Programs
-from dflash_jax.execution import persistent as chain
+from dflash_jax.execution import plan
 
 TRACED: list[str] = []
 
@@ -107,7 +110,7 @@ CHANGES = {
     "versions": lambda patch: patch.setattr(fingerprint, "_version", lambda name: "9.9"),
     "driver or processor": lambda patch: patch.setattr(fingerprint, "_lines", lambda *_: "other"),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"),
-    "a switch of ours": lambda patch: patch.setattr(chain, "CHAIN_LAYERS", not chain.CHAIN_LAYERS),
+    "a switch of ours": lambda patch: patch.setattr(plan, "PERSISTENT", not plan.PERSISTENT),
 }
 
 
@@ -182,17 +185,95 @@ def test_a_whole_entry_that_does_not_fit_is_compiled_again_with_a_notice(store, 
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-@pytest.mark.parametrize("place", ["mkstemp", "replace"])
+@pytest.mark.parametrize("place", ["open", "replace"])
 def test_a_folder_that_cannot_be_written_to_is_one_notice(store, notices, monkeypatch, code, place):
-    def fails(*_, **__):
+    usual = getattr(os, place)
+
+    def fails(*what, **options):
+        if place == "open" and not what[1] & os.O_CREAT:
+            return usual(*what, **options)
         raise OSError(code, os.strerror(code))
 
-    module = {"mkstemp": stored_programs.tempfile, "replace": stored_programs.os}[place]
-    monkeypatch.setattr(module, place, fails)
-    assert run() == EXPECTED
-    assert run(args=arguments(9))[1] == EXPECTED[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, place, fails)
+        assert run() == EXPECTED
+        assert run(args=arguments(9))[1] == EXPECTED[1]
     assert list(store.folder.iterdir()) == []
     assert notices == [f"compiled programs are not kept: [Errno {code}] {os.strerror(code)}"]
+
+
+def another_user_s(path, belongs):
+    belongs(path, 12345)
+
+
+def writable(path, belongs):
+    path.chmod(0o620)
+
+
+def linked(path, belongs):
+    path.rename(path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def pipe(path, belongs):
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+PLANTED = {
+    "another user's": (another_user_s, "belongs to user 12345, not to you"),
+    "writable": (writable, "may be written by other users"),
+    "a link": (linked, "Too many levels of symbolic links"),
+    "a pipe": (pipe, "is no plain file"),
+}
+
+
+@pytest.mark.parametrize(("plant", "said"), PLANTED.values(), ids=PLANTED)
+def test_an_entry_that_others_can_have_made_is_not_read(store, notices, belongs, plant, said):
+    """Left there while the folder was open to them, whatever it is now; its place is taken by what is compiled here."""
+    run()
+    [path] = entries(store.folder)
+    plant(path, belongs)
+    assert run() == EXPECTED
+    assert TRACED == ["step"] * 2
+    assert [said in notice for notice in notices] == [True]
+    found = path.lstat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode), stat.S_ISREG(found.st_mode)) == (os.getuid(), 0o600, True)
+    assert run() == EXPECTED
+    assert TRACED == ["step"] * 2
+
+
+def test_root_s_entries_are_read(store, notices, belongs, monkeypatch):
+    run()
+    belongs(entries(store.folder)[0], 0)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert run() == EXPECTED
+    assert TRACED == ["step"]
+
+
+def test_another_folder_of_the_same_name_is_never_looked_at(store):
+    run()
+    [path] = entries(store.folder)
+    store.folder.rename(store.folder.with_name("aside"))
+    store.folder.mkdir()
+    (store.folder / path.name).write_bytes(b"planted")
+    try:
+        assert run() == EXPECTED
+        assert TRACED == ["step"]
+        assert run(args=arguments(9))[1] == EXPECTED[1]
+        assert len(entries(store.folder)) == 1
+        assert len(entries(store.folder.with_name("aside"))) == 2
+    finally:
+        shutil.rmtree(store.folder)
+        store.folder.with_name("aside").rename(store.folder)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match="may be written by other users"):
+        StoredPrograms(tmp_path)
+    tmp_path.chmod(0o700)
 
 
 def test_a_folder_that_is_gone_is_one_notice(store, notices):

@@ -1,0 +1,40 @@
+"""The arguments of `dflash-convert`. Nothing slow is imported: help and mistakes are answered at once."""
+
+import argparse
+
+from dflash_jax.cli.arguments import Parser, path
+from dflash_jax.options import FLOAT_DTYPES
+
+DTYPES = ("keep", *FLOAT_DTYPES)
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists or cannot be "
+    "written, 130 interrupted."
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every argument of the command."""
+    parser = Parser(
+        prog="dflash-convert",
+        description="Converts a Hugging Face checkpoint (and its drafter) into a folder that dflash_jax loads.",
+        epilog=EXIT_CODES,
+    )
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a folder with config.json and safetensors files, or owner/name on the hub")
+    add("--output", metavar="DIR", type=path, help="the folder to write; it appears whole or not at all")
+    add("--draft", metavar="SOURCE", help="the DFlash drafter to convert along, into DIR/draft")
+    add("--revision", metavar="REV", help="branch, tag or commit of SOURCE on the hub")
+    add("--draft-revision", metavar="REV", help="the same for --draft")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the weights (default: keep)")
+    add("--dry-run", action="store_true", help="print the plan and write nothing")
+    add(
+        "--verify",
+        choices=("none", "hash", "logits"),
+        default="hash",
+        help="hash: read everything back and compare every bit; logits: that, and run both checkpoints (default: hash)",
+    )
+    add("--overwrite", action="store_true", help="replace DIR if it is a converted folder, one with conversion.json")
+    add("--reverse", action="store_true", help="SOURCE is a converted folder; write a Hugging Face folder")
+    add("--json", action="store_true", help="print one JSON object on stdout")
+    add("--quiet", action="store_true", help="print errors only")
+    return parser

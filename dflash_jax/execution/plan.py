@@ -1,0 +1,408 @@
+"""Execution plans: the one place that chooses how a stack of layers runs.
+
+`choose` goes through the runners from the most fused one to the plain one and takes the first that accepts the layers' traits, the
+call's shape, the stored weights and the device that is traced for. The plan keeps why each earlier one was refused.
+
+    persistent     one persistent kernel for what lies between two layers' attention, or for a whole layer with its attention
+    fused_dense    GEMMs with their epilogue (residual add, norm, SwiGLU) as one launch each
+    fused_float8   the same in W8A8: float8 weights times rows that are rounded to float8
+    fused_moe      routed experts in one launch, added to the residual stream by the launch that norms it
+    plain          the layers as they are defined, called one after the other
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import (
+    ColumnBlocks,
+    attention_chain_refusal,
+    dense_refusal,
+    float8_refusal,
+    layer_chain_refusal,
+    linear_chain_refusal,
+    routed_experts_refusal,
+)
+from dflash_kernels.core.device import target
+
+from dflash_jax.models.traits import LayerTraits
+from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
+
+Runner = Literal["plain", "persistent", "fused_dense", "fused_float8", "fused_moe"]
+Layout = Literal["rows", "column_blocks"]
+
+# Switches for comparisons; `compile.fingerprint` makes them part of a stored program's key.
+PERSISTENT = True  # one kernel between two layers' attention
+PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
+FUSED_DENSE = True  # GEMMs with epilogues
+COLUMN_BLOCKS = True  # matrices stored in blocks of columns
+
+# Of fused GEMMs: with more rows, XLA's products with nothing after them are faster.
+MOST_DENSE_ROWS = 256
+# Fewer rows than a tile has: in layers of this width XLA's products take less. A step of 32 sequences of Qwen3-4B takes 3.99 ms by
+# the kernels and 4.17 without, of Qwen3-8B 6.05 and 5.98 (medians of six and of nine calls, by turns on one H200).
+TILE_ROWS, WIDE = 64, 4096
+# Of a packed context projection: rows multiplied at once, of which some may be left out.
+PACKED_ROWS = 128
+# Tokens of the largest cycle from which on products wait for the matrix units: those of Qwen3-8B's o and down take less with
+# cuBLAS, which reads rows.
+MOST_BLOCKED_ROWS = 512
+
+# For a decode loop on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call
+# returns while the device works. Its launches wait for what they read, not for whatever stands before them: the drafter's context
+# is made beside its block, small operations beside large ones. A graph's launches of kernels do not begin before those ahead of
+# them end. Without graphs they can (programmatic dependent launch), with their first weights asked for early: a layer of eight
+# sequences of Qwen3-4B then takes 89.6 us for 88.6 here (o and qkv 2.3 less each, attention and norms 1.5 to 2.6 more, as their
+# CTAs crowd where others end first), and a cycle 4.24 ms, 4.41 without, 4.05 as one graph; one sequence's 3.09 for 2.89.
+ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+# Beside that, for as many rows of a dense model in bfloat16 as let XLA multiply onto the residual stream (`dense_onto`): one call
+# of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
+CUBLAS_ROWS = 512
+CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+
+_MATRICES = "attn.qkv_proj.weight", "attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How the matrices of a stack's layers are stored.
+
+    Attributes:
+      dtype: of the stored numbers; "mixed" where matrices of one layer differ.
+      quantized: whether some matrix is in eight bits, with a scale for each row.
+      dynamic: whether all of them round many rows to float8 before they multiply them (W8A8).
+      paired: whether columns are interleaved in pairs; None where some matrices are and others not.
+      layout: of matrices that are not quantized.
+      plain: whether every array of the model is bfloat16, but for those of `dynamic` matrices.
+    """
+
+    dtype: str
+    quantized: bool = False
+    dynamic: bool = False
+    paired: bool | None = False
+    layout: Layout = "rows"
+    plain: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored number; of the model's dtype where formats are mixed."""
+        return 2 if self.dtype == "mixed" else jnp.dtype(self.dtype).itemsize
+
+
+def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> WeightFormat:
+    """The format of a model's flat parameters, which may be shapes, read off its first layer."""
+    found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in _MATRICES) if name in params]
+    others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
+    plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
+    if not found:
+        return WeightFormat("mixed", plain=plain)
+    dtypes = {str(one.values.dtype if isinstance(one, Quantised) else one.dtype) for one in found}
+    pairs = {isinstance(one, Quantised) and one.paired for one in found}
+    return WeightFormat(
+        dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
+        quantized=any(isinstance(one, Quantised) for one in found),
+        dynamic=all(isinstance(one, Quantised) and one.dynamic for one in found),
+        paired=pairs.pop() if len(pairs) == 1 else None,
+        layout="column_blocks" if isinstance(found[-1], ColumnBlocks) else "rows",
+        plain=plain,
+    )
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """Pools of keys and values of heads, and the page table that names their pages.
+
+    Attributes:
+      page_size: tokens of a page (p).
+      table_width: pages of a row of the table.
+      dtype: of the pools.
+    """
+
+    page_size: int
+    table_width: int
+    dtype: jnp.dtype
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """One call of a stack.
+
+    Attributes:
+      sequences, tokens: B and T.
+      dtype: of activations.
+      pages: what attention reads and writes; None where that are no pages of heads, or where several rows may be of one sequence,
+        so that none may attend before all are written.
+    """
+
+    sequences: int
+    tokens: int
+    dtype: jnp.dtype
+    pages: PageShape | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a way to run a call was not taken."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a stack of layers runs a call of one shape.
+
+    Attributes:
+      runner: what runs the layers; see the module.
+      attention: "in_layer" where a persistent kernel attends as well, else "apart".
+      weight_layout: how matrices lie in memory.
+      xla_options: what XLA is told about a decode loop whose target runs by this plan, on a GPU.
+      workspace: device memory that the runner's kernels hand results over through; it may outlive a call.
+      refusals: why earlier runners, attention in the layer, or blocks of columns were not taken.
+      device: the kind of device that it was chosen for.
+    """
+
+    runner: Runner
+    attention: Literal["apart", "in_layer"] = "apart"
+    weight_layout: Layout = "rows"
+    xla_options: tuple[tuple[str, str | bool], ...] = ()
+    workspace: Literal["layer", "layer_with_attention"] | None = None
+    refusals: tuple[Refusal, ...] = ()
+    device: str = ""
+
+    def refused(self, what: str) -> str | None:
+        """Why `what` was not taken; None where it was, or where it was not asked."""
+        return next((one.reason for one in self.refusals if one.what == what), None)
+
+
+PLAIN = ExecutionPlan("plain")
+
+
+def choose(
+    traits: LayerTraits,
+    call: CallShape,
+    weights: WeightFormat | None = None,
+    *,
+    beside: WeightFormat | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> ExecutionPlan:
+    """The plan for a call, on the device that is traced for.
+
+    Args:
+      traits: of the stack.
+      call: its shape. Nobody takes gradients of it: kernels have none.
+      weights: as they are stored; None before they are read. Then `call` is the largest cycle, the plan says how to lay them out,
+        and its runner is that for the layout.
+      beside: weights of another model in the same program, which XLA's options hold for as well.
+      mesh: devices that share the weights; None for one device.
+    """
+    refusals: list[Refusal] = []
+    if weights is None:
+        reason = _blocks_refusal(traits, call, mesh)
+        refusals += [] if reason is None else [Refusal("column_blocks", reason)]
+        dtype = call.dtype.name
+        layout: Layout = "rows" if reason is not None else "column_blocks"
+        weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
+    runner: Runner = "plain"
+    for name, refuse in _RUNNERS.items():
+        reason = "layers lie on several devices" if mesh is not None else refuse(traits, call, weights)
+        if reason is None:
+            runner = name
+            break
+        refusals.append(Refusal(name, reason))
+    attention, workspace = "apart", None
+    if runner == "persistent":
+        reason = _attention_refusal(traits, call, weights)
+        refusals += [] if reason is None else [Refusal("in_layer", reason)]
+        attention = "apart" if reason is not None else "in_layer"
+        workspace = "layer" if reason is not None else "layer_with_attention"
+    cublas = call.rows == CUBLAS_ROWS and traits.attention == "heads" and traits.feed_forward == "dense"
+    cublas = cublas and weights.plain and (beside is None or beside.plain)
+    options = ONE_GRAPH | (CUBLAS_PRODUCTS if cublas else {})
+    return ExecutionPlan(
+        runner, attention, weights.layout, tuple(options.items()), workspace, tuple(refusals), target().kind
+    )
+
+
+def _layers_refusal(traits: LayerTraits) -> str | None:
+    """Why no fused runner takes these layers at all."""
+    if traits.attention == "latent":
+        return "keys and values are latent rows, whose projections no fused runner has"
+    if traits.activation != "silu":
+        return f"the feed-forward's activation is {traits.activation}, kernels have silu"
+    if traits.value_scale != 1.0:
+        return f"what attention gives is multiplied with {traits.value_scale}, which is a step of its own"
+    return None
+
+
+def _dense_layers_refusal(traits: LayerTraits) -> str | None:
+    if (reason := _layers_refusal(traits)) is not None:
+        return reason
+    if traits.feed_forward != "dense":
+        return "some layers have experts"
+    if traits.bias:
+        return "attention's projections have biases"
+    return None
+
+
+def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
+    if not PERSISTENT:
+        return "switched off"
+    if (reason := _dense_layers_refusal(traits)) is not None:
+        return reason
+    if weights.dtype == "mixed" or (weights.quantized and not weights.paired):
+        return "matrices of a layer are stored in different formats, or in eight bits without interleaved columns"
+    return layer_chain_refusal(call.rows, call.dtype, **_sizes(traits), itemsize=weights.itemsize)
+
+
+def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
+    if not FUSED_DENSE:
+        return "switched off"
+    if (reason := _dense_layers_refusal(traits)) is not None:
+        return reason
+    if weights.quantized:
+        return "weights are quantized"
+    if weights.layout == "column_blocks":
+        return None  # which only these kernels multiply
+    if call.rows < TILE_ROWS and traits.hidden >= WIDE:
+        return (
+            f"{call.rows} rows fill no tile of {TILE_ROWS}, and XLA's products of layers of {traits.hidden} are faster"
+        )
+    depths = traits.hidden, traits.heads_width, traits.inner
+    return next(filter(None, (dense_refusal(call.rows, call.dtype, depth) for depth in depths)), None)
+
+
+def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
+    if (reason := _dense_layers_refusal(traits)) is not None:
+        return reason
+    if not weights.dynamic:
+        return 'weights are not "fp8_dynamic"'
+    if call.rows < MANY_ROWS:
+        return f"{call.rows} rows are multiplied as they are, rounding begins at {MANY_ROWS}"
+    if weights.paired is None:
+        return "some matrices have interleaved columns and others not"
+    return None
+
+
+def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
+    del weights  # experts are never quantized
+    if (reason := _layers_refusal(traits)) is not None:
+        return reason
+    experts = traits.experts
+    if experts is None:
+        return "no layer has experts"
+    if experts.shared:
+        return "shared experts stand beside the routed ones"
+    sizes = {"experts": experts.count, "hidden": traits.hidden, "inner": experts.inner}
+    return routed_experts_refusal(call.rows, experts.per_token, call.dtype, **sizes)
+
+
+type _Refuse = Callable[[LayerTraits, CallShape, WeightFormat], str | None]
+# In the order in which they are tried.
+_RUNNERS: Mapping[Runner, _Refuse] = {
+    "persistent": _persistent_refusal,
+    "fused_dense": _fused_dense_refusal,
+    "fused_float8": _fused_float8_refusal,
+    "fused_moe": _fused_moe_refusal,
+}
+
+
+def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
+    """Why attention is not part of the persistent kernel."""
+    pages = call.pages
+    if not PERSISTENT_ATTENTION:
+        return "switched off"
+    if pages is None:
+        return "there are no pages of heads, or rows may be of one sequence and attend when all of them are written"
+    if traits.window or traits.sinks:
+        return "layers have sliding windows or attention sinks"
+    if not traits.qk_norm:
+        return "queries and keys are not normed, the kernel norms them"
+    if traits.rotary_dim != traits.head_dim:
+        return f"{traits.rotary_dim} of a head's {traits.head_dim} entries rotate, the kernel rotates all"
+    return attention_chain_refusal(
+        call.sequences, call.tokens, call.dtype, group=traits.heads // traits.kv_heads, kv_heads=traits.kv_heads,
+        head_dim=traits.head_dim, page_size=pages.page_size, table_width=pages.table_width, **_sizes(traits),
+        itemsize=weights.itemsize, page_dtype=pages.dtype,
+    )  # fmt: skip
+
+
+def _blocks_refusal(traits: LayerTraits, call: CallShape, mesh: Any) -> str | None:
+    """Why matrices stay in rows: blocks pay where `layer_chain` takes the layers, so that calls of few rows have a kernel as well,
+    and the largest cycle, of `call.rows` tokens, waits for weights."""
+    if not COLUMN_BLOCKS:
+        return "switched off"
+    if mesh is not None:
+        return "layers lie on several devices"
+    if call.rows >= MOST_BLOCKED_ROWS:
+        return f"the largest cycle has {call.rows} tokens, XLA's products are faster from {MOST_BLOCKED_ROWS} on"
+    if (reason := _dense_layers_refusal(traits)) is not None:
+        return reason
+    return layer_chain_refusal(1, call.dtype, **_sizes(traits))
+
+
+def _sizes(traits: LayerTraits) -> dict[str, int]:
+    return {
+        "hidden": traits.hidden, "heads_width": traits.heads_width, "inner": traits.inner, "next_width": traits.qkv_width,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """How a drafter projects tapped features to its context's keys and values.
+
+    Attributes:
+      form: "one_launch" for both projections and the norm between them in one kernel, which needs a workspace; "packed" where rows
+        that count are gathered in front and the others are not multiplied; "apart" for one product after the other.
+      refusals: why earlier forms were not taken.
+    """
+
+    form: Literal["packed", "one_launch", "apart"]
+    refusals: tuple[Refusal, ...] = ()
+
+
+def choose_context(params: Mapping[str, Any], rows: int, dtype: jnp.dtype, *, drafts: bool = True) -> ContextPlan:
+    """The plan for `rows` rows of tapped features.
+
+    Args:
+      params: the drafter's flat parameters, which may be shapes.
+      drafts: whether a block is drafted between the context and the target's pass. Without one both could run side by side, and a
+        kernel that takes the whole GPU would wait for the other.
+    """
+    reasons: list[Refusal] = []
+    forms = {"packed": lambda: _packed_refusal(params, rows, dtype)}
+    forms["one_launch"] = lambda: _one_launch_refusal(params, rows, dtype) if drafts else "no block is drafted after it"
+    for form, refuse in forms.items():
+        if (reason := refuse()) is None:
+            return ContextPlan(form, tuple(reasons))  # pyright: ignore[reportArgumentType]  # a key of the table above
+        reasons.append(Refusal(form, reason))
+    return ContextPlan("apart", tuple(reasons))
+
+
+def _packed_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) -> str | None:
+    first = params["fc.weight"]
+    if rows <= MOST_DENSE_ROWS or rows % PACKED_ROWS:
+        return f"{rows} rows are not a multiple of {PACKED_ROWS} above {MOST_DENSE_ROWS}"
+    if isinstance(first, Quantised) and first.dynamic and rows >= MANY_ROWS:
+        return float8_refusal(rows, dtype, first.shape[1])
+    if isinstance(first, Quantised | ColumnBlocks):
+        return "the projection's weights are quantized"
+    return dense_refusal(rows, dtype, first.shape[1])
+
+
+def _one_launch_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) -> str | None:
+    first, second = params["fc.weight"], params["context_kv_proj.weight"]
+    if isinstance(first, Quantised) or isinstance(second, Quantised):
+        return "the projections' weights are quantized"
+    if "context_kv_proj.bias" in params:
+        return "the projection to keys and values has a bias"
+    return linear_chain_refusal(rows, dtype, depth=first.shape[1], hidden=first.shape[0], features=second.shape[0])

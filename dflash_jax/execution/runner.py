@@ -1,0 +1,63 @@
+"""The runner of an execution plan: hands a stack of layers to the code that the plan names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from dflash_kernels import embed_norm
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.execution.fused_dense import run_fused_dense
+from dflash_jax.execution.fused_float8 import run_fused_float8
+from dflash_jax.execution.fused_moe import run_fused_moe
+from dflash_jax.execution.persistent import run_persistent
+from dflash_jax.execution.plan import ExecutionPlan
+from dflash_jax.models.layers import ONE_BY_ONE, RMSNorm, Rotary
+from dflash_jax.quantization.weights import Quantised
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A `Runner` that follows a plan. Nobody takes gradients through it, but for a plain one.
+
+    Attributes:
+      plan: chosen for the calls that it runs.
+      workspace: of `make_workspace`, where it outlives a call.
+    """
+
+    plan: ExecutionPlan
+    workspace: Any = None
+
+    def embed(
+        self, layers: Sequence[Any], table: Float[Array, "V D"] | Quantised, ids: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
+        """Rows of a table, and after the first layer's norm where a fused runner needs them so: one launch gives both."""
+        if isinstance(table, Quantised) or self.plan.runner == "plain":
+            return table[ids], None
+        norm = layers[0].input_norm
+        x, normed = embed_norm(table, ids.reshape(-1), norm.weight[...], eps=norm.eps)
+        return x.reshape(*ids.shape, -1), normed.reshape(*ids.shape, -1)
+
+    def __call__(
+        self,
+        layers: Sequence[Any],
+        norm: RMSNorm,
+        x: Float[Array, "B T D"],
+        rotary: Rotary,
+        attend: Any,
+        *,
+        normed: Float[Array, "B T D"] | None = None,
+    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"]]:
+        if self.plan.runner == "plain":
+            return ONE_BY_ONE(layers, norm, x, rotary, attend)
+        first: jax.Array = layers[0].input_norm(x) if normed is None else normed
+        match self.plan.runner:
+            case "persistent":
+                return run_persistent(self.plan, layers, norm, x, first, rotary, attend, self.workspace)
+            case "fused_dense":
+                return run_fused_dense(layers, norm, x, first, rotary, attend)
+            case "fused_float8":
+                return run_fused_float8(layers, norm, x, first, rotary, attend)
+            case "fused_moe":
+                return run_fused_moe(layers, norm, x, first, rotary, attend)

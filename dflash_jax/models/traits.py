@@ -1,0 +1,86 @@
+"""Layer traits: what tells the layers of one decoder stack from another's, beside their weights.
+
+Modules are built from them, and `execution.plan` chooses by them how a stack runs. So a family says once what its layers have and
+lack, and nobody asks which class they are.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from dflash_jax.config import DecoderConfig
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class ExpertTraits:
+    """Routed experts of a layer.
+
+    Attributes:
+      count: experts (E).
+      per_token: experts of a token, top-k.
+      inner: inner width of one.
+      shared: whether a token also takes experts that nobody routes to.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTraits:
+    """What all layers of a stack are made of.
+
+    Attributes:
+      hidden, heads, kv_heads, head_dim: D, N, K and H.
+      inner: width of a dense feed-forward (F).
+      rotary_dim: leading entries of a head that rotate.
+      attention: "heads" keeps keys and values of heads, "latent" one row for all of them (MLA).
+      qk_norm: whether every head of queries and keys is normed before it rotates.
+      bias: whether attention's projections have biases.
+      window: whether a layer attends through a sliding window.
+      sinks: whether heads have learned attention sinks.
+      value_scale: factor on what attention gives.
+      feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
+      activation: of the feed-forwards' gate.
+      experts: of the layers that have such.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    rotary_dim: int
+    attention: Literal["heads", "latent"] = "heads"
+    qk_norm: bool = True
+    bias: bool = False
+    window: bool = False
+    sinks: bool = False
+    value_scale: float = 1.0
+    feed_forward: Literal["dense", "moe", "mixed"] = "dense"
+    activation: Activation = "silu"
+    experts: ExpertTraits | None = None
+
+    @property
+    def heads_width(self) -> int:
+        """Columns of the output projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Rows of the projection to queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+def decoder_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:
+    """Traits of a pre-norm decoder with SwiGLU feed-forwards and q/k norm; `changes` are fields that a family has otherwise."""
+    rotary = int(config.head_dim * config.rope.partial)
+    traits = LayerTraits(
+        hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        inner=config.intermediate_size, rotary_dim=rotary + rotary % 2, bias=config.attention_bias,
+        window=any(reach is not None for reach in config.windows),
+    )  # fmt: skip
+    return replace(traits, **changes)

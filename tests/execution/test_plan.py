@@ -1,0 +1,178 @@
+"""Execution plans: which runner takes a call, and why the others were refused."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.cache import make_pages
+from dflash_jax.checkpoints.weights import weight_shapes
+from dflash_jax.cli.info import collect, lines
+from dflash_jax.decoding.state import Setup
+from dflash_jax.execution import plan
+from dflash_jax.execution.plan import (
+    CUBLAS_PRODUCTS,
+    ONE_GRAPH,
+    CallShape,
+    PageShape,
+    WeightFormat,
+    choose,
+    choose_context,
+    weight_format,
+)
+from dflash_jax.execution.runner import Planned
+from dflash_jax.execution.weight_layout import cycle_rows
+from dflash_jax.models import family_named, layer_traits
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.quantization.weights import quantise_weights
+
+from ..devices import h200, on
+
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+QWEN3 = TARGETS["Qwen3-4B"]
+DRAFT = DRAFTERS["Qwen3-4B-DFlash-b16"]
+TRAITS = layer_traits(QWEN3)
+FORMAT = WeightFormat("bfloat16", layout="column_blocks", plain=True)
+PAGES = PageShape(64, 32, BFLOAT16)
+CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
+
+
+@pytest.mark.parametrize(
+    ("name", "sequences", "weights", "runner", "attention"),
+    [
+        ("Qwen3-4B", 1, None, "persistent", "in_layer"), ("Qwen3-4B", 8, None, "fused_dense", "apart"),
+        ("Qwen3-4B", 32, None, "fused_dense", "apart"), ("Qwen3-4B", 64, None, "plain", "apart"),
+        ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
+        ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
+    ],
+)  # fmt: skip
+def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
+    """A pass over 16 tokens of each sequence on an H200."""
+    config = (TARGETS | MOE_TARGETS)[name]
+    config = replace(config, num_layers=1, windows=config.windows[:1])
+    family = family_named("qwen3_moe" if name in MOE_TARGETS else "qwen3")
+    with h200():
+        shapes = weight_shapes([(config, family)], BFLOAT16, weights, rows=16 * sequences)["target"]
+        found = choose(layer_traits(config), replace(CYCLE, sequences=sequences), weight_format(shapes))
+    assert (found.runner, found.attention) == (runner, attention)
+    assert found.device == "NVIDIA H200"
+    assert (found.workspace is None) == (runner != "persistent")
+    order = ["persistent", "fused_dense", "fused_float8", "fused_moe", "plain"]
+    assert [one.what for one in found.refusals if one.what in order] == order[: order.index(runner)]
+    assert all(one.reason for one in found.refusals)
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "said"),
+    [
+        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": True}, "persistent", "biases"),
+        ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
+        ({"feed_forward": "mixed"}, "persistent", "experts"), ({"qk_norm": False}, "in_layer", "not normed"),
+        ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
+        ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"),
+    ],
+)  # fmt: skip
+def test_every_trait_that_kernels_lack_is_refused_by_name(change: dict[str, Any], what: str, said: str) -> None:
+    with h200():
+        assert choose(TRAITS, CYCLE, FORMAT).refusals == ()
+        found = choose(replace(TRAITS, **change), CYCLE, FORMAT)
+    assert said in (found.refused(what) or "")
+    assert found.runner == ("persistent" if what == "in_layer" else "plain")
+
+
+def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    with h200():
+        found = choose(TRAITS, CYCLE, FORMAT, mesh=mesh)
+        assert (found.runner, {one.reason for one in found.refusals}) == ("plain", {"layers lie on several devices"})
+        assert choose(TRAITS, CYCLE, None, mesh=mesh).weight_layout == "rows"
+        monkeypatch.setattr(plan, "PERSISTENT", False)
+        assert choose(TRAITS, CYCLE, FORMAT).runner == "fused_dense"
+        monkeypatch.setattr(plan, "FUSED_DENSE", False)
+        found = choose(TRAITS, CYCLE, FORMAT)
+        assert (found.runner, found.refused("persistent"), found.refused("fused_dense")) == (
+            "plain", "switched off", "switched off",
+        )  # fmt: skip
+
+
+def test_pages_that_rows_may_share_keep_attention_apart() -> None:
+    with h200():
+        found = choose(TRAITS, replace(CYCLE, pages=None), FORMAT)
+    assert (found.runner, found.attention, found.workspace) == ("persistent", "apart", "layer")
+
+
+def test_other_devices_run_plain_layers() -> None:
+    for kind in ("NVIDIA A100-SXM4-80GB", None):
+        with on(kind) if kind else jax.default_device(jax.devices("cpu")[0]):
+            found = choose(TRAITS, CYCLE, replace(FORMAT, layout="rows"))
+        assert found.runner == "plain"
+        assert "Hopper" in (found.refused("persistent") or "")
+
+
+@pytest.mark.parametrize(
+    ("slots", "dtypes", "plain"),
+    [(32, {"bfloat16"}, True), (31, {"bfloat16"}, False), (32, {"bfloat16", "int8"}, False), (32, {"float32"}, False)],
+)
+@pytest.mark.parametrize("kind", [None, "fp8", "fp8_dynamic"])
+def test_products_of_many_rows_are_left_to_cublas(slots: int, dtypes: set[str], plain: bool, kind: Any) -> None:
+    """Beside a drafter in float8 where that has kernels of its own for many rows."""
+    weights = weight_format({name: jax.ShapeDtypeStruct((2, 2), name) for name in dtypes})
+    beside = None
+    if kind is not None:
+        drafter = {"fc.weight": jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)}
+        beside = weight_format(jax.eval_shape(lambda params: quantise_weights(params, kind), drafter))
+        plain = plain and kind == "fp8_dynamic"
+    found = choose(TRAITS, CallShape(slots, 16, BFLOAT16), weights, beside=beside)
+    assert dict(found.xla_options) == ONE_GRAPH | (CUBLAS_PRODUCTS if plain else {})
+
+
+def test_context_of_a_drafter() -> None:
+    """One launch for few rows, packed rows for many, where a block is drafted after it."""
+    with h200():
+        shapes = weight_shapes([(QWEN3, family_named("qwen3")), (DRAFT, family_named("dflash"))], BFLOAT16)["draft"]
+        forms = {rows: choose_context(shapes, rows, BFLOAT16).form for rows in (16, 128, 512)}
+        alone = choose_context(shapes, 16, BFLOAT16, drafts=False)
+        assert forms == {16: "one_launch", 128: "apart", 512: "packed"}
+        assert [one.what for one in alone.refusals] == ["packed", "one_launch"]
+
+
+def test_the_plans_of_a_setup() -> None:
+    """The target's pass, the block and the context of one cycle; a cycle of one verified token drafts nothing."""
+    pair = [(QWEN3, family_named("qwen3")), (DRAFT, family_named("dflash"))]
+    setup = Setup(QWEN3, DRAFT)
+    with h200():
+        weights = weight_shapes(pair, BFLOAT16, rows=cycle_rows(1, DRAFT))
+        pools = _pools(QWEN3), _pools(DRAFT)
+        plans = setup.plans(weights, 1, 32, pools)
+        assert plans.target.runner == plans.draft.runner == "persistent"
+        assert plans.target.weight_layout == plans.draft.weight_layout == "column_blocks"
+        assert plans.context.form == "one_launch"
+        alone = setup.verifying(1).plans(weights, 1, 32, pools)
+        assert (alone.draft, alone.context.form) == (None, "apart")
+
+
+def _pools(config: Any) -> Any:
+    return jax.eval_shape(partial(make_pages, config, 4, 64, BFLOAT16))
+
+
+def test_a_plain_plan_reads_rows_of_the_table() -> None:
+    table = jnp.arange(6.0).reshape(3, 2)
+    rows, normed = Planned(plan.PLAIN).embed([], table, jnp.array([[2, 0]]))
+    np.testing.assert_array_equal(np.asarray(rows), [[[4, 5], [0, 1]]])
+    assert normed is None
+
+
+def test_info_tells_plans_and_refusals() -> None:
+    facts = collect(max_batch=4)
+    calls = [(one["model"], one["sequences"], one["runner"]) for one in facts["execution"]]
+    assert calls == [(role, n, "plain") for n in (1, 4) for role in ("target", "draft")]
+    assert all("Hopper" in one["refused"]["persistent"] for one in facts["execution"])
+    assert json.loads(json.dumps(facts["execution"])) == facts["execution"]
+    text = "\n".join(lines(facts))
+    assert "execution target 1 x 16, draft 1 x 16, target 4 x 16, draft 4 x 16 tokens: plain, matrices in rows" in text
+    assert text.count("not persistent: needs a Hopper GPU") == 1
