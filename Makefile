@@ -1,5 +1,6 @@
 # make demo    generates code with the pair that ships
 # make test    runs the tests, in two processes (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
+# make fuzz    opens 2,000 seeded mutations of a model folder, in two processes: a few minutes
 # make lint    ruff check, ruff format --check, pyright
 #
 # Each sets up .venv on first use and installs again when pyproject.toml changes. PYTHON=... names the interpreter to use.
@@ -16,7 +17,7 @@ CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)
 COMMA := ,
 EXTRAS := test$(if $(CI),$(COMMA)test-triton)
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -24,6 +25,9 @@ demo: $(VENV)/installed-demo
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+fuzz: $(VENV)/installed-test
+	$(BIN)/pytest -n 2 -m fuzz tests/fuzz
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ import numpy as np
 
 from dflash_jax.checkpoints.hub import POINTER, is_pointer
 from dflash_jax.checkpoints.json_files import parse
+from dflash_jax.config import shown
 from dflash_jax.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -126,8 +127,11 @@ def read_header(path: Path) -> dict[str, Tensor]:
         entries = parse(raw)
     except ValueError as error:
         raise CheckpointError(str(path), f"header is not usable: {error}; {_DAMAGED}") from None
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", None)
     tensors, problems, newer = {}, list[str](), list[str]()
+    named = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if metadata is not None and not named:
+        problems.append(f"has __metadata__ {shown(metadata)}, expected an object of texts; {_DAMAGED}")
     for name, entry in entries.items():
         try:
             tensors[name] = _tensor(path, name, entry, 8 + length)
@@ -139,9 +143,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
         problems = [f"{each}; {_DAMAGED}" for each in _tiling_problems(tensors, 8 + length, status.st_size)]
     problems = newer + problems
     if problems:
-        shown = problems[:_SHOWN]
+        listed = problems[:_SHOWN]
         more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
-        raise CheckpointError(str(path), shown + more)
+        raise CheckpointError(str(path), listed + more)
     return tensors
 
 

@@ -106,3 +106,19 @@ def test_types_below_a_byte_fill_whole_bytes(tmp_path: Path, dtype: str, count: 
 
 def test_no_type_is_both() -> None:
     assert not DTYPES.keys() & UNREAD_BITS.keys()
+
+
+@pytest.mark.parametrize("metadata", ["pt", ["pt"], {"format": 1}, {"format": None}, 0, False])
+def test_metadata_are_texts_by_name(tmp_path: Path, metadata: Any) -> None:
+    """As in the safetensors library, which reads no file with others."""
+    import safetensors
+
+    text = json.dumps({"__metadata__": metadata}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(CheckpointError, match=r"has __metadata__ .*expected an object of texts"):
+        read_header(path)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.safe_open(str(path), "numpy")
+    path.write_bytes((22).to_bytes(8, "little") + b'{"__metadata__": null}')
+    assert read_header(path) == {}
