@@ -1,15 +1,15 @@
-"""The arrays of attention from a projection on, which `qkv_attention` and `attention_chain` hand to their implementations."""
+"""Arguments of attention from a QKV projection on, as `qkv_attention` and `attention_chain` hand them to implementations."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.validation import check_axes, check_integers
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers
 
 
 class Heads(NamedTuple):
-    """Pools, what is written to them and asked of them, and where; see `attention_chain`."""
+    """KV pools, QKV projection, page table, lengths, RoPE angles and norms of attention; see `attention_chain`."""
 
     k_pages: Shaped[Array, "P K p H"]
     v_pages: Shaped[Array, "P K p H"]
@@ -29,6 +29,7 @@ class Heads(NamedTuple):
         of_sequences = {name: (getattr(self, name), "B") for name in ("seq_lens", "q_lens")}
         check_axes(qkv=(self.qkv, "M E"), page_table=(self.page_table, "B W"), **of_sequences)
         check_axes(cos=(self.cos, "M half"), sin=(self.sin, "M half"))
+        check_floats(qkv=self.qkv, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm)
         check_integers(page_table=self.page_table, seq_lens=self.seq_lens, q_lens=self.q_lens)
         k, v, qkv, b = self.k_pages, self.v_pages, self.qkv, self.page_table.shape[0]
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
@@ -57,7 +58,7 @@ class Heads(NamedTuple):
             )
 
     def inputs(self) -> dict[str, Array]:
-        """All but the pools, as kernels call and take them."""
+        """Kernel inputs by name, without the pools."""
         floats = {"cos": self.cos, "sin": self.sin}
         ints = {"table": self.page_table, "seq_lens": self.seq_lens, "q_lens": self.q_lens}
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
