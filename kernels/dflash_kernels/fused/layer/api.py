@@ -140,7 +140,7 @@ def attention_chain_exchange(
     stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | ColumnBlocks, sequences: int, tokens: int, *, heads: int,
     kv_heads: int,
 ) -> tuple[Int[Array, "..."], ...]:  # fmt: skip
-    """First values of the cross-CTA mailboxes of `attention_chain`, which the caller makes Refs of: four, for all layers of a step."""
+    """First values of the cross-CTA mailboxes of `attention_chain`: four, to make Refs of, for all layers of a step."""
     ctas, rows = max(target().multiprocessors, 1), tokens * heads // kv_heads
     shapes = ((ctas, rows, HEAD_DIM), (ctas, KEYS), (sequences * tokens, heads * HEAD_DIM // 2))
     return chain_exchange(stream, down), *(jnp.full(shape, EMPTY, jnp.int32) for shape in shapes)

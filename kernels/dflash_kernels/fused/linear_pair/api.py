@@ -11,7 +11,6 @@ from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.core.validation import check_axes, check_floats
-from dflash_kernels.fused.layer.plan import LINE
 from dflash_kernels.fused.linear_pair import mosaic_gpu
 from dflash_kernels.fused.linear_pair.reference import linear_chain_reference
 from dflash_kernels.fused.plan import LINE
