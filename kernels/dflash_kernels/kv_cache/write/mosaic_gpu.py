@@ -29,12 +29,12 @@ def kv_write_mosaic_gpu(
 
 
 def cache_write_mosaic_gpu(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    k: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K H"],
     slots: Int[Array, "T"],
-) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
     """See `cache_write`. Raises NotImplementedError for what it does not take."""
     require_hopper()
     k_pages, v_pages = launch_rows((k_pages, v_pages), (k, v), slots)
