@@ -46,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
-    demo.add_argument("prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three short beginnings)")
+    demo.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three held-out beginnings)"
+    )
     _add_model(demo, "--model", max_batch=False)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 

@@ -247,37 +247,6 @@ def test_info_says_what_a_drafter_in_eight_bits_takes(capsys, kind):
     assert f"the drafter's large matrices in fp8_dynamic{said}" in out
 
 
-def test_demo_shows_speed_acceptance_and_equal_texts(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "24"]) == 0
-    out = capsys.readouterr().out
-    assert f"ab{generated(target, 'ab').text}\n" in out
-    assert re.search(r"with drafting +\d+ tokens/s", out)
-    assert re.search(r"without +\d+ tokens/s", out)
-    assert re.search(r"mean acceptance +[\d.]+ tokens in a cycle, of 4 at most", out)
-    assert re.search(r"cycles by length  1\S  2\S  3\S  4\S\n", out)
-    assert "same text         yes: 1 of 1" in out
-
-
-def test_demo_of_one_token_has_no_time_to_compare(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--max-tokens", "1"]) == 0
-    assert re.search(r"with drafting +0 tokens/s\nwithout +0 tokens/s\n", capsys.readouterr().out)
-
-
-def test_demo_without_a_drafter(target, capsys):
-    assert main(["demo", "ab", "--model", str(target), "--no-draft", "--max-tokens", "9"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^without drafting +\d+ tokens/s\n\Z", out, re.MULTILINE)
-    assert not any(word in out for word in ("with drafting ", "acceptance", "same text", "on a CPU"))
-
-
-def test_demo_says_that_there_is_no_drafter_and_refuses_before_it_compiles(target, tmp_path, capsys):
-    alone = shutil.copytree(target, tmp_path / "alone", ignore=shutil.ignore_patterns("draft"))
-    assert main(["demo", "", "--model", str(alone)]) == 4
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert re.fullmatch(r"note: no drafter: .*\nerror: the prompt is empty.*\n", told.err)
-
-
 def test_interrupt_ends_quietly_with_130(target):
     run = [*COMMAND, "generate", "ab", "--model", str(target), "--max-tokens", "190", "--temperature", "1"]
     process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -20,8 +20,8 @@ from dflash_kernels import (
 )
 from dflash_kernels.core.layouts import as_stored
 from dflash_kernels.fused.layer.mosaic_gpu import launch as chain_launch
-from dflash_kernels.matmul.dense.mosaic_gpu import launch, onto
-from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
+from dflash_kernels.matmul.dense.mosaic_gpu import launch, launch_onto
+from dflash_kernels.matmul.tiling import SHARED_MEMORY, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls, h200
@@ -81,8 +81,8 @@ def test_the_definitions(form: str) -> None:
     ("form", "rows", "features", "depth"),
     [
         # Some of a tile's rows, tiles of rows that overlap, rows that are padded; features in tiles that overlap.
-        ("plain", 8, 96, 128), ("gated", 40, 96, 192), ("parts", 20, 80, 256), ("plain", 72, 80, 128), ("gated", 96, 48, 128),
-        ("parts", 160, 96, 256), ("plain", 320, 64, 64),
+        ("store", 8, 96, 128), ("swiglu", 40, 96, 192), ("split_k", 20, 80, 256), ("store", 72, 80, 128), ("swiglu", 96, 48, 128),
+        ("split_k", 160, 96, 256), ("store", 320, 64, 64),
     ],
 )  # fmt: skip
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int) -> None:
@@ -115,14 +115,14 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Every plan covers its product within the rows that there are."""
     for form in FORMS:
         features, depth = sizes[form]
-        made: Any = best_plan(rows, features, depth, form, multiprocessors=132, blocked=True)  # type: ignore[arg-type]
+        made: Any = plan(rows, features, depth, form, multiprocessors=132, blocked=True)  # type: ignore[arg-type]
         assert made.blocked
-        assert made.step * made.feature_tiles >= features
-        assert made.splits * made.steps * 64 == depth
-        assert made.row_tiles * made.tile_rows >= rows == made.last_row + made.present
-        assert made.staged or made.present == made.tile_rows
-        results = 2 * made.tile_rows * made.step * (made.staged > 0)
-        assert 128 * made.slots * (made.tile_rows + made.tile_features) + results <= SHARED
+        assert made.tile_n * made.n_tiles >= features
+        assert made.split_k * made.k_tiles * 64 == depth
+        assert made.m_tiles * made.tile_m >= rows == made.last_row + made.valid_rows
+        assert made.staged or made.valid_rows == made.tile_m
+        results = 2 * made.tile_m * made.tile_n * (made.staged > 0)
+        assert 128 * made.stages * (made.tile_m + made.tile_w) + results <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize("rows", [1, 20, 32, 96, 128, 512, 1024])
@@ -131,12 +131,12 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> Non
     """Every form at full size and of any rows is a kernel: XLA would copy the weights."""
 
     def run(x: Any, qkv: Any, gates: Any, wide: Any, down: Any) -> Any:
-        stream = jnp.zeros((rows, sizes["parts"][0]), jnp.bfloat16)
+        stream = jnp.zeros((rows, sizes["split_k"][0]), jnp.bfloat16)
         products = dense(x, in_column_blocks(qkv)), dense_gated(x, in_column_blocks(gates))
         return *products, dense_onto(wide, in_column_blocks(down), stream, stream[0], eps=EPS)
 
     calls = {form: jax.eval_shape(lambda form=form: make(form, rows, *sizes[form])) for form in FORMS}
-    (x, qkv), (_, gates), (wide, down) = (calls[form] for form in ("plain", "gated", "parts"))
+    (x, qkv), (_, gates), (wide, down) = (calls[form] for form in ("store", "swiglu", "split_k"))
     assert custom_calls(run, x, qkv, gates, wide, down) == ["mosaic_gpu_v2"] * 4
 
 
@@ -169,7 +169,7 @@ def test_full_size_agrees_with_float64(form: str, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 128, 192, 512])
-@pytest.mark.parametrize("form", ["gated", "parts"])
+@pytest.mark.parametrize("form", ["swiglu", "split_k"])
 def test_full_size_has_the_bits_of_rows_one_after_the_other(form: str, rows: int) -> None:
     x, weight = make(form, rows, *QWEN3_8B[form])
     call = jax.jit(lambda x, weight: FORMS[form](x, weight, implementation="mosaic_gpu"))
@@ -197,10 +197,10 @@ def test_a_full_size_layer_in_one_launch() -> None:
 @pytest.mark.parametrize("rows", [24, 512])
 def test_ends_in_the_stream(rows: int) -> None:
     """With many rows as well, where rows one after the other are left to XLA."""
-    x, weight = make("parts", rows, 512, 128)
+    x, weight = make("split_k", rows, 512, 128)
     stream, norm = jnp.ones((rows, 512), jnp.bfloat16), jnp.ones((512,), jnp.bfloat16)
-    out = onto(x, in_column_blocks(weight), stream, norm, eps=EPS, multiprocessors=4, interpret=INTERPRET)
-    true = np.asarray(stream, np.float64) + whole("plain", dense(x, weight, implementation="xla"))
+    out = launch_onto(x, in_column_blocks(weight), stream, norm, eps=EPS, multiprocessors=4, interpret=INTERPRET)
+    true = np.asarray(stream, np.float64) + whole("store", dense(x, weight, implementation="xla"))
     normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS)
     for found, expected in zip(out, (true, normed), strict=True):
         np.testing.assert_allclose(np.asarray(found, np.float64), expected, atol=0.04)

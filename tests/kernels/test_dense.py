@@ -18,31 +18,31 @@ from dflash_kernels import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.matmul.dense.mosaic_gpu import add_norm_launch, add_norm_scores_launch, best, launch
-from dflash_kernels.matmul.dense.mosaic_gpu_sm90 import dense as kernel
-from dflash_kernels.matmul.dense.tiling import SHARED, best_plan, plan
+from dflash_kernels.matmul.dense.mosaic_gpu import launch, launch_add_norm, launch_add_norm_scores, launch_best
+from dflash_kernels.matmul.gemm_sm90 import gemm
+from dflash_kernels.matmul.tiling import SHARED_MEMORY, plan, tiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
 
 EPS = 1e-6
 INTERPRET = plgpu.InterpretGPUParams()
-FORMS = {"plain": dense, "gated": dense_gated, "parts": dense_parts}
+FORMS = {"store": dense, "swiglu": dense_gated, "split_k": dense_parts}
 # Features and depth of a layer's products, and of the head.
-QWEN3_4B = {"plain": (6144, 2560), "gated": (9728, 2560), "parts": (2560, 9728), "best": (151936, 2560)}
-QWEN3_8B = {"plain": (6144, 4096), "gated": (12288, 4096), "parts": (4096, 4096), "best": (151936, 4096)}
+QWEN3_4B = {"store": (6144, 2560), "swiglu": (9728, 2560), "split_k": (2560, 9728), "argmax": (151936, 2560)}
+QWEN3_8B = {"store": (6144, 4096), "swiglu": (12288, 4096), "split_k": (4096, 4096), "argmax": (151936, 4096)}
 
 
 def make(form: str, rows: int, features: int, depth: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
     """x and a weight."""
     keys = jax.random.split(jax.random.key(rows + features), 2)
-    weight = jax.random.normal(keys[1], (features * (2 if form == "gated" else 1), depth)) * depth**-0.5
+    weight = jax.random.normal(keys[1], (features * (2 if form == "swiglu" else 1), depth)) * depth**-0.5
     return jax.random.normal(keys[0], (rows, depth)).astype(dtype), weight.astype(dtype)
 
 
 def truth(form: str, x: jax.Array, weight: jax.Array) -> np.ndarray:
     product = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
-    if form != "gated":
+    if form != "swiglu":
         return product
     gate, up = np.split(product, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
@@ -50,7 +50,7 @@ def truth(form: str, x: jax.Array, weight: jax.Array) -> np.ndarray:
 
 def whole(form: str, out: Any) -> np.ndarray:
     """A result as one matrix in float64."""
-    return np.asarray(out, np.float64).sum(axis=0) if form == "parts" else np.asarray(out, np.float64)
+    return np.asarray(out, np.float64).sum(axis=0) if form == "split_k" else np.asarray(out, np.float64)
 
 
 def check(form: str, x: jax.Array, weight: jax.Array, out: Any) -> None:
@@ -73,38 +73,38 @@ def test_the_definitions(form: str, dtype: Any) -> None:
     ("form", "rows", "features", "depth", "tiles"),
     [
         # Several turns of a cluster, a last tile that overlaps, a ring that is used again.
-        ("plain", 256, 136, 704, {"tile_rows": 128, "step": 24}),
-        ("gated", 128, 88, 640, {"tile_rows": 128, "step": 24}),  # two blocks at a time, more than find room
-        ("parts", 256, 96, 256, {"tile_rows": 256, "step": 48, "splits": 2}),
-        ("gated", 64, 88, 128, {"tile_rows": 64, "step": 32}), ("plain", 192, 72, 128, {"tile_rows": 64, "step": 48}),
+        ("store", 256, 136, 704, {"tile_m": 128, "tile_n": 24}),
+        ("swiglu", 128, 88, 640, {"tile_m": 128, "tile_n": 24}),  # two blocks at a time, more than find room
+        ("split_k", 256, 96, 256, {"tile_m": 256, "tile_n": 48, "split_k": 2}),
+        ("swiglu", 64, 88, 128, {"tile_m": 64, "tile_n": 32}), ("store", 192, 72, 128, {"tile_m": 64, "tile_n": 48}),
         # Results through shared memory in tiles of 64 and of 16 columns, several turns of a CTA.
-        ("parts", 256, 192, 128, {"tile_rows": 128, "step": 64, "splits": 2}),
-        ("parts", 128, 176, 256, {"tile_rows": 64, "step": 32, "splits": 4}),
+        ("split_k", 256, 192, 128, {"tile_m": 128, "tile_n": 64, "split_k": 2}),
+        ("split_k", 128, 176, 256, {"tile_m": 64, "tile_n": 32, "split_k": 4}),
     ],
 )  # fmt: skip
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, tiles: dict[str, Any]) -> None:
     x, weight = make(form, rows, features, depth)
-    schedule = plan(rows, features, depth, form, multiprocessors=4, **tiles)
-    check(form, x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
+    schedule = tiled(rows, features, depth, form, multiprocessors=4, **tiles)
+    check(form, x, weight, gemm(schedule, x, weight, interpret=INTERPRET)[0])
 
 
-@pytest.mark.parametrize("slots", [2, 3])
-def test_short_rings_run(slots: int) -> None:
+@pytest.mark.parametrize("stages", [2, 3])
+def test_short_rings_run(stages: int) -> None:
     """Of two slots the second never becomes free before a third block has come: blocks must be asked for one at a time."""
-    x, weight = make("gated", 128, 48, 384)
-    schedule = plan(128, 48, 384, "gated", multiprocessors=4, tile_rows=128, step=24)
-    schedule = dataclasses.replace(schedule, slots=slots)
-    check("gated", x, weight, kernel(schedule, x, weight, interpret=INTERPRET)[0])
+    x, weight = make("swiglu", 128, 48, 384)
+    schedule = tiled(128, 48, 384, "swiglu", multiprocessors=4, tile_m=128, tile_n=24)
+    schedule = dataclasses.replace(schedule, stages=stages)
+    check("swiglu", x, weight, gemm(schedule, x, weight, interpret=INTERPRET)[0])
 
 
-@pytest.mark.parametrize(("form", "rows"), [("parts", 128), ("plain", 32), ("gated", 56), ("parts", 40)])
+@pytest.mark.parametrize(("form", "rows"), [("split_k", 128), ("store", 32), ("swiglu", 56), ("split_k", 40)])
 def test_the_plan_that_is_chosen_runs(form: Any, rows: int) -> None:
     """Fewer rows than a tile has are no copies of more."""
     x, weight = make(form, rows, 48, 256)
     check(form, x, weight, launch(form, x, weight, multiprocessors=4, interpret=INTERPRET)[0])
 
 
-@pytest.mark.parametrize(("form", "live"), [("plain", 0), ("plain", 130), ("parts", 5), ("parts", 384)])
+@pytest.mark.parametrize(("form", "live"), [("store", 0), ("store", 130), ("split_k", 5), ("split_k", 384)])
 def test_first_rows_are_those_of_all(form: Any, live: int) -> None:
     """Tiles of other rows are left out: the interpreter fills what nobody writes with NaN."""
     x, weight = make(form, 384, 64, 256)
@@ -118,9 +118,9 @@ def test_first_rows_are_those_of_all(form: Any, live: int) -> None:
 @pytest.mark.parametrize("rows", [9, 40, 72])
 def test_best_is_the_first_of_the_largest(rows: int) -> None:
     """Rows that do not fill a tile, equal products in one tile and in several."""
-    x, weight = make("best", rows, 608, 64)
+    x, weight = make("argmax", rows, 608, 64)
     weight = weight.at[jnp.array([17, 300, 599])].set(weight[17] * 8)
-    out = best(x, weight, multiprocessors=2, interpret=INTERPRET)
+    out = launch_best(x, weight, multiprocessors=2, interpret=INTERPRET)
     assert out.shape == (rows,)
     products = jnp.einsum("md,fd->mf", x.astype(jnp.float32), weight.astype(jnp.float32)).astype(jnp.bfloat16)
     expected = np.asarray(jnp.argmax(products, axis=-1))
@@ -151,7 +151,7 @@ def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) ->
 @pytest.mark.parametrize("parts", [1, 4])
 def test_add_norm(parts: int) -> None:
     call = norm_call(parts, 3, 512)
-    check_norm(call, add_norm_launch(*call, eps=EPS, interpret=INTERPRET))
+    check_norm(call, launch_add_norm(*call, eps=EPS, interpret=INTERPRET))
     check_norm(call, add_norm(*call, eps=EPS, implementation="xla"))
     wide = norm_call(parts, 3, 512, jnp.float32)
     check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
@@ -168,8 +168,8 @@ def check_scores(call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.
 @pytest.mark.parametrize("rows", [3, 17])
 def test_add_norm_scores(rows: int) -> None:
     """Few rows in one launch, more with a product after the norm."""
-    call, scorer = norm_call(2, rows, 512), make("plain", 1, 8, 512)[1]
-    check_scores(call, scorer, add_norm_scores_launch(*call, scorer, eps=EPS, interpret=INTERPRET))
+    call, scorer = norm_call(2, rows, 512), make("store", 1, 8, 512)[1]
+    check_scores(call, scorer, launch_add_norm_scores(*call, scorer, eps=EPS, interpret=INTERPRET))
     check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
 
 
@@ -195,12 +195,12 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> Non
 def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Every plan covers its product and keeps the multiprocessors busy."""
     for form, (features, depth) in sizes.items():
-        made = best_plan(rows, features, depth, form, multiprocessors=132)
-        assert made.step * made.feature_tiles >= features
-        assert made.splits * made.steps * 64 == depth
-        assert made.row_tiles * made.tile_rows == rows
-        results = 2 * made.tile_rows * made.step * (made.staged > 0)
-        assert 128 * made.slots * (made.tile_rows + made.tile_features) + results <= SHARED
+        made = plan(rows, features, depth, form, multiprocessors=132)
+        assert made.tile_n * made.n_tiles >= features
+        assert made.split_k * made.k_tiles * 64 == depth
+        assert made.m_tiles * made.tile_m == rows
+        results = 2 * made.tile_m * made.tile_n * (made.staged > 0)
+        assert 128 * made.stages * (made.tile_m + made.tile_w) + results <= SHARED_MEMORY
         turns = -(-made.tiles // made.ctas)
         assert made.tiles / (turns * 132) > 0.8
 
@@ -209,14 +209,14 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
 def test_results_leave_through_shared_memory(sizes: dict[str, tuple[int, int]]) -> None:
     """Those of 128 rows; not where too few blocks would be on their way, and none of what is compared in registers."""
     for form, size in sizes.items():
-        made = best_plan(128, *size, form, multiprocessors=132)
-        assert (made.staged > 0) == (form != "best")
-        assert made.own_step % (made.staged or 1) == 0
-    assert best_plan(256, *QWEN3_4B["gated"], "gated", multiprocessors=132).staged == 0
+        made = plan(128, *size, form, multiprocessors=132)
+        assert (made.staged > 0) == (form != "argmax")
+        assert made.wg_n % (made.staged or 1) == 0
+    assert plan(256, *QWEN3_4B["swiglu"], "swiglu", multiprocessors=132).staged == 0
 
 
 def test_refusals_name_their_reason() -> None:
-    x, weight = make("plain", 128, 64, 64)
+    x, weight = make("store", 128, 64, 64)
     for arguments, reason in (
         ((x[:24], weight), "takes 32 to 512 rows, from 64 on in steps of 64 and before of 8, not 24"),
         ((x, weight[:56]), "a multiple of 16 features, not 56"),
@@ -224,19 +224,19 @@ def test_refusals_name_their_reason() -> None:
         ((x.astype(jnp.float16), weight.astype(jnp.float16)), "takes bfloat16, not float16"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=reason):
-            launch("plain", *arguments, multiprocessors=132)
+            launch("store", *arguments, multiprocessors=132)
     with pytest.raises(NotImplementedError, match="7 rows are padded to 8"):
-        best(x[:7], weight, multiprocessors=132)
+        launch_best(x[:7], weight, multiprocessors=132)
     with pytest.raises(NotImplementedError, match="rows of a multiple of 512, not bfloat16 of 256"):
-        add_norm_launch(*norm_call(1, 2, 256), eps=EPS)
+        launch_add_norm(*norm_call(1, 2, 256), eps=EPS)
     # XLA's result would be float32, and a result's dtype must not hang on who computes it.
     parts, stream, norm = norm_call(1, 2, 512)
     with pytest.raises(NotImplementedError, match="a norm's weight in the stream's dtype, bfloat16, not float32"):
-        add_norm_launch(parts, stream, norm.astype(jnp.float32), eps=EPS)
+        launch_add_norm(parts, stream, norm.astype(jnp.float32), eps=EPS)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    x, weight = make("plain", 4, 64, 64)
+    x, weight = make("store", 4, 64, 64)
     with pytest.raises(ValueError, match="as many rows each, not 63 together"):
         dense_gated(x, weight[:63])
 
@@ -245,7 +245,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 def test_other_devices_are_refused() -> None:
     assert "needs a Hopper GPU" in str(dense_refusal(128, jnp.bfloat16, 2560))
     with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
-        dense(*make("plain", 128, 64, 64), implementation="mosaic_gpu")
+        dense(*make("store", 128, 64, 64), implementation="mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -260,14 +260,14 @@ def test_full_size_agrees_with_float64(form: str, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["gated", "parts"])
+@pytest.mark.parametrize("form", ["swiglu", "split_k"])
 def test_full_size_of_many_rows_agrees_with_float64(form: str) -> None:
     x, weight = make(form, 512, *QWEN3_4B[form])
     check(form, x, weight, jax.jit(lambda x, weight: FORMS[form](x, weight, implementation="mosaic_gpu"))(x, weight))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "features", "depth"), [("parts", 4096, 20480), ("plain", 10240, 4096)])
+@pytest.mark.parametrize(("form", "features", "depth"), [("split_k", 4096, 20480), ("store", 10240, 4096)])
 def test_full_size_of_the_first_rows(form: str, features: int, depth: int) -> None:
     x, weight = make(form, 512, features, depth)
     call = jax.jit(lambda x, weight, live: FORMS[form](x, weight, live=live, implementation="mosaic_gpu"))
@@ -280,7 +280,7 @@ def test_full_size_of_the_first_rows(form: str, features: int, depth: int) -> No
 @pytest.mark.gpu
 def test_a_row_has_the_bits_it_has_among_others() -> None:
     """What a sequence gets does not depend on its neighbours' values."""
-    x, weight = make("plain", 256, *QWEN3_4B["plain"])
+    x, weight = make("store", 256, *QWEN3_4B["store"])
     call = jax.jit(lambda x, weight: dense(x, weight, implementation="mosaic_gpu"))
     other = x.at[64:].set(0)
     np.testing.assert_array_equal(
@@ -291,7 +291,7 @@ def test_a_row_has_the_bits_it_has_among_others() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [15, 32, 120, 512])
 def test_full_size_best(rows: int) -> None:
-    x, weight = make("best", rows, *QWEN3_4B["best"])
+    x, weight = make("argmax", rows, *QWEN3_4B["argmax"])
     out, theirs = (np.asarray(dense_best(x, weight, implementation=name)) for name in ("mosaic_gpu", "xla"))
     products = np.asarray(jnp.einsum("md,fd->mf", x, weight, preferred_element_type=jnp.float32))
     chosen, largest = products[np.arange(rows), out], products.max(axis=1)
@@ -310,7 +310,7 @@ def test_full_size_add_norm(width: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 33])
 def test_full_size_scores(rows: int) -> None:
-    call, scorer = norm_call(8, rows, 2048), make("plain", 1, 128, 2048)[1]
+    call, scorer = norm_call(8, rows, 2048), make("store", 1, 128, 2048)[1]
     found = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
     check_scores(call, scorer, found)
     again = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")

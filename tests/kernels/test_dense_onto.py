@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import dense_gated, dense_onto
-from dflash_kernels.matmul.dense import tiling as plans
-from dflash_kernels.matmul.dense.mosaic_gpu import onto
-from dflash_kernels.matmul.dense.mosaic_gpu_sm90 import dense as kernel
-from dflash_kernels.matmul.dense.tiling import best_plan, pays_onto, plan
+from dflash_kernels.matmul import tiling
+from dflash_kernels.matmul.dense.mosaic_gpu import launch_onto
+from dflash_kernels.matmul.gemm_sm90 import gemm
+from dflash_kernels.matmul.tiling import plan, tiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -25,7 +25,7 @@ QWEN3 = {"4b": (2560, 9728), "8b": (4096, 12288)}
 def make(form: str, rows: int, features: int, depth: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
     """x, a weight, and for "onto" a stream and a norm."""
     keys = jax.random.split(jax.random.key(rows + features), 4)
-    weight = jax.random.normal(keys[1], (features * (2 if form == "gated" else 1), depth)) * depth**-0.5
+    weight = jax.random.normal(keys[1], (features * (2 if form == "swiglu" else 1), depth)) * depth**-0.5
     made = [jax.random.normal(keys[0], (rows, depth)), weight]
     if form == "onto":
         made += [jax.random.normal(keys[2], (rows, features)), 1 + 0.1 * jax.random.normal(keys[3], (features,))]
@@ -41,7 +41,7 @@ def close(found: jax.Array, true: np.ndarray, units: float) -> None:
 def check(form: str, arrays: list[jax.Array], out: Any) -> None:
     x, weight, *rest = (np.asarray(array, np.float64) for array in arrays)
     true = x @ weight.T
-    if form == "gated":
+    if form == "swiglu":
         gate, up = np.split(true, 2, axis=-1)
         close(out[0], gate / (1 + np.exp(-gate)) * up, 2)
     elif form == "onto":
@@ -68,43 +68,43 @@ def test_the_definition(dtype: Any) -> None:
     ("form", "rows", "features", "depth", "how"),
     [
         # A last tile that overlaps, several turns of a CTA.
-        ("gated", 256, 80, 128, {"tile_rows": 128, "step": 32}),
-        ("plain", 64, 96, 128, {"tile_rows": 64, "step": 32}),
+        ("swiglu", 256, 80, 128, {"tile_m": 128, "tile_n": 32}),
+        ("store", 64, 96, 128, {"tile_m": 64, "tile_n": 32}),
         # Few instructions.
-        ("gated", 128, 96, 1024, {"tile_rows": 128, "step": 32, "lean": True}),
-        ("gated", 512, 96, 256, {"tile_rows": 256, "step": 96, "lean": True}),
+        ("swiglu", 128, 96, 1024, {"tile_m": 128, "tile_n": 32, "one_warp": True}),
+        ("swiglu", 512, 96, 256, {"tile_m": 256, "tile_n": 96, "one_warp": True}),
     ],
 )  # fmt: skip
 def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, how: dict[str, Any]) -> None:
     arrays = make(form, rows, features, depth)
-    schedule = plan(rows, features, depth, form, multiprocessors=2, **how)
-    check(form, arrays, kernel(schedule, *arrays, interpret=INTERPRET))
+    schedule = tiled(rows, features, depth, form, multiprocessors=2, **how)
+    check(form, arrays, gemm(schedule, *arrays, interpret=INTERPRET))
 
 
 @pytest.mark.parametrize("straight", [False, True])
 def test_both_ways_into_the_stream(straight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are added and normed in one launch, and XLA's product with the stream added."""
-    monkeypatch.setattr(plans, "MANY_ROWS", 128 if straight else 512)
+    monkeypatch.setattr(tiling, "MANY_ROWS", 128 if straight else 512)
     arrays = make("onto", 128, 512, 128)
-    assert pays_onto(128, 512, 128, multiprocessors=4) == straight
-    check("onto", arrays, onto(*arrays, eps=EPS, multiprocessors=4, interpret=INTERPRET))
+    assert tiling.cublas_pays(128, 512, 128, multiprocessors=4) == straight
+    check("onto", arrays, launch_onto(*arrays, eps=EPS, multiprocessors=4, interpret=INTERPRET))
 
 
 def test_where_xla_adds_the_stream() -> None:
     """8B's 512 rows: tiles of 128 features for 128 multiprocessors. 4B's have no tiles of whole swizzles for as many."""
     for model, (hidden, inner) in QWEN3.items():
         for depth in (4096, inner):
-            assert pays_onto(512, hidden, depth, multiprocessors=132) == (model == "8b")
-            assert not pays_onto(128, hidden, depth, multiprocessors=132)
-    gates = best_plan(512, 12288, 4096, "gated", multiprocessors=132)
-    assert (gates.tile_rows, gates.tile_features, gates.staged, gates.lean) == (256, 192, 32, True)
+            assert tiling.cublas_pays(512, hidden, depth, multiprocessors=132) == (model == "8b")
+            assert not tiling.cublas_pays(128, hidden, depth, multiprocessors=132)
+    gates = plan(512, 12288, 4096, "swiglu", multiprocessors=132)
+    assert (gates.tile_m, gates.tile_w, gates.staged, gates.one_warp) == (256, 192, 32, True)
 
 
 @pytest.mark.parametrize("model", QWEN3)
 def test_a_layer_lowers_for_an_h200(model: str) -> None:
     hidden, inner = QWEN3[model]
     calls = [jax.eval_shape(lambda form=form, size=size: make(form, 512, *size))
-             for form, size in (("onto", (hidden, inner)), ("gated", (inner, hidden)))]  # fmt: skip
+             for form, size in (("onto", (hidden, inner)), ("swiglu", (inner, hidden)))]  # fmt: skip
 
     def run(calls: Any) -> Any:
         stream, normed = dense_onto(*calls[0], eps=EPS)
@@ -118,10 +118,10 @@ def test_a_layer_lowers_for_an_h200(model: str) -> None:
 
 def test_refuses_a_stream_of_another_dtype() -> None:
     x, weight, stream, norm = make("onto", 512, 512, 64)
-    assert pays_onto(512, 512, 64, multiprocessors=16)
+    assert tiling.cublas_pays(512, 512, 64, multiprocessors=16)
     with pytest.raises(NotImplementedError, match="in the stream's dtype, float32"):
         jax.eval_shape(
-            lambda stream: onto(x, weight, stream, norm, eps=EPS, multiprocessors=16), stream.astype(jnp.float32)
+            lambda stream: launch_onto(x, weight, stream, norm, eps=EPS, multiprocessors=16), stream.astype(jnp.float32)
         )
 
 
@@ -132,10 +132,10 @@ def test_full_size(model: str) -> None:
     for arrays, function in (
         (make("onto", 512, hidden, inner), dense_onto),
         (make("onto", 512, hidden, 4096), dense_onto),
-        (make("gated", 512, inner, hidden), dense_gated),
+        (make("swiglu", 512, inner, hidden), dense_gated),
     ):
         named = {"eps": EPS} if function is dense_onto else {}
         call = jax.jit(lambda *arrays, f=function, named=named: f(*arrays, implementation="mosaic_gpu", **named))
         out, again = (jax.tree.leaves(call(*arrays)) for _ in range(2))
-        check("onto" if named else "gated", arrays, out)
+        check("onto" if named else "swiglu", arrays, out)
         assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))

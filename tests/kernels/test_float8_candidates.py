@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import Float8Rows, float8_candidates, float8_dense
-from dflash_kernels.matmul.float8.mosaic_gpu import candidates
+from dflash_kernels.matmul.float8.mosaic_gpu import launch_candidates
 
 from .test_float8_dense import INTERPRET, QWEN3_4B, make
 
@@ -27,7 +27,7 @@ def test_candidates_hold_the_best(rows: int, count: int) -> None:
     """Fewer rows than a tile has, too, and equal largest ones: the first of them."""
     x, weight, scales = make(rows, 608, 128)
     products = np.asarray(float8_dense(x, weight, scales, jnp.float32))
-    out = candidates(x, weight, scales, count, multiprocessors=8, interpret=INTERPRET)
+    out = launch_candidates(x, weight, scales, count, multiprocessors=8, interpret=INTERPRET)
     for found in (out, float8_candidates(x, weight, scales, count)):
         check_candidates(found, products, count)
 
@@ -40,7 +40,7 @@ def test_the_first_of_equal_candidates(rows: int) -> None:
     largest = np.asarray(float8_dense(x, weight, scales, jnp.float32)).argmax(axis=1) == 17
     assert largest.any()
     for found in (
-        candidates(x, weight, scales, 1, multiprocessors=3, interpret=INTERPRET),
+        launch_candidates(x, weight, scales, 1, multiprocessors=3, interpret=INTERPRET),
         float8_candidates(x, weight, scales, 1),
     ):
         assert (np.asarray(found)[largest, 0] == 17).all()
@@ -49,7 +49,7 @@ def test_the_first_of_equal_candidates(rows: int) -> None:
 def test_groups_that_are_missing() -> None:
     """Two multiprocessors make four bests of a row and eight features five groups: row 0 stands for the others."""
     x, weight, scales = make(4, 128, 128)
-    out = np.asarray(candidates(x, weight, scales, 16, multiprocessors=2, interpret=INTERPRET))
+    out = np.asarray(launch_candidates(x, weight, scales, 16, multiprocessors=2, interpret=INTERPRET))
     products = np.asarray(float8_dense(x, weight, scales, jnp.float32))
     assert (out == products.argmax(axis=1)[:, None]).any(axis=1).all()
     assert ((out == 0).sum(axis=1) >= 12).all()
@@ -63,14 +63,14 @@ def test_what_is_refused() -> None:
         float8_candidates(x, weight, scales, 0)
     many = Float8Rows(jnp.zeros((2112, 128), jnp.float8_e4m3fn), jnp.ones(2112))
     with pytest.raises(NotImplementedError, match="at most 2048 rows, not 2112"):
-        candidates(many, weight, scales, 4, multiprocessors=132)
+        launch_candidates(many, weight, scales, 4, multiprocessors=132)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 16, 40, 128, 512, 2048])
 def test_full_size_candidates(rows: int) -> None:
     """Sums of matrix units decide what the best is: it may be off by what they lose."""
-    x, weight, scales = make(rows, *QWEN3_4B["best"])
+    x, weight, scales = make(rows, *QWEN3_4B["argmax"])
     found = np.asarray(float8_candidates(x, weight, scales, 16, implementation="mosaic_gpu"))
     products = np.asarray(float8_dense(x, weight, scales, jnp.float32, implementation="xla"))
     of_found, largest = np.take_along_axis(products, found, axis=1), products.max(axis=1)

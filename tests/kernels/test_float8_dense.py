@@ -19,15 +19,14 @@ from dflash_kernels import (
     float8_rows,
 )
 from dflash_kernels.core.layouts import interleave_columns
-from dflash_kernels.matmul.dense.tiling import SHARED, best_plan
-from dflash_kernels.matmul.dense.tiling import _plans as plans
-from dflash_kernels.matmul.float8.mosaic_gpu import best, launch, onto, rows_launch
+from dflash_kernels.matmul.float8.mosaic_gpu import launch, launch_best, launch_onto, launch_rows
+from dflash_kernels.matmul.tiling import SHARED_MEMORY, candidates, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 INTERPRET = plgpu.InterpretGPUParams()
-FORMS = {"plain": float8_dense, "gated": float8_gated}
-QWEN3_4B = {"plain": (6144, 2560), "gated": (9728, 2560), "parts": (2560, 9728), "best": (151936, 2560)}
-QWEN3_8B = {"plain": (6144, 4096), "gated": (12288, 4096), "parts": (4096, 12288), "best": (151936, 4096)}
+FORMS = {"store": float8_dense, "swiglu": float8_gated}
+QWEN3_4B = {"store": (6144, 2560), "swiglu": (9728, 2560), "split_k": (2560, 9728), "argmax": (151936, 2560)}
+QWEN3_8B = {"store": (6144, 4096), "swiglu": (12288, 4096), "split_k": (4096, 12288), "argmax": (151936, 4096)}
 
 
 def numbers(rows: int, width: int, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -48,7 +47,7 @@ def make(rows: int, features: int, depth: int) -> tuple[Float8Rows, jax.Array, j
 def truth(form: str, x: Float8Rows, weight: jax.Array, scales: jax.Array) -> np.ndarray:
     wide, scale, by = (np.asarray(array, np.float64) for array in (x.values, x.scales, scales))
     product = (wide * scale[:, None]) @ (np.asarray(weight, np.float64) * by[:, None]).T
-    if form != "gated":
+    if form != "swiglu":
         return product
     gate, up = np.split(product, 2, axis=-1)
     return gate / (1 + np.exp(-gate)) * up
@@ -91,7 +90,7 @@ def test_columns_in_pairs() -> None:
 
 def test_the_kernel_rounds_as_defined() -> None:
     x = numbers(4, 512).at[1].set(0)
-    for ours, theirs in zip(rows_launch(x, interpret=INTERPRET), float8_rows(x, paired=True), strict=True):
+    for ours, theirs in zip(launch_rows(x, interpret=INTERPRET), float8_rows(x, paired=True), strict=True):
         np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
@@ -102,8 +101,8 @@ def test_numbers_that_are_none_stay_in_their_row(implementation: str) -> None:
     if implementation == "xla":
         out = float8_dense(float8_rows(x, paired=True), weight, scales)
     else:
-        rows = rows_launch(x, interpret=INTERPRET)
-        (out,) = launch("plain", rows, weight, scales, jnp.bfloat16, multiprocessors=2, interpret=INTERPRET)
+        rows = launch_rows(x, interpret=INTERPRET)
+        (out,) = launch("store", rows, weight, scales, jnp.bfloat16, multiprocessors=2, interpret=INTERPRET)
     wide = np.asarray(out, np.float32)
     assert np.isnan(wide[[3, 5]]).all()
     assert (wide[9] == 0).all()
@@ -123,35 +122,35 @@ def test_the_definitions(form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth"),
     [
-        ("plain", 64, 48, 128),
-        ("gated", 128, 96, 384),
-        ("parts", 100, 64, 512),
-        ("plain", 320, 144, 256),
-        ("gated", 33, 64, 128),
+        ("store", 64, 48, 128),
+        ("swiglu", 128, 96, 384),
+        ("split_k", 100, 64, 512),
+        ("store", 320, 144, 256),
+        ("swiglu", 33, 64, 128),
     ],
 )
 def test_the_kernel_agrees_with_float64(form: Any, rows: int, features: int, depth: int) -> None:
     """Rows that fill no tile, too."""
     call = make(rows, features, depth)
     (out,) = launch(form, *call, jnp.bfloat16, multiprocessors=4, interpret=INTERPRET)
-    check(form, call, out.sum(axis=0) if form == "parts" else out)
+    check(form, call, out.sum(axis=0) if form == "split_k" else out)
 
 
 def test_first_rows_are_those_of_all() -> None:
     """Tiles of other rows are left out: the interpreter fills what nobody writes with NaN."""
     call, how = make(384, 64, 256), {"multiprocessors": 3, "interpret": INTERPRET}
-    out, every = (launch("plain", *call, jnp.bfloat16, live=jnp.int32(live), **how)[0] for live in (130, 384))
+    out, every = (launch("store", *call, jnp.bfloat16, live=jnp.int32(live), **how)[0] for live in (130, 384))
     np.testing.assert_array_equal(np.asarray(out[:130], np.float32), np.asarray(every[:130], np.float32))
     assert np.isnan(np.asarray(out[256:], np.float32)).all()
-    check("plain", call, every)
+    check("store", call, every)
 
 
 def test_onto_the_stream() -> None:
     x, weight, scales = make(70, 512, 256)
     stream, norm = numbers(70, 512).clip(-4, 4), (1 + 0.1 * jnp.sin(jnp.arange(512.0))).astype(jnp.bfloat16)
-    ours = onto(x, weight, scales, stream, norm, eps=1e-6, multiprocessors=4, interpret=INTERPRET)
+    ours = launch_onto(x, weight, scales, stream, norm, eps=1e-6, multiprocessors=4, interpret=INTERPRET)
     added, rows = float8_onto(x, weight, scales, stream, norm, eps=1e-6, paired=True)
-    true = np.asarray(stream, np.float64) + truth("parts", x, weight, scales)
+    true = np.asarray(stream, np.float64) + truth("split_k", x, weight, scales)
     for found, _ in (ours, (added, rows)):
         assert found.dtype == stream.dtype
         assert np.abs(np.asarray(found, np.float64) - true).max() <= 2.0**-8 * np.abs(true).max()
@@ -170,7 +169,7 @@ def test_best_is_the_first_of_the_largest(rows: int) -> None:
     weight, scales = weight.at[places].set(weight[17]), scales.at[places].set(scales[17] * 8)
     expected = np.asarray(jnp.argmax(float8_dense(x, weight, scales), axis=-1))
     assert 17 in expected
-    out = best(x, weight, scales, jnp.bfloat16, multiprocessors=2, interpret=INTERPRET)
+    out = launch_best(x, weight, scales, jnp.bfloat16, multiprocessors=2, interpret=INTERPRET)
     np.testing.assert_array_equal(np.asarray(out), expected)
     np.testing.assert_array_equal(np.asarray(float8_best(x, weight, scales)), expected)
 
@@ -180,19 +179,19 @@ def test_best_is_the_first_of_the_largest(rows: int) -> None:
 def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Every plan covers its product and keeps the multiprocessors busy."""
     for form, (features, depth) in sizes.items():
-        made: Any = best_plan(rows, features, depth, form, multiprocessors=132, itemsize=1)  # type: ignore[arg-type]
-        assert made.step * made.feature_tiles >= features
-        assert made.splits * made.steps * 128 == depth
-        assert made.row_tiles * made.tile_rows == rows
-        results = 2 * made.tile_rows * made.step * (made.staged > 0)
-        assert 128 * made.slots * (made.tile_rows + made.tile_features) + results <= SHARED
+        made: Any = plan(rows, features, depth, form, multiprocessors=132, itemsize=1)  # type: ignore[arg-type]
+        assert made.tile_n * made.n_tiles >= features
+        assert made.split_k * made.k_tiles * 128 == depth
+        assert made.m_tiles * made.tile_m == rows
+        results = 2 * made.tile_m * made.tile_n * (made.staged > 0)
+        assert 128 * made.stages * (made.tile_m + made.tile_w) + results <= SHARED_MEMORY
         assert made.tiles / (-(-made.tiles // made.ctas) * 132) > 0.8
 
 
 def test_parts_are_whole_blocks() -> None:
     """Of a depth of three, no two parts are equal."""
-    made = plans(64, 512, 384, "parts", 132, jnp.bfloat16, (64, 128), 1)
-    assert {(plan.splits, plan.steps) for plan in made} == {(1, 3)}
+    made = candidates(64, 512, 384, "split_k", 132, jnp.bfloat16, (64, 128), 1)
+    assert {(plan.split_k, plan.k_tiles) for plan in made} == {(1, 3)}
 
 
 def test_refusals_name_their_reason() -> None:
@@ -204,11 +203,11 @@ def test_refusals_name_their_reason() -> None:
     ):  # fmt: skip
         part = Float8Rows(x.values[:rows, :columns], x.scales[:rows])
         with pytest.raises(NotImplementedError, match=reason):
-            launch("plain", part, weight[:, :columns], scales, dtype, **how)
+            launch("store", part, weight[:, :columns], scales, dtype, **how)
     with pytest.raises(NotImplementedError, match="a multiple of 16 features, not 56"):
-        launch("plain", x, weight[:56], scales[:56], jnp.bfloat16, **how)
+        launch("store", x, weight[:56], scales[:56], jnp.bfloat16, **how)
     with pytest.raises(NotImplementedError, match="bfloat16 rows of a multiple of 512, not bfloat16 of 256"):
-        rows_launch(numbers(4, 256))
+        launch_rows(numbers(4, 256))
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
@@ -235,7 +234,7 @@ def test_other_devices_are_refused() -> None:
 def test_full_size_agrees_with_float64(form: str, rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Matrix units add a depth with some fourteen bits."""
     features, depth = sizes[form]
-    x, weight, scales = make(rows, features * (2 if form == "gated" else 1), depth)
+    x, weight, scales = make(rows, features * (2 if form == "swiglu" else 1), depth)
     call = jax.jit(lambda *call: FORMS[form](*call, implementation="mosaic_gpu"))
     out, places = call(x, weight, scales), np.array([0, 7, rows // 2, rows - 1])
     some = Float8Rows(x.values[places], x.scales[places])
@@ -276,7 +275,7 @@ def test_full_size_onto() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 120, 512])
 def test_full_size_best(rows: int) -> None:
-    x, weight, scales = make(rows, *QWEN3_4B["best"])
+    x, weight, scales = make(rows, *QWEN3_4B["argmax"])
     out = np.asarray(float8_best(x, weight, scales, implementation="mosaic_gpu"))
     products = np.asarray(float8_dense(x, weight, scales, jnp.float32, implementation="xla"))
     chosen, largest = products[np.arange(rows), out], products.max(axis=1)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, quantized_linear
 from dflash_kernels.core.layouts import deinterleave_columns, interleave_columns
-from dflash_kernels.matmul.weight_only.mosaic_gpu import ROWS, launch, plan
+from dflash_kernels.matmul.weight_only.mosaic_gpu import launch
+from dflash_kernels.matmul.weight_only.tiling import TILE_N, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -95,9 +96,9 @@ def test_lowers_for_an_h200(rows: int, features: int, depth: int, kind: Any) -> 
 def test_schedule(features: int, depth: int, splits: int) -> None:
     """Small matrices are shared along their depth; two CTAs fit on a multiprocessor."""
     schedule = plan(16, features, depth, 132)
-    assert schedule.splits == splits
-    assert schedule.tiles * ROWS >= features
-    assert schedule.slots * (ROWS * 128 + schedule.tokens * 256) <= 100 * 1024
+    assert schedule.split_k == splits
+    assert schedule.n_tiles * TILE_N >= features
+    assert schedule.stages * (TILE_N * 128 + schedule.tile_m * 256) <= 100 * 1024
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, embed_norm, stream_norm
-from dflash_kernels.norm.mosaic_gpu import embed_norm_launch, stream_norm_launch
+from dflash_kernels.norm.mosaic_gpu import launch_embed_norm, launch_stream_norm
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -59,7 +59,7 @@ def check_stream(stream: jax.Array, rows: int, weight: jax.Array, out: jax.Array
 
 def test_embed_norm() -> None:
     call = embed_call(40, 512)
-    check_embed(call, embed_norm_launch(*call, eps=EPS, interpret=INTERPRET))
+    check_embed(call, launch_embed_norm(*call, eps=EPS, interpret=INTERPRET))
     check_embed(call, embed_norm(*call, eps=EPS, implementation="xla"))
     wide = embed_call(40, 64, jnp.float32)
     check_embed(wide, embed_norm(*wide, eps=EPS, implementation="xla"))
@@ -68,7 +68,7 @@ def test_embed_norm() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (16, 16), (9, 16)])
 def test_stream_norm(rows: int, columns: int) -> None:
     stream, weight = stream_call(512, columns)
-    check_stream(stream, rows, weight, stream_norm_launch(stream, rows, weight, eps=EPS, interpret=INTERPRET))
+    check_stream(stream, rows, weight, launch_stream_norm(stream, rows, weight, eps=EPS, interpret=INTERPRET))
     check_stream(stream, rows, weight, stream_norm(stream, rows, weight, eps=EPS, implementation="xla"))
 
 
@@ -85,7 +85,7 @@ def test_lowers_for_an_h200() -> None:
 def test_refusals_name_their_reason() -> None:
     table, ids, weight = embed_call(40, 256)
     with pytest.raises(NotImplementedError, match="a multiple of 512, not bfloat16 of 256"):
-        embed_norm_launch(table, ids, weight, eps=EPS)
+        launch_embed_norm(table, ids, weight, eps=EPS)
     with pytest.raises(ValueError, match="9 rows of a stream"):
         stream_norm(stream_call(512, 8)[0], 9, stream_call(512, 8)[1], eps=EPS)
 

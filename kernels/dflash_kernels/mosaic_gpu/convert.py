@@ -23,6 +23,8 @@ from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.layouts import tile_of
+from dflash_kernels.mosaic_gpu.thread_op import matrix, thread_op
 
 FLOAT8_SHIFT = (
     120  # float8_e4m3fn bits at a bfloat16's places are the value times 2 to the minus this, subnormals included
@@ -63,8 +65,9 @@ def values(tile, finite: bool) -> Any:
     )  # fmt: skip
 
 
-def widened_rows(_ctx, tile) -> Any:
-    """A `[64, H]` tile as bfloat16, float8 times 2^-120, its columns in parity order."""
+@thread_op(args=lambda tile: (tile_of(tile),), returns=lambda tile: matrix(tile.shape, jnp.bfloat16))
+def widened_rows(tile) -> Any:
+    """A `[64, H]` tile in shared memory as bfloat16, float8 times 2^-120, its columns in parity order."""
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
     loaded = _loaded(tile, loads.opcode, loads.steps)
     return _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())

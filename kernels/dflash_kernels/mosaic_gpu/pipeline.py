@@ -41,6 +41,15 @@ class Ring:
         """Gives the stage back."""
         plgpu.barrier_arrive(self.empty.at[stage])
 
+    def drain(self, steps: Any) -> None:
+        """Waits, after that many steps, until every stage is given back: each completion of a barrier is waited for."""
+        lax.fori_loop(
+            jnp.maximum(steps - self.stages, 0),
+            steps,
+            lambda step, _: plgpu.barrier_wait(self.empty.at[self.stage(step)]),
+            None,
+        )
+
 
 def rem(a: Any, b: int) -> Any:
     """Remainder of int32 scalars."""

@@ -26,7 +26,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm
 from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED, swizzled, tiled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, interpreting, thread_op
 
 _BARRIER = 8  # bytes
 # What createpolicy.fractional.L2::evict_first makes of all bytes: a constant needs no registers over the loop.
@@ -42,8 +42,8 @@ def _lower_address(_: Any, barriers: Any) -> ir.Value:
 
 
 def address_of(barriers: Any) -> Any:
-    """Where barriers lie in shared memory, int32 scalar."""
-    return _address_p.bind(barriers)
+    """Where barriers lie in shared memory, int32 scalar; in the interpreter, which has no addresses, the barriers themselves."""
+    return barriers if interpreting() else _address_p.bind(barriers)
 
 
 def addresses(buffers: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +67,9 @@ def copy_once(
       barriers: `address_of` some; slot: which of them the copy arrives at with its bytes.
       one_warp: called by a warp alone, not by all threads of a warpgroup.
     """
+    if interpreting():
+        plgpu.copy_gmem_to_smem(source.at[rows, columns], target, barriers.at[slot])
+        return
     box, barrier = (rows.size, columns.size), arrival(barriers, slot)
     size = box[0] * box[1] * jnp.dtype(source.dtype).itemsize
     tile = plgpu.RefType(tiled(source.dtype))

@@ -1,4 +1,4 @@
-"""The products of attention on tensor cores, each with its form in Pallas' interpreter."""
+"""Products on tensor cores, each with its form in Pallas' interpreter: attention's, and 8-bit operands widened in registers."""
 
 # Pallas declares ACC less public than it documents it.
 # pyright: reportPrivateImportUsage=false
@@ -8,6 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+from dflash_kernels.mosaic_gpu.convert import FLOAT8_SHIFT, widened_rows
+from dflash_kernels.mosaic_gpu.layouts import in_parity_order
+from dflash_kernels.mosaic_gpu.thread_op import interpreting
 
 
 def scores_of(queries, keys, count):
@@ -54,3 +57,22 @@ def add_values(acc, weights, values, staged):
         return product[...]
 
     return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def zeros(shape):
+    """A sum of products before the first one, in registers."""
+    empty = jnp.zeros(shape, jnp.float32)
+    return empty if interpreting() else plgpu.layout_cast(empty, plgpu.Layout.WGMMA)
+
+
+def add_widened(acc, weights, x):
+    """`acc + weights @ x.T` in float32, with `weights [64, K]` in eight bits, which are widened to bfloat16 in registers.
+
+    Both operands come from shared memory. Columns of x are in parity order; float8 weights count 2^-120 times.
+    """
+    if interpreting():
+        wide = in_parity_order(weights[...].astype(jnp.float32))
+        shift = 1.0 if weights.dtype == jnp.int8 else 2.0**-FLOAT8_SHIFT
+        return acc + jnp.dot(wide, x[...].astype(jnp.float32).T, precision="highest") * shift
+    wide, transposed = widened_rows(weights), x.transpose((1, 0))
+    return pl.run_state(lambda total: plgpu.wgmma(total, wide, transposed))(plgpu.ACC.init(acc))

@@ -8,6 +8,7 @@ E4M3, E2M1 = jnp.float8_e4m3fn, jnp.float4_e2m1fn
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 # Smallest largest value a group is scaled by, so that a group of zeros has a scale.
 GROUP_FLOOR = 1e-10
+ROW_FLOOR = 2.0**-100  # the same for a row with a scale of its own
 NVFP4_BLOCK = 16
 
 

@@ -1,1 +1,1 @@
-"""Products with weights for a few hundred rows, and what follows each of them, as one launch."""
+"""Matrix products for tens to hundreds of rows with their epilogue in one launch: SwiGLU, residual and norm, argmax."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Matrix products with an epilogue: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import ColumnBlocks
 from dflash_kernels.core.validation import check_axes, check_floats
@@ -34,12 +35,15 @@ def dense(
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
-    """`x @ weight.T`, summed in float32.
+    """Matrix product `x @ weight.T`, accumulated in float32.
 
     Args:
       weight: an array, or `ColumnBlocks`, which `dense_gated`, `dense_parts` and `dense_onto` take as well.
-      live: so many rows from the first on are asked for: the others may be anything. None for all.
+      live: rows that are asked for, from the first on; the others are undefined. None for all.
       implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      In x's dtype.
 
     Raises:
       ValueError: shapes do not agree.
@@ -54,7 +58,7 @@ def dense_gated(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
-    """`silu(x @ gate.T) * (x @ up.T)` for a weight of gate rows before up rows. Arguments and errors: see `dense`."""
+    """SwiGLU `silu(x @ gate.T) * (x @ up.T)` for a weight of gate rows before up rows. Arguments and errors: see `dense`."""
     check_axes(weight=(weight, "twoF D"))
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
@@ -68,7 +72,10 @@ def dense_parts(
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "S M F"]:
-    """Parts whose sum is `x @ weight.T`, for `add_norm`, each rounded to x's dtype. Arguments and errors: see `dense`."""
+    """Split-K partial products whose sum is `x @ weight.T`, for `add_norm`, each rounded to x's dtype.
+
+    Arguments and errors: see `dense`.
+    """
     return _call("dense_parts", implementation, x, weight, live=live)
 
 
@@ -76,9 +83,9 @@ def dense_onto(
     x: Float[Array, "M F"], weight: Float[Array, "D F"] | ColumnBlocks, stream: Float[Array, "M D"], norm: Float[Array, "D"], *,
     eps: float, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
-    """`stream + x @ weight.T` in stream's dtype, and its root-mean-square norm times `norm`.
+    """Matrix product with residual and RMS norm: `stream + x @ weight.T` in stream's dtype, and its norm times `norm`.
 
-    On Hopper up to four parts of the product are rounded to x's dtype before they are added. Arguments and errors: see `dense`.
+    On Hopper up to four split-K partial products are rounded to x's dtype before they are added. Arguments and errors: see `dense`.
     """
     check_axes(x=(x, "M F"), weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
     check_floats(stream=stream, norm=norm)
@@ -90,7 +97,7 @@ def dense_onto(
 def dense_best(
     x: Float[Array, "M D"], weight: Float[Array, "F D"], *, implementation: Implementation = None
 ) -> Int[Array, "M"]:
-    """The row of the weight with the largest product in x's dtype, the first of equal ones. Errors: see `dense`."""
+    """Argmax of `x @ weight.T` in x's dtype, as for an LM head; the first of equal ones. Errors: see `dense`."""
     return _call("dense_best", implementation, x, weight)
 
 
@@ -98,7 +105,7 @@ def add_norm(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
-    """`stream + sum(parts)` in stream's dtype, and its root-mean-square norm times `weight`.
+    """Split-K reduction with residual and RMS norm: `stream + sum(parts)` in stream's dtype, and its norm times `weight`.
 
     Raises:
       ValueError: shapes do not agree.
@@ -116,7 +123,7 @@ def add_norm_scores(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
     eps: float, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
-    """`add_norm`, and the norm's products with the rows of `scorer` in float32, as a choice of experts needs them.
+    """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32.
 
     Raises:
       ValueError: shapes do not agree.
@@ -136,10 +143,10 @@ def add_norm_scores(
 
 
 def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:
-    """Why `dense` and its kin have nothing faster than XLA for products of these sizes; None where they have."""
+    """Why `dense` and its variants have nothing faster than XLA for products of these sizes; None where they have."""
     try:
-        mosaic_gpu.require_hopper()
-        mosaic_gpu.refuse(rows, dtype, depth)
+        require_hopper()
+        mosaic_gpu.require_product(rows, dtype, depth)
     except NotImplementedError as reason:
         return str(reason)
     return None

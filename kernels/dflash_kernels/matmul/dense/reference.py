@@ -1,4 +1,4 @@
-"""The definitions in jnp, each result rounded as separate operations round it."""
+"""The definitions in plain jnp; each result is rounded as separate operations round it."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def add_norm_scores_reference(
 
 
 def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "M E"]:
-    """Products in float32, whatever the arguments' dtypes."""
+    """Router logits: products in float32, whatever the arguments' dtypes."""
     if x.dtype != scorer.dtype:
         x, scorer = x.astype(jnp.float32), scorer.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

@@ -1,1 +1,1 @@
-"""Products of rows and weights that are both in float8."""
+"""W8A8 matrix products: activations and weights in float8 with row scales."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""W8A8 products: activations and weights in float8, each row with a scale. The first implementation that supports a call runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import INTERLEAVE_BLOCK
 from dflash_kernels.core.validation import check_axes, check_floats
@@ -29,11 +30,11 @@ type Implementation = str | Sequence[str] | None
 
 
 def float8_rows(x: Float[Array, "M D"], *, paired: bool = False, implementation: Implementation = None) -> Float8Rows:
-    """Rows in float8_e4m3fn, each with a scale of its own that brings its largest number to 448.
+    """Dynamic row-wise quantization to float8_e4m3fn: a scale for each row brings its largest number to 448.
 
     A row of zeros stays one, NaN stays where it is; a row that holds an infinity becomes zeros and NaN.
-    Source: the scale of a tensor, "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3, taken for each row when it is
-    there (as for activations in arXiv 2206.01861, section 4, in eight bits).
+    Source: the scale of a tensor, "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3, taken of each row as it comes
+    (as for activations in eight bits in arXiv 2206.01861, section 4).
 
     Args:
       paired: values have interleaved columns (`interleave_columns`), D a multiple of 16.
@@ -60,15 +61,15 @@ def float8_dense(
     live: Int[Array, ""] | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
-    """`y_mf = scale_m scales_f sum_d x_md weight_fd` in `dtype`, scaled before it is rounded.
+    """W8A8 matrix product `y_mf = scale_m scales_f sum_d x_md weight_fd` in `dtype`, scaled before it is rounded.
 
-    On Hopper sums are those of its matrix units, which keep about 14 bits while they add a product's depth.
+    On Hopper the accumulator is that of its float8 matrix units, which keep about 14 bits.
 
     Args:
       x: of `float8_rows`; columns in the weight's order.
       weight: float8_e4m3fn.
-      scales: float32, of each row of the weight.
-      live: so many rows from the first on are asked for: the others may be anything. None for all.
+      scales: float32 row scales of the weight.
+      live: rows that are asked for, from the first on; the others are undefined. None for all.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -86,7 +87,7 @@ def float8_gated(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "M F"]:
-    """`silu(gate) * up` of products with gate's rows and, after these, up's. Arguments and errors: see `float8_dense`."""
+    """W8A8 SwiGLU: `silu(gate) * up` for a weight of gate rows before up rows. Arguments and errors: see `float8_dense`."""
     check_axes(weight=(weight, "twoF D"))
     if weight.shape[0] % 2:
         raise ValueError(f"gate and up must have as many rows each, not {weight.shape[0]} together")
@@ -97,7 +98,7 @@ def float8_onto(
     x: Float8Rows, weight: Float[Array, "D F"], scales: Float[Array, "D"], stream: Float[Array, "M D"],
     norm: Float[Array, "D"], *, eps: float, paired: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float8Rows]:  # fmt: skip
-    """The stream with a product added, in its dtype, and `float8_rows` of its root-mean-square norm times `norm`.
+    """W8A8 product with residual, RMS norm and quantization: the stream with the product added, and `float8_rows` of its norm.
 
     Arguments and errors: see `float8_dense`, `float8_rows`.
     """
@@ -122,7 +123,7 @@ def float8_best(
     *,
     implementation: Implementation = None,
 ) -> Int[Array, "M"]:
-    """The row of the weight with the largest product in `dtype`, the first of equal ones. Errors: see `float8_dense`."""
+    """Argmax of a W8A8 product in `dtype`, as for an LM head; the first of equal ones. Errors: see `float8_dense`."""
     return _call("float8_best", implementation, x, weight, scales, jnp.dtype(dtype))
 
 
@@ -134,10 +135,10 @@ def float8_candidates(
     *,
     implementation: Implementation = None,
 ) -> Int[Array, "M C"]:
-    """Rows of the weight among which the one with the largest product is: the best of `count` groups that all rows are dealt into.
+    """Shortlist of an LM head: the best row of the weight in each of `count` groups, the argmax of all rows among them.
 
-    Which rows a group has is the implementation's. Products are compared in float32. Where there are fewer groups than `count`,
-    row 0 stands for those that are missing.
+    Which rows form a group is the implementation's choice. Products are compared in float32. Where there are fewer groups than
+    `count`, row 0 stands for the missing ones.
 
     Raises:
       ValueError: `count` is less than 1; and see `float8_dense`.
@@ -151,8 +152,8 @@ def float8_candidates(
 def float8_refusal(rows: int, dtype: Any, depth: int) -> str | None:
     """Why there is nothing faster than XLA for products of these sizes, rows of `dtype`; None where there is."""
     try:
-        mosaic_gpu.require_hopper()
-        mosaic_gpu.refuse(rows, dtype, depth)
+        require_hopper()
+        mosaic_gpu.require_product(rows, dtype, depth)
     except NotImplementedError as reason:
         return str(reason)
     return None

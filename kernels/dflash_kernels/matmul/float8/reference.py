@@ -1,4 +1,4 @@
-"""The definitions in jnp, each result rounded as separate operations round it."""
+"""The definitions in plain jnp; each result is rounded as separate operations round it."""
 
 from typing import NamedTuple
 
@@ -8,13 +8,11 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.matmul.dense.reference import add_norm_reference
-
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST = 2.0**-100  # that a row is brought to `LARGEST` from: a row of zeros stays one
+from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
 
 class Float8Rows(NamedTuple):
-    """Rows in float8: `values [M, D]` float8_e4m3fn times `scales [M]` float32, columns in the order of the weights they meet."""
+    """Rows in float8 with a scale each: `values [M, D]` float8_e4m3fn times `scales [M]` float32, columns in the weights' order."""
 
     values: Array
     scales: Array
@@ -23,11 +21,11 @@ class Float8Rows(NamedTuple):
 def float8_rows_reference(x: Float[Array, "M D"], *, paired: bool = False) -> Float8Rows:
     """See `float8_rows`."""
     wide = x.astype(jnp.float32)
-    top = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), SMALLEST)
-    scaled = wide * (LARGEST / top)[:, None]
-    # Past the largest number there is none but NaN: a quotient may round to above it.
-    values = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -LARGEST, LARGEST)).astype(jnp.float8_e4m3fn)
-    return Float8Rows(interleave_columns(values) if paired else values, top * (1 / LARGEST))
+    largest = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), ROW_FLOOR)
+    scaled = wide * (E4M3_MAX / largest)[:, None]
+    # A quotient may round to above the largest number, past which float8 has nothing but NaN.
+    values = jnp.where(jnp.isnan(scaled), scaled, jnp.clip(scaled, -E4M3_MAX, E4M3_MAX)).astype(jnp.float8_e4m3fn)
+    return Float8Rows(interleave_columns(values) if paired else values, largest * (1 / E4M3_MAX))
 
 
 def float8_dense_reference(

@@ -1,1 +1,1 @@
-"""Products of blocks of rows with the matrix of each block's group: the experts of a mixture."""
+"""Grouped matrix products: blocks of rows, each with the matrix of its group, as of experts."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""The grouped matrix product: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_filled, check_floats, check_integers
-from dflash_kernels.matmul.grouped.mosaic_gpu import grouped_linear_mosaic_gpu, refuse
+from dflash_kernels.matmul.grouped.mosaic_gpu import grouped_linear_mosaic_gpu, require_experts
 from dflash_kernels.matmul.grouped.reference import grouped_linear_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": grouped_linear_mosaic_gpu, "xla": grouped_linear_reference}
@@ -18,8 +18,8 @@ IMPLEMENTATIONS = {"mosaic_gpu": grouped_linear_mosaic_gpu, "xla": grouped_linea
 def grouped_linear_refusal(dtype: Any, *, hidden: int, inner: int) -> str | None:
     """Why `grouped_linear` has nothing faster than XLA for experts of these widths; None where it has."""
     try:
-        refuse(dtype, hidden, inner, gated=True)
-        refuse(dtype, inner, hidden, gated=False)
+        require_experts(dtype, hidden, inner, gated=True)
+        require_experts(dtype, inner, hidden, gated=False)
     except NotImplementedError as reason:
         return str(reason)
     return None
@@ -34,13 +34,13 @@ def grouped_linear(
     gated: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M out"]:
-    """Each block of `M / blocks` rows times the matrix of its group: `y_m = weight[groups[m // rows]] x_m`.
+    """Grouped matrix product, as of experts: each block of rows times its group's matrix, `y_m = weight[groups[m // rows]] x_m`.
 
     Args:
-      x: rows sorted into blocks. A group may have any number of blocks, and rows that nobody looks at fill up its last one.
+      x: rows sorted into blocks of `M / blocks`. A group may have any number of blocks, and padding fills up its last one.
       weight: a matrix of each group; with `gated`, `F / 2` gate rows before as many up rows.
       groups: int32, of each block, from 0 to G - 1 in used blocks.
-      count: int32, used blocks, the first ones. Rows of the others may hold anything, in x and in the result.
+      count: int32, used blocks, the first ones. Rows of the others may hold anything in x, and are undefined in the result.
       gated: the result is `silu(gate) * up`, as in SwiGLU (arXiv 2002.05202, section 2).
       implementation: a name, names to try in order, or None for the best that takes the call.
 

@@ -1,1 +1,1 @@
-"""Products with a matrix whose rows are eight bits and a scale."""
+"""Weight-only quantized products (W8A16): weights in eight bits with row scales, activations in bfloat16."""

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""The weight-only quantized product: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -23,14 +23,14 @@ def quantized_linear(
     paired: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M F"]:
-    """`y_mf = scales_f * sum_d x_md values_fd`: a linear map whose weights are eight bits, with activations left alone.
+    """W8A16 linear map `y_mf = scales_f * sum_d x_md values_fd`: weights in eight bits with row scales, activations as they are.
 
-    Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, section 2.1.
+    Source: row-wise quantization of weights as in LLM.int8(), arXiv 2208.07339, section 2.1.
 
     Args:
       x: activations.
       values: int8 or float8_e4m3fn.
-      scales: float32, of each row of `values`.
+      scales: float32 row scales of `values`.
       paired: `values` has interleaved columns (`interleave_columns`), D a multiple of 16. Spares the Hopper kernel a launch that
         orders x.
       implementation: a name, names to try in order, or None for the best that takes the call.
