@@ -1,6 +1,7 @@
 """Attention both ways over packed texts and batches of pictures, against loops in float64."""
 
 import functools
+import inspect
 import itertools
 from typing import Any
 
@@ -123,3 +124,11 @@ def test_heads_that_do_not_fit(shape: tuple[int, ...]) -> None:
     x = jnp.zeros(shape)
     with pytest.raises(ValueError, match="are no heads of 64"):
         batch_encoder_attention(x, x, x, head_dim=64)
+
+
+def test_keys_of_other_tokens_are_refused():
+    q, k = jnp.ones((2, 3, 4, 16)), jnp.ones((2, 5, 4, 16))
+    attend = inspect.unwrap(batch_encoder_attention)
+    for keys, values in ((k, k), (q, k), (k, q), (q[:1], q[:1])):
+        with pytest.raises(ValueError, match=r"must begin with the same batch and tokens \[B, S\].*cross_attention"):
+            attend(q, keys, values, head_dim=16)

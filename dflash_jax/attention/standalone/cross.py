@@ -11,28 +11,29 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 from dflash_kernels import cache_write, paged_attention
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache.pages import slots_of
 
 
 def write_encoded(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    k: Float[Array, "S K H"],
-    v: Float[Array, "S K H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    k: Shaped[Array, "S K H"],
+    v: Shaped[Array, "S K H"],
     page_table: Int[Array, "B W"],
     encoder_lens: Int[Array, "B"],
     fresh: Bool[Array, "B"],
-) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
     """The pools with the keys and values of the requests that are `fresh`; those of others stay as they are.
 
     Args:
-      k, v: of the fresh requests' encoder tokens, one request after the other. Rows past the last one are padding.
+      k, v: of the fresh requests' encoder tokens, one request after the other, of the pools' dtype or both in 16 or 32 bits
+        (`quantize_tensor` makes float8 ones). Rows past the last one are padding.
       encoder_lens: int32 encoder tokens of every request.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or numbers in 16 or 32 bits are to be stored in eight.
       NoImplementationError: no implementation takes these arguments.
     """
     counts = jnp.where(fresh, encoder_lens, 0)

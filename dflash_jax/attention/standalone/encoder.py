@@ -57,8 +57,13 @@ def batch_encoder_attention(
       The queries' shape.
 
     Raises:
-      ValueError: as `encoder_attention`, or `head_dim` does not divide what was given.
+      ValueError: as `encoder_attention`, q, k and v are of different tokens, or `head_dim` does not divide what was given.
     """
+    if not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        raise ValueError(
+            f"q {q.shape}, k {k.shape} and v {v.shape} must begin with the same batch and tokens [B, S]: tokens of an encoder "
+            "attend to one another (for keys of another sequence: cross_attention)"
+        )
     (b, s), last = q.shape[:2], {q.shape[-1], k.shape[-1], v.shape[-1]}
     if any(width % head_dim if q.ndim == 3 else width != head_dim for width in last):
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} are no heads of {head_dim}")

@@ -97,6 +97,16 @@ def is_wide(array: Array) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > 1
 
 
+def check_stored(pages: Array, advice: str, **of_each: Array) -> None:
+    """Arrays by name that become entries of pages as they are: of the pages' dtype, or both in 16 or 32 bits.
+
+    A cast to eight bits without a scale would round 0.4 to 0 and turn what is too large into NaN.
+    """
+    for name, array in of_each.items():
+        if array.dtype != pages.dtype and not (is_wide(array) and is_wide(pages)):
+            raise ValueError(f"{name} of {array.dtype} cannot be stored in pages of {pages.dtype}: {advice}")
+
+
 def fitting_options(window: Any, soft_cap: Any, scale: Any, head_dim: int) -> dict[str, Any]:
     """`window`, a pair with None on sides without a border, `soft_cap` and `scale`, plain numbers both but where they are traced.
 

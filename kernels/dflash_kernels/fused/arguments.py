@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.validation import check_axes, check_integers
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers
 
 
 class Heads(NamedTuple):
@@ -29,6 +29,7 @@ class Heads(NamedTuple):
         of_sequences = {name: (getattr(self, name), "B") for name in ("seq_lens", "q_lens")}
         check_axes(qkv=(self.qkv, "M E"), page_table=(self.page_table, "B W"), **of_sequences)
         check_axes(cos=(self.cos, "M half"), sin=(self.sin, "M half"))
+        check_floats(qkv=self.qkv, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm)
         check_integers(page_table=self.page_table, seq_lens=self.seq_lens, q_lens=self.q_lens)
         k, v, qkv, b = self.k_pages, self.v_pages, self.qkv, self.page_table.shape[0]
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY, ColumnBlocks
+from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.mosaic_gpu import layer_chain_mosaic_gpu, refuse
 from dflash_kernels.fused.layer.plan import LINE, Exchange, padded_rows
@@ -88,6 +89,8 @@ def layer_chain(
       NoImplementationError: nothing named takes these arguments.
     """
     layer = Layer(stream, o, post_norm, gate_up, down, next_norm, following, scales)
+    check_axes(x=(x, "M A"))
+    check_floats(x=x)
     layer.check(*x.shape)
     with jax.named_scope("layer_chain"):
         return first_fitting("layer_chain", IMPLEMENTATIONS, implementation, x, layer, ahead, exchange, eps=eps)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
+from dflash_kernels.core.validation import check_axes, check_floats
 
 
 class Layer(NamedTuple):
@@ -22,6 +23,13 @@ class Layer(NamedTuple):
 
     def check(self, rows: int, heads: int) -> None:
         """Raises ValueError where shapes do not agree, for outputs of attention `[rows, heads]`."""
+        matrices = {"o": self.o, "gate_up": self.gate_up, "down": self.down, "following": self.following}
+        given = {name: weight for name, weight in matrices.items() if weight is not None}
+        check_axes(stream=(self.stream, "D n"), **{name: (weight, "rows columns") for name, weight in given.items()})
+        vectors = {"post_norm": self.post_norm, "next_norm": self.next_norm}
+        check_floats(stream=self.stream, **{name: norm for name, norm in vectors.items() if norm is not None})
+        if self.scales is None:
+            check_floats(**given)
         (hidden, columns), inner = self.stream.shape, self.down.shape[1]
         shapes = (self.o.shape, self.gate_up.shape, self.down.shape)
         if shapes != ((hidden, heads), (2 * inner, hidden), (hidden, inner)):

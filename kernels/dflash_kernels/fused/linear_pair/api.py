@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY
+from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.fused.layer.plan import LINE
 from dflash_kernels.fused.linear_pair import mosaic_gpu
 from dflash_kernels.fused.linear_pair.reference import linear_chain_reference
@@ -57,6 +58,8 @@ def linear_chain(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
+    check_axes(x=(x, "M nD"), first=(first, "D nD"), norm=(norm, "D"), second=(second, "F D"))
+    check_floats(x=x, first=first, norm=norm, second=second)
     hidden = first.shape[0]
     if x.shape[1] != first.shape[1] or second.shape[1] != hidden or norm.shape != (hidden,):
         raise ValueError(f"x {x.shape}, first {first.shape}, norm {norm.shape} and second {second.shape} do not fit")

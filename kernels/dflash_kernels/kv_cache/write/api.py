@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import jax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_integers, check_latent_pages
+from dflash_kernels.core.validation import check_axes, check_integers, check_latent_pages, check_stored
 from dflash_kernels.kv_cache.write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import cache_write_reference, latent_write_reference
 
@@ -15,24 +15,25 @@ LATENT_IMPLEMENTATIONS = {"mosaic_gpu": latent_write_mosaic_gpu, "xla": latent_w
 
 
 def cache_write(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    k: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K H"],
     slots: Int[Array, "T"],
     *,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
     """The pools with token t's key and value at slot `slots[t] = page * p + row`.
 
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
-      k, v: new keys and values, cast to the pools' dtype.
+      k, v: new keys and values, of the pools' dtype, or cast where both have 16 or 32 bits. Pages in eight bits take what
+        `quantize_tensor` makes; `kv_write` and `qkv_write` quantize while they write.
       slots: int32; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or numbers in 16 or 32 bits are to be stored in eight.
       NoImplementationError: nothing named takes these arguments.
     """
     check_axes(
@@ -43,6 +44,9 @@ def cache_write(
         raise ValueError(f"k {k.shape} and v {v.shape} [T, K, H] do not fit pages of {k_pages.shape} [P, K, p, H]")
     if slots.shape != k.shape[:1]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {k.shape[0]} tokens")
+    advice = "quantize them first, or write with kv_write, which takes k_scale and v_scale"
+    check_stored(k_pages, advice, k=k)
+    check_stored(v_pages, advice, v=v)
     with jax.named_scope("cache_write"):
         return first_fitting("cache_write", IMPLEMENTATIONS, implementation, k_pages, v_pages, k, v, slots)
 
@@ -58,13 +62,13 @@ def latent_write(
 
     Args:
       latent_pages: page pool; donate it to the surrounding jit and the write happens in place.
-      latents: new rows as the pool keeps them (`latent_cache`), or cast to its dtype. Rows past the last slot are padding and
-        written nowhere.
+      latents: new rows as the pool keeps them (`latent_encode`), or cast where both have 16 or 32 bits. Rows past the
+        last slot are padding and written nowhere.
       slots: int32, at most as many as rows; a negative slot, or one past the pool, writes nothing. No two rows may share a slot.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
-      ValueError: shapes do not agree.
+      ValueError: shapes do not agree, or numbers in 16 or 32 bits are to be stored in eight.
       NoImplementationError: nothing named takes these arguments.
     """
     check_axes(latent_pages=(latent_pages, "P 1 p C"), latents=(latents, "T C"), slots=(slots, "S"))
@@ -72,5 +76,6 @@ def latent_write(
     check_latent_pages(latent_pages, latents.shape[1])
     if slots.shape[0] > latents.shape[0]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {latents.shape[0]} rows, or fewer")
+    check_stored(latent_pages, "encode them first (latent_encode)", latents=latents)
     with jax.named_scope("latent_write"):
         return first_fitting("latent_write", LATENT_IMPLEMENTATIONS, implementation, latent_pages, latents, slots)

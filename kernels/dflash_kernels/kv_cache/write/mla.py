@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_integers, check_latent_pages
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages
 from dflash_kernels.kv_cache.write.mla_reference import mla_write_reference
 from dflash_kernels.kv_cache.write.mosaic_gpu_mla import mla_write_mosaic_gpu
 
@@ -60,6 +60,7 @@ def mla_write(
     """
     check_axes(rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
     check_axes(cos=(cos, "T half"), sin=(sin, "T half"), norm=(norm, "R"))
+    check_floats(rows=rows, q=q, cos=cos, sin=sin, norm=norm)
     check_integers(slots=slots)
     t, c = rows.shape
     check_latent_pages(latent_pages, None if latent_pages.dtype == jnp.uint8 else c)

@@ -5,18 +5,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.device import require_hopper
 
 
 def cache_write_mosaic_gpu(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    k: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K H"],
     slots: Int[Array, "T"],
-) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
     """See `cache_write`. Raises NotImplementedError for what it does not take."""
     require_hopper()
     k_pages, v_pages = launch((k_pages, v_pages), (k, v), slots)

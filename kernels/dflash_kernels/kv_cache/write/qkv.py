@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_integers
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers
 from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.qkv_reference import kv_write_reference, qkv_write_reference
 
@@ -76,6 +76,7 @@ def qkv_write(
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads:
         raise ValueError(f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}) * {head_dim}] with a query head or more")
+    check_floats(**{} if q_norm is None else {"q_norm": q_norm})
     if q_norm is not None and q_norm.shape != (head_dim,):
         raise ValueError(f"q_norm {q_norm.shape} must be one weight for each of {head_dim} dims")
     with jax.named_scope("qkv_write"):
@@ -138,6 +139,7 @@ def kv_write(
 
 def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, head_dim: int) -> None:
     check_axes(projection=(x, "T F"), slots=(slots, "T"))
+    check_floats(projection=x)
     check_integers(slots=slots)
     if slots.shape != x.shape[:1]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {x.shape[0]} tokens")
@@ -146,6 +148,7 @@ def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, 
     if cos is None or sin is None:
         return
     check_axes(cos=(cos, "T half"), sin=(sin, "T half"))
+    check_floats(cos=cos, sin=sin)
     if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
         raise ValueError(
             f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"
@@ -165,6 +168,7 @@ def _checked_scales(
             f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
         )
     pages, kv_heads, page_size, head_dim = k_pages.shape
+    check_floats(**{} if k_norm is None else {"k_norm": k_norm})
     if k_norm is not None and k_norm.shape != (head_dim,):
         raise ValueError(f"k_norm {k_norm.shape} must be one weight for each of {head_dim} dims")
     if k_pages.dtype == jnp.float8_e4m3fn:

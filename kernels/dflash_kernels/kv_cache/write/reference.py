@@ -1,16 +1,16 @@
 """The definition in jnp."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 
 def cache_write_reference(
-    k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    k_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p H"],
+    k: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K H"],
     slots: Int[Array, "T"],
-) -> tuple[Float[Array, "P K p H"], Float[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
     """See `cache_write`."""
     return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
 
