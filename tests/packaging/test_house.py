@@ -14,9 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "dflash_kernels"
 INTERNALS = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
-PATCHES = {
-    f"dflash_jax/compile/{name}.py" for name in ("mosaic_kernels", "value_names", "serialization", "jax_patches")
-}
+PATCHES = {"dflash_jax/compile/jax_patches.py"}
 KERNEL_FILES = ("mosaic_gpu", "triton")  # what the names of an op's kernel files begin with
 
 TOUCHES_INTERNALS = ("attention/mla/", "attention/paged/", "fused/", "sampling/")

@@ -1,7 +1,8 @@
-"""Kernels of programs: each is compiled on its own, and its lowering is not changed by what makes it faster."""
+"""What is done with JAX's internals: kernels are compiled on their own, their lowering is not changed by what makes it faster."""
 
 # pyright: reportPrivateImportUsage=false
 
+import os
 import re
 import threading
 import time
@@ -12,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from dflash_jax.compile import mosaic_kernels as side_by_side
-from dflash_jax.compile.mosaic_kernels import compile_kernel, kernels_side_by_side
-from dflash_jax.compile.value_names import name_values_once
+from dflash_jax.compile import jax_patches as side_by_side
+from dflash_jax.compile.jax_patches import compile_kernel, find_kernel_runtime, kernels_side_by_side, name_values_once
 
 from ..devices import h200
 
@@ -166,3 +166,27 @@ def test_a_program_runs_with_kernels_that_were_compiled_alone():
     assert (
         jnp.abs(program(table, ids, weight).astype(jnp.float32) - expected) <= 0.02 * jnp.abs(expected) + 1e-3
     ).all()
+
+
+@pytest.mark.gpu
+def test_kernels_find_their_runtime_as_jax_would_tell_them(monkeypatch):
+    """Their code is restored without any import of what would name it. JAX has what tells it with a GPU's libraries only."""
+    monkeypatch.delenv("MOSAIC_GPU_RUNTIME_LIB_PATH", raising=False)
+    find_kernel_runtime()
+    ours = os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"]
+    from jax.experimental.mosaic.gpu import core
+
+    assert str(core.RUNTIME_PATH) == ours
+
+
+def test_nothing_is_patched_in_a_version_that_is_not_known(compiled, monkeypatch):
+    from jax.experimental.mosaic.gpu import layout_inference as inference
+
+    lowered()
+    usual = inference.infer_layout
+    monkeypatch.setattr(inference, "infer_layout", getattr(usual, "__wrapped__", usual))
+    monkeypatch.setattr(side_by_side, "KNOWN_VERSIONS", ())
+    with kernels_side_by_side():
+        lowered()
+    assert not hasattr(inference.infer_layout, "__wrapped__")
+    assert compiled == []
