@@ -1,4 +1,4 @@
-"""Experts for few rows on Hopper: what the kernel takes."""
+"""Launch of a mixture of experts for few rows on Hopper: what the kernel takes."""
 
 import functools
 from typing import Any

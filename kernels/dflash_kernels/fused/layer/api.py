@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Fused decoder layer: `layer_chain` after its attention, `attention_chain` with it. Checks shapes, then dispatches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ def layer_chain_refusal(
 
 
 def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
-    """A residual stream as `layer_chain` keeps it: float32, a column for each token, and columns of zeros up to `n`."""
+    """Residual stream as `layer_chain` keeps it: transposed, float32, a column for each token and columns of zeros up to `n`."""
     columns = padded_rows(x.shape[0])
     if x.shape[0] == 1:
         # No transpose: XLA would lay the row out by columns, and a copy of the embedding table that it comes from with it.
@@ -59,7 +59,7 @@ def chain_stream(x: Float[Array, "M D"]) -> Float[Array, "D n"]:
 
 
 def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | ColumnBlocks) -> Int[Array, "w"]:
-    """What the Ref starts with through which multiprocessors hand results to one another: one for all layers of a step."""
+    """First value of the cross-CTA mailbox of `layer_chain`, which the caller makes a Ref of: one for all layers of a step."""
     words = MailboxLayout(max(target().multiprocessors, 1), stream.shape[1], *down.shape)
     # Counts of launches are 0 at first, places of results are empty.
     return jnp.where(jnp.arange(words.words) < words.ctas * LINE, 0, EMPTY)
@@ -81,19 +81,20 @@ def layer_chain(
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
-    """From one layer's attention to the next layer's projection of queries, keys and values, for a few tokens.
+    """Fused decoder layer after its attention, for a few tokens: output projection, SwiGLU feed-forward, next QKV projection.
 
     `stream += o x`, then `stream += down (silu(gate) * up)` of the normed stream, then `following` times the normed stream.
-    Norms are root mean square norms.
+    Norms are RMS norms. One persistent kernel, which holds every multiprocessor while it runs.
 
     Args:
       x: outputs of the attention heads, bfloat16, float16 or float32.
       stream: the residual stream, from `chain_stream` or the call before.
       o, gate_up, down, following: weights `[rows, columns]`, each an array or `ColumnBlocks`; gate rows lie before up rows.
       post_norm, next_norm: weights of the norms before `gate_up` and before `following`.
-      ahead: `o` of the next call, brought to the cache while other operations run.
-      exchange: a Ref of `chain_exchange`, passed to one call after the other.
-      scales: of the rows of o, gate_up, down and following, where these are eight bits with columns in pairs (`quantized_linear`).
+      ahead: `o` of the next call, prefetched to the L2 while other operations run.
+      exchange: the mailbox, a Ref of `chain_exchange`, passed to one call after the other.
+      scales: of the rows of o, gate_up, down and following, where these are int8 or float8 with interleaved columns
+        (`quantized_linear`).
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -139,7 +140,7 @@ def attention_chain_exchange(
     stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | ColumnBlocks, sequences: int, tokens: int, *, heads: int,
     kv_heads: int,
 ) -> tuple[Int[Array, "..."], ...]:  # fmt: skip
-    """What the Refs start with through which multiprocessors hand results to one another: four, for all layers of a step."""
+    """First values of the cross-CTA mailboxes of `attention_chain`: four, to make Refs of, for all layers of a step."""
     ctas, rows = max(target().multiprocessors, 1), tokens * heads // kv_heads
     shapes = ((ctas, rows, HEAD_DIM), (ctas, KEYS), (sequences * tokens, heads * HEAD_DIM // 2))
     return chain_exchange(stream, down), *(jnp.full(shape, EMPTY, jnp.int32) for shape in shapes)
@@ -173,8 +174,8 @@ def attention_chain(
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> Chained:
-    """One layer for a few tokens, from its projection of queries, keys and values to the next layer's: `qkv_write`,
-    `paged_attention` and `layer_chain` in one.
+    """Fused decoder layer for a few tokens, from its QKV projection to the next layer's: `qkv_write`, `paged_attention` and
+    `layer_chain` in one persistent kernel.
 
     Args:
       k_pages, v_pages: page pools, of the activations' dtype or float8_e4m3fn; donate them to the surrounding jit and the write
@@ -189,7 +190,7 @@ def attention_chain(
       stream: the residual stream, from `chain_stream` or the call before.
       o, post_norm, gate_up, down, next_norm, following: as for `layer_chain`.
       q_norm, k_norm: weights of the norms of queries and keys.
-      exchange: Refs of `attention_chain_exchange`, passed to one call after the other.
+      exchange: the mailboxes, Refs of `attention_chain_exchange`, passed to one call after the other.
       scales: as for `layer_chain`.
       k_scale, v_scale: float32, what float8 pools' keys and values are to be multiplied with; None for other pools.
       causal: a token sees no key after its own position.

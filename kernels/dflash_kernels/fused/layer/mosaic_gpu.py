@@ -1,4 +1,4 @@
-"""A decoder layer in one launch on Hopper: what the kernels take."""
+"""Launches of a fused decoder layer on Hopper: what the kernels take, and where they are worth it."""
 
 import functools
 from collections.abc import Sequence

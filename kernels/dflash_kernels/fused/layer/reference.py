@@ -45,7 +45,7 @@ def attention_chain_reference(
 
 
 def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
-    """Its rows in eight bits, columns in pairs, times their scales."""
+    """8-bit rows with interleaved columns, times their scales."""
     wide = deinterleave_columns(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""From a projection to heads in one launch on Hopper: what the kernel takes."""
+"""Launch of fused QKV attention on Hopper: what the kernel takes, and how its splits are chosen."""
 
 import dataclasses
 import functools
