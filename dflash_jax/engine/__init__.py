@@ -4,8 +4,8 @@ Life of a request: wait for a slot and for pages for its prompt; take over pages
 prefill the rest chunk by chunk, while the others decode in between; run in cycles with the others, its pages growing ahead of it;
 where the pool runs out, the youngest gives its pages back, waits, and is prefilled again with what it had emitted; leave.
 
-`Engine` is the face, `Resources` holds weights, programs and pools, `Scheduler` serves requests of all threads, `Run` waits for those
-of one caller.
+`Engine` is the face, `Resources` holds weights, programs and pools, `Scheduler` serves requests of all threads, `Run` waits for
+those of one caller.
 """
 
 from dflash_jax.engine.engine import Engine
