@@ -56,8 +56,8 @@ def quantize_groups(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows G"]]:
     """Group-wise dynamic quantization to float8_e4m3fn: `x / scale`, a scale for each `group` neighbours of a row.
 
-    The largest value of a group comes to 448. A group that holds a NaN has scale NaN, and reads back as NaN throughout. A group with
-    an infinity has scale infinity.
+    The largest value of a group comes to 448. A group that holds a NaN has scale NaN, and reads back as NaN throughout. A
+    group with an infinity has scale infinity.
 
     Args:
       group: 64 and 128 are in use; any divisor of D.

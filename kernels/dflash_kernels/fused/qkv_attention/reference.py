@@ -1,4 +1,4 @@
-"""The definition in jnp: the two operations one after the other."""
+"""Reference of `qkv_attention` in jnp: the two operations one after the other."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
