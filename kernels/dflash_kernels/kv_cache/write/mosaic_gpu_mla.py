@@ -69,6 +69,7 @@ def _write(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from dflash_kernels.kv_cache.write.mosaic_gpu_sm90 import Columns, in_pool
+    from dflash_kernels.mosaic_gpu.layouts import store
 
     (tokens, heads, head_dim), (half, rank), page_size = q.shape, (cos.shape[1], norm.shape[0]), pool.shape[2]
     turning, at_once = 2 * half, next(count for count in (8, 4, 2, 1) if heads % count == 0)
@@ -122,14 +123,14 @@ def _write(
             @pl.when(in_pool(slot, pool.shape[0], page_size))
             def _():
                 page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
-                pool_ref.at[page, pl.ds(0, 1), row, pl.ds(0, rank)][...] = stored(normed)
-                pool_ref.at[page, pl.ds(0, 1), row, pl.ds(rank, turning)][...] = stored(rotated)
+                store(pool_ref.at[page, pl.ds(0, 1), row, pl.ds(0, rank)], stored(normed))
+                store(pool_ref.at[page, pl.ds(0, 1), row, pl.ds(rank, turning)], stored(rotated))
 
         @pl.when(group > 0)
         def _():
             layout, own = one_each(at_once), pl.ds((group - 1) * at_once, at_once)
             place = q_ref.at[token, own, pl.ds(head_dim - turning, turning)]
-            place[...] = turned(load(place, layout), angles(layout), staged)
+            store(place, turned(load(place, layout), angles(layout), staged))
 
     queries, held = aliased_ref(q), aliased_ref(pool)
     both = (jnp.repeat(table.astype(jnp.float32), 2, axis=1) for table in (cos, sin))
