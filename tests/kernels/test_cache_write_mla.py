@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, mla_write
-from dflash_kernels.kv_cache.write.mla_reference import mla_write_reference
-from dflash_kernels.kv_cache.write.mosaic_gpu_mla import launch_mla
+from dflash_kernels.kv_cache.write.mosaic_gpu import launch_mla
+from dflash_kernels.kv_cache.write.reference import mla_write_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

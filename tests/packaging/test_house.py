@@ -17,9 +17,9 @@ INTERNALS = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
 PATCHES = {"dflash_jax/compile/jax_patches.py"}
 KERNEL_FILES = ("mosaic_gpu", "triton")  # what the names of an op's kernel files begin with
 
-TOUCHES_INTERNALS = ("attention/mla/", "attention/paged/", "fused/", "sampling/")
-IMPORTS_KERNELS = ("attention/mla/", "fused/", "matmul/dense/", "matmul/float8/")
-CIRCLES = ("fused", "kv_cache/latent", "kv_cache/write", "matmul/grouped", "matmul/weight_only")
+TOUCHES_INTERNALS = ("attention/mla/", "attention/paged/", "sampling/")
+IMPORTS_KERNELS = ("attention/mla/", "fused/qkv_attention/", "matmul/dense/", "matmul/float8/")
+CIRCLES = ("kv_cache/latent", "kv_cache/write", "matmul/grouped", "matmul/weight_only")
 
 
 def names_in(source: str) -> set[str]:

@@ -36,6 +36,7 @@ from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import packed
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, thread_op
 
 LANES = 128  # threads of a warpgroup
 _ORDERED = "ld.volatile.global"  # asked for where it stands in the code
@@ -619,20 +620,46 @@ def _like(array, numbers):
     return mgpu.FragmentedArray(_registers=held, _layout=array.layout, _is_signed=None)
 
 
-def store_split(target, lses, tile, lse, column: int, rows: int) -> None:
-    """Leaves the first rows of a matrix instruction's result in `target [rows, H]`, from a column on, for `combine_mailbox`.
+def _store_split_interpreted(parts: Any, lses: Any, blocks: list[Any], lse: Any) -> None:
+    rows, first = parts.shape[0], 0
+    lses[...] = lse
+    for block in blocks:
+        width = block.shape[1]
+        parts.at[:, pl.ds(first, width)][...] = block[:rows]
+        first += width
 
-    With `lse`, one number for each row, also these in `lses [64]`.
+
+def store_split(parts: Any, lses: Any, blocks: list[Any], lse: Any) -> None:
+    """Leaves a split for `combine_mailbox`: its first rows in `parts [rows, H]`, one number for each row in `lses [64]`.
+
+    Args:
+      blocks: columns after columns, matrix instructions' results.
     """
-    base, pitch = th.address(target), th.shape_and_strides(target)[1][0]
-    for position, place in zip(tile.layout.thread_idxs(tile.shape), np.ndindex(tile.registers.shape), strict=True):
-        row, first = (arith.index_cast(th.i32(), index) for index in position)
-        pair = tile.registers[place]
-        low, high = (vector.extract(pair, [], [i]) for i in range(2))
-        address = th.add(base, th.mul(th.widen_index(th.add(th.mul(row, pitch), th.add(first, column))), 4))
-        th.when(th.below(row, rows), "st.relaxed.gpu.global.v2.f32 [$0], {$1, $2};", address, low, high)
-    if lse is None:
-        return
+    _store_split(parts, lses, blocks, lse, rows=parts.shape[0])
+
+
+@thread_op(
+    args=(GLOBAL, GLOBAL, MATRIX, ROW),
+    interpret=lambda parts, lses, blocks, lse, *, rows: _store_split_interpreted(parts, lses, blocks, lse),
+)
+def _store_split(parts: Any, lses: Any, blocks: list[Any], lse: Any, *, rows: int) -> None:
+    columns = 0
+    for index, block in enumerate(blocks):
+        base, pitch = th.address(parts), th.shape_and_strides(parts)[1][0]
+        for position, place in zip(
+            block.layout.thread_idxs(block.shape), np.ndindex(block.registers.shape), strict=True
+        ):
+            row, first = (arith.index_cast(th.i32(), at) for at in position)
+            pair = block.registers[place]
+            low, high = (vector.extract(pair, [], [i]) for i in range(2))
+            address = th.add(base, th.mul(th.widen_index(th.add(th.mul(row, pitch), th.add(first, columns))), 4))
+            th.when(th.below(row, rows), "st.relaxed.gpu.global.v2.f32 [$0], {$1, $2};", address, low, high)
+        columns += block.shape[1]
+        if index == 0:
+            _store_split_lse(lses, lse, rows)
+
+
+def _store_split_lse(lses: Any, lse: Any, rows: int) -> None:
     for position, place in zip(lse.layout.thread_idxs(lse.shape), np.ndindex(lse.registers.shape), strict=True):
         row = arith.index_cast(th.i32(), position[0])
         value = lse.registers[place]
@@ -642,7 +669,31 @@ def store_split(target, lses, tile, lse, column: int, rows: int) -> None:
         th.when(th.below(row, rows), "st.relaxed.gpu.global.f32 [$0], $1;", address, value)
 
 
-def combine_mailbox(shapes: SplitHeads, parts, lses, target, first_item, sequence, head, split, busy) -> None:
+def _combine_interpreted(
+    parts: Any, lses: Any, target: Any, first_item: Any, sequence: Any, head: Any, split: Any, busy: Any, *,
+    shapes: SplitHeads,
+) -> None:  # fmt: skip
+    @pl.when(split == 0)
+    def _():
+        there = lax.broadcasted_iota(jnp.int32, (shapes.splits, shapes.rows), 0) < busy
+        held_lses = lses.at[pl.ds(first_item, shapes.splits)][...][:, : shapes.rows]
+        held_lses = jnp.where(there, held_lses, -jnp.inf)
+        held = parts.at[pl.ds(first_item, shapes.splits)][...]
+        row_max = held_lses.max(axis=0)
+        weights = jnp.exp(held_lses - jnp.where(row_max == -jnp.inf, 0.0, row_max))
+        row_sum = weights.sum(axis=0)
+        out = jnp.where(there[..., None], weights[..., None] * held, 0.0).sum(axis=0)
+        out = out / jnp.where(row_sum > 0, row_sum, 1.0)[:, None]
+        width = shapes.group * shapes.head_dim
+        place = target.at[pl.ds(sequence * shapes.tokens, shapes.tokens), pl.ds(head * width, width)]
+        place[...] = out.reshape(shapes.tokens, width).astype(target.dtype)
+
+
+@thread_op(args=(*[GLOBAL] * 3, *[SCALAR] * 5), interpret=_combine_interpreted)
+def combine_mailbox(
+    parts: Any, lses: Any, target: Any, first_item: Any, sequence: Any, head: Any, split: Any, busy: Any, *,
+    shapes: SplitHeads,
+) -> None:  # fmt: skip
     """Adds up all parts of some rows of a head, weighted, in the parts' order, and writes them as bfloat16 to `target`.
 
     Reads what `store_split` leaves until no word is EMPTY, and makes the words EMPTY again.
@@ -652,9 +703,6 @@ def combine_mailbox(shapes: SplitHeads, parts, lses, target, first_item, sequenc
       target: `[B * T, N * H / 2]` words.
       first_item: of the head; split: which of its CTAs this is; busy: how many of its parts have keys, int32 scalars.
     """
-    first_item, sequence, head, split, busy = (
-        value.registers.item() for value in (first_item, sequence, head, split, busy)
-    )
     lane, _ = th.lane_and_warp()
     for exists, row, column, address in _quads(shapes, target, sequence, head, split):
         of_lse = th.add(th.mul(first_item, ROWS), row)
@@ -685,10 +733,10 @@ def _store_interleaved(exists, address, column, low, high) -> None:
         th.when(exists, f"st.relaxed.gpu.global.b16 [$0 + {4 * index}], $1;", address, half)
 
 
-def empty_heads(shapes: SplitHeads, target, sequence, head, split) -> None:
+@thread_op(args=(GLOBAL, *[SCALAR] * 3))
+def empty_heads(target: Any, sequence: Any, head: Any, split: Any, *, shapes: SplitHeads) -> None:
     """Makes the words EMPTY that `combine_mailbox` has written."""
-    places = (value.registers.item() for value in (sequence, head, split))
-    for exists, _, _, address in _quads(shapes, target, *places):
+    for exists, _, _, address in _quads(shapes, target, sequence, head, split):
         th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $1};", address, utils.c(EMPTY, th.i32()))
 
 

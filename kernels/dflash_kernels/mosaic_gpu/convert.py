@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.layouts import tile_of
+from dflash_kernels.mosaic_gpu.layouts import TILED, tile_of, tiled
 from dflash_kernels.mosaic_gpu.thread_op import matrix, thread_op
 
 FLOAT8_SHIFT = (
@@ -197,8 +199,19 @@ def _bfloat16_pairs(word, narrow) -> tuple[Any, Any]:
     )  # type: ignore  # fmt: skip
 
 
-def widen_tile(source, target) -> None:
-    """All 128 threads of a warpgroup: `source [64, 128]` float8_e4m3fn to `target [2, 64, 64]` float16, both in swizzled tiles.
+def _widen_tile_interpreted(source: Any, target: Any) -> None:
+    wide, width = source[...].astype(target.dtype), target.shape[1]
+    for block in range(target.shape[0] // ROWS):
+        target.at[pl.ds(block * ROWS, ROWS)][...] = wide[:, block * width : (block + 1) * width]
+    plgpu.commit_smem()
+
+
+@thread_op(
+    args=lambda source, target: (plgpu.RefType(tiled(source.dtype)), plgpu.RefType(TILED)),
+    interpret=_widen_tile_interpreted,
+)
+def widen_tile(source: Any, target: Any) -> None:
+    """`source [64, 128]` float8_e4m3fn to `target [2 * 64, 64]` float16, a block of columns below the other, both swizzled.
 
     Eight threads that go to memory together have 16 columns each, of two rows whose swizzles leave them no bank in common. At the
     end matrix instructions may read the target, and copies may fill the source.

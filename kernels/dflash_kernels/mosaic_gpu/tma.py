@@ -234,6 +234,13 @@ def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
+@thread_op(interpret=lambda: None)
+def order_copies() -> None:
+    """Copies that begin afterwards find what the warpgroup's threads have stored in global memory before."""
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+    utils.warpgroup_barrier()
+
+
 @thread_op(args=(GLOBAL,), interpret=lambda rows: None)
 def prefetch_rows(rows) -> None:
     """Asks for whole rows that lie next to each other in global memory, so that they are in the L2 before they are copied."""

@@ -20,7 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.sampling.mosaic_gpu_sums import WARPS, Kind, reduce_into
+from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 
 WARPGROUPS = 8  # of a CTA
 VECTOR = 8  # neighbouring entries of one thread
@@ -41,12 +42,10 @@ def choose(
     most = -(-logits.shape[1] // (CHUNK * warpgroups * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
 
     def body(*refs: Any, **buffers: Any) -> None:
-        if interpret is not None:
-            buffers["scratch"] = None
         _Row(warpgroups, *refs, **buffers).run()
 
     body.__name__ = "filtered_choice"  # what profilers show
-    kernel = plgpu.kernel(
+    launch = kernel(
         body, out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), grid=(logits.shape[0],), grid_names=("row",),
         num_threads=warpgroups, thread_name="wg",
         scratch_types={
@@ -56,10 +55,9 @@ def choose(
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return kernel(logits, noise, temperature, log_min_p, top_k, top_p)
+    return launch(logits, noise, temperature, log_min_p, top_k, top_p)
 
 
 class _Row:
@@ -132,7 +130,7 @@ class _Row:
         lax.fori_loop(0, self.chunks, place, None)
 
         def keep(most, x, number, _):
-            reduce_into("max", _whole(x).astype(jnp.float32), self.largest, self.wg, number, self.scratch, _STRIDED)
+            self._reduce("max", _whole(x).astype(jnp.float32), self.largest, number)
             return jnp.maximum(most, x)
 
         return self._over(_full(jnp.float32(-jnp.inf)), keep)
@@ -201,11 +199,11 @@ class _Row:
         first = (chunk * self.warpgroups + self.wg) * CHUNK
         return first, jnp.minimum(first, self.size - CHUNK)
 
-    def _met(self, kind: Kind, chunks: Sequence) -> list:
+    def _met(self, kind: Reduction, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""
         combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         for place, chunk in enumerate(chunks):
-            reduce_into(kind, chunk, self.sums, self.wg, place, self.scratch, _STRIDED)
+            self._reduce(kind, chunk, self.sums, place)
         self._meet()
         found = []
         for place in range(len(chunks)):
@@ -215,6 +213,10 @@ class _Row:
             found.append(one)
         self._meet()  # before anyone writes again
         return found
+
+    def _reduce(self, kind: Reduction, chunk, target, place) -> None:
+        """A chunk's sum or the like to the warpgroup's line of `target`."""
+        reduce_into(chunk, target, self.scratch, self.wg, place, kind=kind, vector=VECTOR)
 
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.met)

@@ -1,4 +1,4 @@
-"""From a projection to heads in one launch on Hopper: what the kernel takes."""
+"""Launch of fused QKV attention on Hopper: what the kernel takes, and how its splits are chosen."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from dflash_kernels.attention.paged.launch import MULTIPROCESSORS, Launch, Tunin
 from dflash_kernels.attention.paged.mosaic_gpu import KERNEL_MERGES
 from dflash_kernels.core.device import require_hopper
 from dflash_kernels.fused.arguments import Heads
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 
 
 def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:

@@ -16,6 +16,7 @@ is busy from the first tile to the last, at 3.9 TB/s; a third tile in the ring 5
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,13 +30,16 @@ from dflash_kernels.attention.paged.mosaic_gpu_ops import clear_rows, ring, scra
 from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
-from dflash_kernels.fused import mosaic_gpu_ops as ops
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
-from dflash_kernels.fused.qkv_attention import mosaic_gpu_ops as qkv
+from dflash_kernels.fused import heads
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.combine import combine_fragments, combine_xla
+from dflash_kernels.mosaic_gpu.convert import numbers
 from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.pipeline import warpgroup_barrier
 from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, WORDS, interpreting, kernel, thread_op
+from dflash_kernels.mosaic_gpu.tma import order_copies
 from dflash_kernels.mosaic_gpu.wgmma import add_values, multiply_blocks, scores_of_blocks
 
 _HALF = HEAD_DIM // 2
@@ -71,7 +75,7 @@ def attention(
 
     body.__name__ = "qkv_attention"  # what profilers show
     held = {name: aliased_ref(pool) for name, pool in pools.items()}
-    out, *lse = plgpu.kernel(
+    out, *lse = kernel(
         body,
         out_type=tuple(made.values()),
         scratch_types=kind.scratch(launch, jnp.bfloat16, interpret) | {"q_sm": queries},
@@ -87,6 +91,127 @@ def attention(
         merge = combine_fragments if launch.by_lanes else combine_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
+
+
+# Prologue: queries and new keys, whose loads are on their way to registers before the first copies of tiles
+#
+# As in `heads`, a head's row belongs to eight threads. Here all rows of a thread are one token's, its new key among them, so that
+# the angles are loaded once.
+
+_SHARED = 8  # of a thread's loads: angles and both norms' weights
+
+
+def _count(shapes: Attention) -> int:
+    """Loads of a thread: two halves of each of its query rows, of a key and of a value, and what they share."""
+    return 2 * (_rows_of_thread(shapes) + 2) + _SHARED
+
+
+def issue_loads(shapes: Attention, refs: Mapping[str, Any], sequence: Any, head: Any) -> list[Any]:
+    """What `put_queries` and `put_new` are made of, on its way to registers from here on."""
+    names = ("qkv", "cos", "sin", "q_norm", "k_norm")
+    return _issue_loads(*[refs[name] for name in names], sequence, head, shapes=shapes)
+
+
+@thread_op(
+    args=(*[GLOBAL] * 5, *[SCALAR] * 2), returns=lambda *_, shapes: [WORDS] * _count(shapes), interpret=lambda *_, shapes: []
+)  # fmt: skip
+def _issue_loads(
+    qkv: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, sequence: Any, head: Any, *, shapes: Attention
+) -> list[Any]:
+    _, place = heads.line_and_place()
+    token = th.add(th.mul(sequence, shapes.tokens), _token(shapes))
+    first, key = th.mul(head, shapes.group), th.add(head, shapes.kv_heads * shapes.group)
+    rows = [*[th.add(first, among) for among in _among(shapes)], key, th.add(key, shapes.kv_heads)]
+    found = [address for row in rows for address in heads.head_places(qkv, token, row, place)]
+    found += heads.angle_places(cos, sin, token, place)
+    found += [address for norm in (q_norm, k_norm) for address in heads.weight_places(norm, place)]
+    # Volatile: as plain loads they would be moved to where they are used.
+    words = [th.load(address, 4, op="ld.volatile.global") for address in found]
+    return [th.as_array(four) for four in words]
+
+
+def put_queries(
+    shapes: Attention, eps: float, refs: Mapping[str, Any], loads: list[Any], target: Any, sequence: Any, head: Any
+) -> None:
+    """Normed, rotated queries of a KV head to `target [2 * 64, 64]`, a block of columns below the other."""
+    if interpreting():
+        names = ("qkv", "cos", "sin", "q_norm")
+        heads.load_queries(*[refs[name] for name in names], sequence, head, target, shapes=shapes, eps=eps)
+        return
+    (*queries, _, _, _, _), shared = loads[:-_SHARED], loads[-_SHARED:]
+    _put_queries(target, [*queries, *shared[:6]], shapes=shapes, eps=eps)
+
+
+@thread_op(args=(heads.TILES, WORDS.layout))
+def _put_queries(target: Any, loads: list[Any], *, shapes: Attention, eps: float) -> None:
+    words = [th.as_words(array) for array in loads]
+    _, place = heads.line_and_place()
+    base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
+    turn = heads.angles(words[-6:-2])
+    first = th.mul(_token(shapes), shapes.group)
+    for index, among in enumerate(_among(shapes)):
+        held = heads.normed(words[2 * index : 2 * index + 2], weights, eps)
+        for block, half in enumerate(heads.rotated(held, turn)):
+            heads.store_line(th.add(base, block * KEYS * heads.LINE), th.add(first, among), place, half)
+    th.commit_shared()
+
+
+def put_new(
+    shapes: Attention, eps: float, refs: Mapping[str, Any], loads: list[Any], pages: list[Any], sequence: Any, head: Any,
+    limits: list[Any],
+) -> None:  # fmt: skip
+    """New keys, normed and rotated, and new values of a head to their pages, those at positions `limits[1]` to `limits[2] - 1`.
+
+    `pages`: of the first new token's tile and of the next one; `limits[0]`: position of the first new token.
+    """
+    pools = [refs["k"], refs["v"]]
+    if interpreting():
+        given = [refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")]
+        heads.write_new(*given, pools, None, None, sequence, head, limits, shapes=shapes, eps=eps)
+        return
+    (*_, key, key_end, value, value_end), shared = loads[:-_SHARED], loads[-_SHARED:]
+    own = [key, key_end, value, value_end, *shared[:4], *shared[6:]]
+    _put_new(pools, head, limits, pages, own, shapes=shapes, eps=eps)
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, SCALAR, WORDS.layout))
+def _put_new(
+    pools: list[Any], head: Any, limits: list[Any], pages: list[Any], loads: list[Any], *, shapes: Attention, eps: float
+) -> None:
+    words = [th.as_words(array) for array in loads]
+    (line, _), lines = heads.line_and_place(), _lines(shapes)
+    leads = th.compare(th.rem(line, lines), "eq", 0)
+    token = th.select(leads, th.div(line, lines), th.number(shapes.tokens))
+    new = heads.New(shapes, limits, token)
+    page, following = pages
+    same = th.compare(th.div(new.position, KEYS), "eq", th.div(new.first, KEYS))
+    new.put(eps, words, pools, head, th.select(same, page, following), None)
+
+
+def _lines(shapes: Attention) -> int:
+    """Threads with the same columns that share one token's heads."""
+    lines = 1
+    while 2 * lines * shapes.tokens <= heads.ROWS_AT_ONCE and 2 * lines <= shapes.group:
+        lines *= 2
+    return lines
+
+
+def _rows_of_thread(shapes: Attention) -> int:
+    """Query rows that a thread makes."""
+    return -(-shapes.group // _lines(shapes))
+
+
+def _token(shapes: Attention) -> Any:
+    """Token of a sequence that a thread has; the last one where there are fewer."""
+    line, _ = heads.line_and_place()
+    return th.least(th.div(line, _lines(shapes)), shapes.tokens - 1)
+
+
+def _among(shapes: Attention) -> list[Any]:
+    """Query heads handled per thread, clamped to the last head of the group."""
+    line, _ = heads.line_and_place()
+    lines, last = _lines(shapes), th.number(shapes.group - 1)
+    return [th.least(th.add(th.rem(line, lines), index * lines), last) for index in range(_rows_of_thread(shapes))]
 
 
 class _Written(Block):
@@ -113,13 +238,13 @@ class _Written(Block):
         return self.launch.splits
 
     def _ask_for_queries(self):
-        queries, self.asked = qkv.ask(self.shapes, self.refs, self.b, self.head, self.interpret)
-        return queries
+        self.loads = issue_loads(self.shapes, self.refs, self.b, self.head)
+        return self.loads
 
     def _start(self, pages):
         self.fill_ring(("k", "v"), pages, below=self.new)
         call, place = (self.shapes, self.eps, self.refs), (self.b, self.head)
-        qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
+        put_queries(*call, self.loads, self.buffers["q_sm"].at[0], *place)
         low, high, tiles = jnp.maximum(self.first, 0), self.kv_len, (self.new, self.new + 1)
         if self.stride > 1:
             # New tokens lie in two tiles at most: of a CTA in none or one.
@@ -130,12 +255,12 @@ class _Written(Block):
         @pl.when(low < high)
         def _():
             places = [page for tile in tiles for page in self.pages(tile)]
-            qkv.put_new(*call, self.asked, places, *place, (self.first, low, high), self.interpret)
+            put_new(*call, self.loads, places, *place, [self.first, low, high])
 
         # Right after the stores a fence would wait for memory: tiles that come later have it before their own copies.
         @pl.when(self.begin + self.launch.stages * self.stride > self.new)
         def _():
-            ops.order_copies(self.interpret)
+            order_copies()
             self.fill_ring(("k", "v"), pages, least=self.new)
 
     def walk(self, step, carry, *, skip: int = 0):
@@ -230,7 +355,7 @@ class _Written(Block):
         """Starts tiles of `_coming`, by stream, once all warps of the warpgroup are done with those before them."""
         tile, _ = coming["k"]
         # New keys' copies follow a fence of everybody who has stored them.
-        pl.when((tile >= self.new) & (tile < self.end))(functools.partial(ops.order_copies, self.interpret))
+        pl.when((tile >= self.new) & (tile < self.end))(order_copies)
         if self.interpret is None:
             warpgroup_barrier()
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_count, check_filled, check_latent_pages, check_sequences
-from dflash_kernels.kv_cache.latent.latent_gather_reference import latent_gather_reference
+from dflash_kernels.kv_cache.latent.reference import latent_gather_reference
 
 IMPLEMENTATIONS = {"xla": latent_gather_reference}
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_integers, check_latent_pages, check_stored
-from dflash_kernels.kv_cache.write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.mosaic_gpu import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import cache_write_reference, latent_write_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": cache_write_mosaic_gpu, "xla": cache_write_reference}

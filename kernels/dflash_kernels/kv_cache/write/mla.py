@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages
-from dflash_kernels.kv_cache.write.mla_reference import mla_write_reference
-from dflash_kernels.kv_cache.write.mosaic_gpu_mla import mla_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.mosaic_gpu import mla_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.reference import mla_write_reference
 
 MLA_IMPLEMENTATIONS = {"mosaic_gpu": mla_write_mosaic_gpu, "xla": mla_write_reference}
 

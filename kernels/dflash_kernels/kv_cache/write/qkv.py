@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers
 from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
-from dflash_kernels.kv_cache.write.qkv_reference import kv_write_reference, qkv_write_reference
+from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_write_reference
 
 QKV_IMPLEMENTATIONS = {"mosaic_gpu": qkv_write_mosaic_gpu, "xla": qkv_write_reference}
 KV_IMPLEMENTATIONS = {"mosaic_gpu": kv_write_mosaic_gpu, "xla": kv_write_reference}

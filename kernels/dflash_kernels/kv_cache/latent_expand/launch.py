@@ -1,11 +1,12 @@
-"""How a call of the Hopper kernel is dealt to its CTAs."""
+"""Launch planning of latent expansion on Hopper: tiles, stages and clusters from shapes alone."""
 
 import dataclasses
 import math
 
+from dflash_kernels.core.device import MULTIPROCESSORS
+
 ROWS, COLUMNS = 128, 128  # of a tile of the product
-SLAB = 64  # numbers of a row that are copied at a time: 128 bytes
-MULTIPROCESSORS = 132
+SLAB = 64  # numbers of a row in one k-tile: 128 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,9 +14,9 @@ class Tuning:
     """Choices that change speed only.
 
     Attributes:
-      stages: slabs of rows in flight in a CTA, two or more.
-      out_slots: pieces of a tile that a warpgroup has on their way out.
-      cluster: CTAs that read rows together, each a part of them for all.
+      stages: k-tiles of rows in flight in a CTA, two or more.
+      out_slots: pieces of a tile that a consumer has on their way out.
+      cluster: CTAs that share rows by TMA multicast, each of which copies a part of them.
     """
 
     stages: int = 5
@@ -25,12 +26,12 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything static about one launch.
+    """Static shapes and schedule of one launch.
 
     Attributes:
       heads, rank, page_size, sequences: shapes of the call.
       stride: rows of a sequence in the result: whole tiles.
-      groups: CTAs that share the tiles of rows of one unit, which is the keys or the values of a head.
+      groups: CTAs that share the row tiles of one unit, which is the keys or the values of a head.
     """
 
     heads: int
@@ -49,7 +50,7 @@ class Plan:
 
     @property
     def slabs(self) -> int:
-        """Of a latent; the rotated part is one more."""
+        """K-tiles of a latent; the rotary part is one more."""
         return self.rank // SLAB
 
     @property
@@ -59,6 +60,7 @@ class Plan:
 
 
 def plan(tuning: Tuning, *, heads: int, rank: int, page_size: int, sequences: int, rows: int) -> Plan:
+    """The plan of a call; `rows` of each sequence in the result."""
     stride = -(-rows // ROWS) * ROWS
     groups = max(1, min(MULTIPROCESSORS // (2 * heads), sequences * stride // ROWS))
     return Plan(

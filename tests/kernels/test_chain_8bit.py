@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import attention_chain, attention_chain_exchange, chain_exchange, layer_chain
+from dflash_kernels.core.device import SHARED_MEMORY
 from dflash_kernels.core.layouts import interleave_columns
-from dflash_kernels.fused.layer.mosaic_gpu import launch
-from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
+from dflash_kernels.fused.layer.mosaic_gpu import launch_products
+from dflash_kernels.fused.layer.plan import plan
 from dflash_kernels.mosaic_gpu.convert import digits_of
 
 from ..devices import h200
@@ -99,10 +100,10 @@ def test_schedule(sizes: dict[str, int]) -> None:
     """Every weight is in one slot, activations and weights of a slot are the same columns, and both rings fit."""
     found = plan(live=16, ctas=132, eps=1e-6, itemsize=1, **sizes)
     for product in found.products:
-        assert product.steps * 256 == product.parts * product.depth
+        assert product.k_tiles * 256 == product.matrices * product.depth
         assert product.splits * product.tiles <= 132
     assert found.x_blocks == 4
-    assert found.kept_bytes + found.slots * found.slot_rows * 128 <= SHARED_MEMORY
+    assert found.kept_bytes + found.stages * found.stage_rows * 128 <= SHARED_MEMORY
 
 
 @pytest.mark.parametrize(("kind", "rows"), [(jnp.int8, 1), (jnp.float8_e4m3fn, 16)])
@@ -111,7 +112,7 @@ def test_lowers_for_an_h200(kind: Any, rows: int) -> None:
 
     def run(call: dict[str, Any]) -> Any:
         (x, layer), exchange = products.arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
-        return launch(x, layer, layer.o, exchange, eps=products.EPS, ctas=132)
+        return launch_products(x, layer, layer.o, exchange, eps=products.EPS, ctas=132)
 
     with h200():
         text = jax.jit(run).trace(call).lower(lowering_platforms=("cuda",)).as_text()
