@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention
-from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, best_splits, plan
+from dflash_kernels.attention.paged.launch import Tuning, plan
 from dflash_kernels.attention.paged.mosaic_gpu import tuned
 from dflash_kernels.attention.paged.reference import paged_attention_reference
+from dflash_kernels.attention.split_kv import best_splits
+from dflash_kernels.core.device import HALF_SHARED_MEMORY
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import paged_attention
-from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, plan_narrow
+from dflash_kernels.attention.paged.launch import Tuning, plan_narrow
+from dflash_kernels.core.device import HALF_SHARED_MEMORY
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -5,7 +5,7 @@
 2. No files and no folders import each other in a circle.
 3. No op imports another op's kernel: what kernels share lies in `mosaic_gpu/`, which itself imports nothing but `core/`.
 
-Folders and files that do not keep a rule yet stand in its list below; a list may only become shorter.
+Files that do not keep the first rule yet stand in the list below, which may only become shorter.
 """
 
 import ast
@@ -17,9 +17,7 @@ INTERNALS = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
 PATCHES = {"dflash_jax/compile/jax_patches.py"}
 KERNEL_FILES = ("mosaic_gpu", "triton")  # what the names of an op's kernel files begin with
 
-TOUCHES_INTERNALS = ("attention/mla/", "attention/paged/", "sampling/")
-IMPORTS_KERNELS = ("attention/mla/", "fused/qkv_attention/", "matmul/dense/", "matmul/float8/")
-CIRCLES = ("kv_cache/latent", "kv_cache/write", "matmul/grouped", "matmul/weight_only")
+TOUCHES_INTERNALS = ("sampling/mosaic_gpu_sums.py",)
 
 
 def names_in(source: str) -> set[str]:
@@ -108,7 +106,7 @@ def test_only_the_toolkit_touches_internals():
 
 def test_no_files_import_each_other():
     found = [sorted(map(short, group)) for group in circles(arrows())]
-    assert not [group for group in found if not all(name.startswith(CIRCLES) for name in group)]
+    assert not found
 
 
 def test_no_folders_import_each_other():
@@ -116,7 +114,7 @@ def test_no_folders_import_each_other():
     for name, imported in arrows().items():
         graph.setdefault(folder_of(name), set()).update({folder_of(other) for other in imported} - {folder_of(name)})
     found = [sorted(map(short, group)) for group in circles(graph)]
-    assert not [group for group in found if not all(name.startswith(CIRCLES) for name in group)]
+    assert not found
 
 
 def test_no_op_imports_the_kernel_of_another():
@@ -127,7 +125,7 @@ def test_no_op_imports_the_kernel_of_another():
             elsewhere = folder_of(other) in ops and folder_of(other) != folder_of(name)
             if elsewhere and other.rpartition(".")[2].startswith(KERNEL_FILES):
                 found.add(short(name))
-    assert not [name for name in sorted(found) if not name.startswith(IMPORTS_KERNELS)]
+    assert not found
 
 
 def test_the_toolkit_knows_no_op():

@@ -35,8 +35,9 @@ from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import packed
-from dflash_kernels.mosaic_gpu.softmax import LOG2E
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.softmax import LOG2E, counted, finite, rescaled
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, matrix, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import row as row_vector
 
 LANES = 128  # threads of a warpgroup
 _ORDERED = "ld.volatile.global"  # asked for where it stands in the code
@@ -112,8 +113,7 @@ def combine_xla(
     if sinks is not None:
         logits.append(jnp.broadcast_to(jnp.tile(sinks.reshape(kv_heads, group), tokens), (b, kv_heads, rows)))
     logits = [jnp.broadcast_to(one[..., None], (b, kv_heads, rows, head_dim)) for one in logits]
-    top = functools.reduce(jnp.maximum, logits)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
+    top = finite(functools.reduce(jnp.maximum, logits))
     weights = [jnp.exp(logit - top) for logit in logits]
     total = functools.reduce(jnp.add, weights)
     # Empty parts were never written: what lies there is skipped, not weighted.
@@ -195,14 +195,9 @@ def combine_fragments(
     def body(parts_ref, lse_ref, *rest):
         sinks_ref, out_ref = rest if sinks is not None else (None, *rest)
         batch, head, block = lax.axis_index("b"), lax.axis_index("head"), lax.axis_index("block")
-        given = [parts_ref.at[batch, head], lse_ref.at[batch, head], out_ref.at[batch].at[:, head]]
-        given += [] if sinks_ref is None else [sinks_ref.at[head]]
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * len(given)))
-        def merge(_ctx, block, *refs):
-            _combine_fragments(block, *refs, rows=tokens * group)
-
-        merge(block, *given)
+        of_head = None if sinks_ref is None else sinks_ref.at[head]
+        given = parts_ref.at[batch, head], lse_ref.at[batch, head], out_ref.at[batch].at[:, head], of_head
+        _combine_fragments(block, *given, rows=tokens * group)
 
     out = plgpu.kernel(
         body,
@@ -213,26 +208,31 @@ def combine_fragments(
     return out.reshape(b, tokens, kv_heads * group, head_dim)
 
 
-def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
-    """Weight of each part of one row: scalars that add up to 1, less the sink's share."""
-    top = functools.reduce(jnp.maximum, logits if sink is None else [*logits, sink])
-    top = jnp.where(top == -jnp.inf, 0.0, top)
+def _weights(logits: list[Array], sink: Array | None = None) -> tuple[list[Array], Array, Array, Array]:
+    """Of one row: weight of each split, their offset, their sum with the sink's, and what makes the weights add up to 1."""
+    top = finite(functools.reduce(jnp.maximum, logits if sink is None else [*logits, sink]))
     weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits]
     total = functools.reduce(jnp.add, weights if sink is None else [*weights, jnp.exp2((sink - top) * LOG2E)])
-    share = 1 / jnp.where(total == 0, 1.0, total)
+    return weights, top, total, 1 / jnp.where(total == 0, 1.0, total)
+
+
+def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
+    """Weight of each split of one row: scalars that add up to 1, less the sink's share."""
+    weights, _, _, share = _weights(logits, sink)
     return [weight * share for weight in weights]
 
 
-def store_fragments(target, tile, first_row, rows: int) -> None:
-    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, whose first `rows` exist.
+@thread_op(args=(GLOBAL, MATRIX, SCALAR))
+def store_fragments(target, tile, first_row) -> None:
+    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, as far as it has rows.
 
-    `first_row` and `rows` are multiples of eight.
+    `first_row` and R are multiples of eight.
     """
     lane, warp = th.lane_and_warp()
-    head_dim = th.shape_and_strides(target)[1][0]
+    (rows, _), (head_dim, _) = th.shape_and_strides(target)
     base, places = th.add(th.address(target), th.widen_index(th.mul(lane, 16))), []
     for half in range(2):
-        row = th.add(th.add(first_row.registers.item(), th.mul(warp, 16)), 8 * half)
+        row = th.add(th.add(first_row, th.mul(warp, 16)), 8 * half)
         places.append((th.below(row, rows), th.add(base, th.widen_index(th.mul(row, 4 * head_dim)))))
     # Rows take turns, eight columns after eight columns.
     held = [tile.registers[index] for index in np.ndindex(tile.registers.shape)]
@@ -244,7 +244,8 @@ def store_fragments(target, tile, first_row, rows: int) -> None:
             th.when(exists, "st.global.v4.f32 [$0], {$1, $2, $3, $4};", place, *four)
 
 
-def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: int) -> None:
+@thread_op(args=(SCALAR, *[GLOBAL] * 4))
+def _combine_fragments(block, parts, lses, target, sinks, *, rows: int) -> None:
     """Four units of a KV head, a warp each, all of whose parts are asked for before the first is used.
 
     Args:
@@ -259,7 +260,7 @@ def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: i
     dtype, lse_stride = ir.MemRefType(target.type).element_type, th.shape_and_strides(lses)[1][0]
     lane, warp = th.lane_and_warp()
     across, last = head_dim // 16, held // 8 * (head_dim // 16) - 1
-    unit = th.add(th.mul(block.registers.item(), 4), warp)
+    unit = th.add(th.mul(block, 4), warp)
     inside = arith.cmpi(arith.CmpIPredicate.sle, unit, utils.c(last, i32))
     unit = arith.minsi(unit, utils.c(last, i32))
     row = th.add(th.mul(th.div(unit, across), 8), th.div(lane, 4))
@@ -275,11 +276,9 @@ def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: i
             th.load(th.add(th.address(sinks), th.widen_index(th.mul(of_group, 4))), op=_ORDERED, kind="f32")[0]
         )
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
-    top = functools.reduce(arith.maximumf, logits)
-    top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
-    weights = [th.exp(arith.subf(logit, top)) for logit in logits]
-    total = functools.reduce(arith.addf, weights)
-    share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+    offset = _finite(functools.reduce(arith.maximumf, logits), lowest, zero)
+    weights = [th.exp(arith.subf(logit, offset)) for logit in logits]
+    share = _inverse(functools.reduce(arith.addf, weights), zero, one)
     sums: list[Any] = [zero] * 4
     for weight, values in zip(weights, found, strict=False):
         factor = arith.mulf(weight, share)
@@ -288,8 +287,8 @@ def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: i
         added = [arith.select(some, arith.mulf(factor, value), zero) for value in values]
         sums = [arith.addf(a, b) for a, b in zip(sums, added, strict=True)]
     exists = arith.andi(inside, th.below(row, rows))
-    offset = th.add(th.add(th.mul(token, token_stride), th.mul(of_group, group_stride)), column)
-    address = th.add(th.address(target), th.mul(th.widen_index(offset), 2))
+    of_element = th.add(th.add(th.mul(token, token_stride), th.mul(of_group, group_stride)), column)
+    address = th.add(th.address(target), th.mul(th.widen_index(of_element), 2))
     for start in range(2):
         pair = vector.from_elements(ir.VectorType.get((2,), f32), sums[2 * start : 2 * start + 2])
         word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), dtype), pair), i32)
@@ -327,11 +326,7 @@ def combine_latent(
         logits = [[stats_ref[batch, split, 0, first + step] for split in range(splits)] for step in range(at_once)]
         for step in range(at_once):
             row = first + step
-            top = functools.reduce(jnp.maximum, logits[step])
-            top = jnp.where(top == -jnp.inf, 0.0, top)
-            weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits[step]]
-            total = functools.reduce(jnp.add, weights)
-            share = 1 / jnp.where(total == 0, 1.0, total)
+            weights, top, total, share = _weights(logits[step])
             out = jnp.zeros((rank,), jnp.float32)
             for split, weight in enumerate(weights):
                 value = early[step][split] if split < EARLY else parts_ref[batch, split, row]
@@ -358,7 +353,14 @@ def rows_at_once(b: int, splits: int, rows: int) -> int:
     return at_once
 
 
-def combine_last(own, target, parts, lses, arrived, item, part, count, rows: int) -> None:
+def _kept_split(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
+    """The interpreter has no counters that CTAs share: splits are combined afterwards."""
+    del target, lses, arrived, part, count
+    parts.at[item][...] = own[pl.ds(0, rows)]
+
+
+@thread_op(args=(*[GLOBAL] * 5, *[SCALAR] * 3), interpret=_kept_split)
+def combine_last(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
     """Writes the output where the part is the only one; else leaves it to whoever finishes last, who adds up in the parts' order.
 
     Args:
@@ -369,7 +371,6 @@ def combine_last(own, target, parts, lses, arrived, item, part, count, rows: int
       item, part, count: place of this part in `parts`, and among the sequence's, and how many those are.
     """
     quads = _Quads(target, rows)
-    item, part, count = (value.registers.item() for value in (item, part, count))
     utils.warpgroup_barrier()
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(1, th.i32()))):
         for row in quads.rows():
@@ -501,7 +502,13 @@ def _weight(address, there):
 
 
 def _finite(top, lowest, zero):
+    """0 for a row that no split has anything of, whose weights are then 0 instead of NaN."""
     return arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+
+
+def _inverse(total, zero, one):
+    """Of a sum of weights; 1 where there is none."""
+    return arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
 
 
 def _arrive(arrived, thread, last: Any):
@@ -521,8 +528,16 @@ def _lse(lses, index, row, rows: int, there):
     return th.load(place, kind="f32", there=there, otherwise="0xff800000")[0]
 
 
-def combine_cluster(part, lse, target, rows: int, parts: int) -> None:
-    """Every CTA of the cluster merges some rows of all, four columns in each thread; none leaves before all are read."""
+@thread_op(args=(GLOBAL,) * 3)
+def combine_cluster(part, lse, target, *, rows: int, parts: int) -> None:
+    """Combines the splits that the CTAs of a cluster hold in their shared memories, each CTA some of the rows.
+
+    A thread has four columns. No CTA leaves before all are read.
+
+    Args:
+      part: `[64, H]` float32, normalized; lse: `[64]`, natural, -inf where the split holds nothing.
+      target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
+    """
     i32, f32 = th.i32(), ir.F32Type.get()
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(target)
     dtype = ir.MemRefType(target.type).element_type
@@ -541,22 +556,21 @@ def combine_cluster(part, lse, target, rows: int, parts: int) -> None:
         place = th.add(held, th.add(th.mul(row_held, 4 * head_dim), th.mul(column, 16)))
         logits = [_load_peer(th.add(held_lse, th.mul(row_held, 4)), other, 1)[0] for other in range(parts)]
         loaded = [_load_peer(place, other, 4) for other in range(parts)]
-        top = functools.reduce(arith.maximumf, logits)
-        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+        offset = _finite(functools.reduce(arith.maximumf, logits), lowest, zero)
         total, sums = zero, [zero] * 4
         for logit, values in zip(logits, loaded, strict=True):
-            weight = th.exp(arith.subf(logit, top))
+            weight = th.exp(arith.subf(logit, offset))
             some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
             # Empty parts were never written: what lies there is skipped, not weighted.
             kept = [arith.select(some, value, zero) for value in values]
             sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
             total = arith.addf(total, weight)
-        share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+        share = _inverse(total, zero, one)
         quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])
         rounded = utils.bitcast(arith.truncf(ir.VectorType.get((4,), dtype), quad), ir.VectorType.get((2,), i32))
         token = th.div(row, group)
-        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
-        address = th.add(base, th.mul(th.widen_index(th.add(offset, th.mul(column, 4))), 2))
+        of_row = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
+        address = th.add(base, th.mul(th.widen_index(th.add(of_row, th.mul(column, 4))), 2))
         low, high = (vector.extract(rounded, [], [i]) for i in range(2))
         th.when(th.below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
     _cluster_barrier()
@@ -578,6 +592,10 @@ def _load_peer(address, rank: int, count: int):
     )  # fmt: skip
 
 
+@thread_op(
+    args=(MATRIX, ROW, ROW, GLOBAL),
+    returns=lambda tile, row_max, *_: [matrix(tile.shape), *[row_vector(row_max.shape[0])] * 2],
+)
 def swap_with_peer(tile, top, total, memory):
     """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
 
@@ -803,16 +821,50 @@ def _strides(shapes: SplitHeads) -> tuple[int, int]:
 
 
 def _weighted(found: list[list]) -> list:
-    """The sum of parts, each its lse and four columns; zeros where no part holds anything."""
+    """The sum of splits, each its lse and four columns; zeros where no split holds anything."""
     f32 = ir.F32Type.get()
     lowest, zero, one = (utils.c(value, f32) for value in (-math.inf, 0.0, 1.0))
-    top = functools.reduce(arith.maximumf, [lse for lse, *_ in found])
-    base = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+    offset = _finite(functools.reduce(arith.maximumf, [lse for lse, *_ in found]), lowest, zero)
     total, sums = zero, [zero] * 4
     for lse, *values in found:
-        weight = th.exp(arith.subf(lse, base))
+        weight = th.exp(arith.subf(lse, offset))
         total = arith.addf(total, weight)
         sums = [arith.addf(a, arith.mulf(weight, b)) for a, b in zip(sums, values, strict=True)]
-    some = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
-    share = arith.divf(one, arith.select(some, total, one))
+    share = _inverse(total, zero, one)
     return [arith.mulf(value, share) for value in sums]
+
+
+def exchange_halves(acc, row_max, row_sum, rank, memory):
+    """Exchanges half of the columns, maxima and sums with the cluster's other CTA over distributed shared memory.
+
+    What one has of the other's columns goes straight from its registers to the other's shared memory.
+
+    Args:
+      acc: `[64, H]`, not normalized; row_max, row_sum: `[64]`.
+      rank: 0 or 1, which half of the columns is the own one.
+      memory: float32 `[128 * (H / 4 + 4)]` in shared memory, which the other CTA writes to.
+
+    Returns:
+      The own half `[64, H / 2]`; the peer's of the same columns, its maxima and its sums.
+    """
+    half = acc.shape[1] // 2
+    low, high = acc[:, :half], acc[:, half:]
+    first = lax.broadcast_in_dim(rank == 0, low.shape, ())
+    mine, theirs = jnp.where(first, low, high), jnp.where(first, high, low)
+    return mine, swap_with_peer(theirs, row_max, row_sum, memory)
+
+
+def combine_halves(mine, peer, live):
+    """Normalized output of two splits, each its columns, its maxima and its sums; 0 in rows that are not live.
+
+    `live`: which rows count, a function of their sums.
+    """
+    (acc, row_max, row_sum), (other, other_max, other_sum) = mine, peer
+    offset = finite(jnp.maximum(row_max, other_max))
+    kept, added = jnp.exp2(row_max - offset), jnp.exp2(other_max - offset)
+    total = row_sum * kept + other_sum * added
+    some = live(total)
+    inverse = jnp.where(some, 1.0 / counted(total, some), 0.0)
+    out = rescaled(acc, kept * inverse) + rescaled(other, added * inverse)
+    # Not a product alone: rows past the live ones may hold NaN.
+    return jnp.where(lax.broadcast_in_dim(inverse, acc.shape, [0]) != 0, out, 0.0)

@@ -5,14 +5,15 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+from dflash_kernels.core.device import MULTIPROCESSORS
+
 STORED = jnp.float8_e4m3fn  # dtype of quantised rows
-ROWS = 64  # query rows of a CTA: the M of a Hopper matrix instruction
 KEYS = 64  # keys of a tile
 RANK, ROTATED = 512, 64  # the widths that the kernel's registers and shared memory are laid out for
 PARTS = jnp.float16  # dtype of partial outputs, each row of each half under a factor of its own
 NARROW_ROWS = 16  # query rows of a CTA of one warpgroup, for quantised rows under few queries
 HALF = RANK // 2  # value columns of a warpgroup
-MULTIPROCESSORS = 132
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of merging at all, and of the result of one CTA's part in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05

@@ -1,17 +1,16 @@
 """How a call of the Hopper kernel is cut into CTAs. Arithmetic on shapes only."""
 
 import dataclasses
-import math
 from typing import Any
 
-ROWS = 64  # query rows of a warpgroup: the M of a Hopper matrix instruction
-MULTIPROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
-# Of a CTA that shares its multiprocessor with a second one: half of 228 KiB, less the KiB that the system keeps.
-HALF_SHARED_MEMORY = 113 * 1024
+from dflash_kernels.attention.split_kv import best_splits
+from dflash_kernels.core.device import HALF_SHARED_MEMORY, MULTIPROCESSORS, SHARED_MEMORY
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+
 BARRIERS = 512  # bytes, more than any launch has
-MOST_SPLITS = 32
 SWAPPED = 128  # threads of a CTA that swap with the other one's
+# Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
+KERNEL_COMBINES = 8
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 
@@ -192,19 +191,3 @@ def plan_narrow(
         warpgroups=1, rows=rows, row_blocks=row_blocks, keys=64, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
         direct=splits == 1 and not has_sinks, once=True, **mask,
     )  # fmt: skip
-
-
-def best_splits(ctas: int, slots: int, longest: int, keys: int, rows: int) -> int:
-    """Parts of a sequence that cost least, for `ctas` CTAs of whole sequences and as many evenly loaded `slots`.
-
-    A wave of CTAs that leaves slots empty wastes them; a part costs the bytes of its float32 result, written and read, against
-    those of the keys and values of `longest` tokens; parts at all cost a second launch.
-    """
-    most = max(min(MOST_SPLITS, longest // keys), 1)
-
-    def cost(splits: int) -> float:
-        waves = ctas * splits / slots
-        merging = 0.0 if splits == 1 else 0.05 + 2.0 * splits * rows / longest
-        return math.ceil(waves) / waves + merging
-
-    return min(range(1, most + 1), key=cost)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_kernels.core.device import HOPPER, target
+from dflash_kernels.core.device import HOPPER, MULTIPROCESSORS, target
 
 TILE, ROWS = 64, 64  # keys and query rows of a tile
 # CTAs that read as fast as memory gives, one on a multiprocessor of a Hopper GPU. Twice as many fit and are slower: more parts.
-SLOTS = 132
+SLOTS = MULTIPROCESSORS
 # With more sequences than these CTAs short ones keep a GPU busy while a long one is read; shorter ones are never read for long.
 FULL, LONG = 2 * SLOTS, 8192
 # Fewest tiles worth a part, and most parts of a sequence: the last CTA to finish reads all parts' results, rows times parts.
