@@ -44,15 +44,16 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
     slots: dict[int, int] = {}
     for update in run:
         tokens[update.index] += update.tokens
-        slots = {job.request.index: job.slot for job in run.slots.decoding}
-        lens = np.asarray(run.state.seq_lens)
+        slots = {job.request.index: job.slot for job in engine.scheduler.batch.slots.decoding}
+        lens = np.asarray(engine.scheduler.batch.state.seq_lens)
         # All updates of the call have come, and at least three cycles are behind everybody.
         if len(slots) == 3 and all(
             len(tokens[i]) == lens[slot] + 1 >= len(prompts[i]) + 4 for i, slot in slots.items()
         ):
             break
     assert len(slots) == 3, "no sequence may have ended: the test shows nothing"
-    assert (np.asarray(run.state.fresh)[list(slots.values())] < pair.draft.block_size).any(), "nothing was rejected"
+    batch = engine.scheduler.batch
+    assert (np.asarray(batch.state.fresh)[list(slots.values())] < pair.draft.block_size).any(), "nothing was rejected"
 
     @jax.jit
     def over_pages(weights, state, table):
@@ -77,7 +78,7 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
         block = drafter.block_embeddings(pending, target.embed.weight[...])
         return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))
 
-    hidden = np.asarray(over_pages(engine.weights, run.state, jnp.asarray(run.slots.tables)))
+    hidden = np.asarray(over_pages(engine.weights, batch.state, jnp.asarray(batch.slots.tables)))
     for index, slot in slots.items():
         ids, pending = jnp.array([tokens[index][:-1]]), jnp.array(tokens[index][-1:])
         true = dense(engine.weights, ids, pending)[0]

@@ -241,6 +241,6 @@ def test_a_fixed_length_is_kept_and_texts_are_the_same():
     prompts = ["def main(", "class Stack:\n"]
     cut = dj.generate(model, prompts, params)
     assert max(n for row in cut for n in row.acceptance_lengths) == 4
-    assert set(model.engine.lengths.cycles) == {4}
+    assert set(model.engine.verify_policy.cycles) == {4}
     model.engine.verify_length = None
     assert [row.token_ids for row in dj.generate(model, prompts, params)] == [row.token_ids for row in cut]

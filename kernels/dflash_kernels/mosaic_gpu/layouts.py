@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, thread_op
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of two bytes a number
 
@@ -97,6 +97,22 @@ def _store_transposed(target, first_feature, tile, *, rows: int, tokens: int) ->
             memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
 
     tile.foreach(put)
+
+
+def store(place: Any, value: jax.Array) -> None:
+    """Stores registers to global memory, however few bytes a thread has.
+
+    JAX 0.12 refuses by default what 0.11 stores: fewer than four bytes a thread, or parts of a 32-byte sector.
+
+    Args:
+      place: a Ref's `.at[...]`.
+      value: as many numbers, of the Ref's dtype.
+    """
+    unaligned = getattr(plgpu, "store", None)  # new in JAX 0.12
+    if unaligned is None or interpreting():
+        place[...] = value
+    else:
+        unaligned(place, value, optimized=False)
 
 
 def rows_of(ref, layout):

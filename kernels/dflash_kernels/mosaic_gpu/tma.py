@@ -159,6 +159,16 @@ def _add_hint() -> None:
     operations = ir.InsertionPoint.current.block.operations
     copy: Any = operations[len(operations) - 1]
     policy = utils.c(_EVICT_FIRST, ir.IntegerType.get_signless(64))
+    if isinstance(copy, llvm.InlineAsmOp):  # JAX 0.12 writes its copies as PTX
+        operands, text = list(copy.operands_), ir.StringAttr(copy.asm_string).value
+        hinted = text.replace("::complete_tx::bytes ", "::complete_tx::bytes.L2::cache_hint ")
+        assert hinted != text, text
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [*operands, policy], f"{hinted.rstrip(';')}, ${len(operands)};",
+            ir.StringAttr(copy.constraints).value + ",l", has_side_effects=True,
+        )  # fmt: skip
+        copy.erase()
+        return
     nvvm.cp_async_bulk_tensor_shared_cluster_global(
         copy.dstMem,
         copy.tmaDescriptor,

@@ -1,12 +1,10 @@
-"""The Hopper kernel: one CTA a row, which it reads from the L2 again for every pass over it, but for what a pass cannot need.
+"""The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax; one CTA a row.
 
-All filters leave what is not below some number. It is searched for among the numbers that bfloat16 has, two bits with each pass.
-The first pass keeps the largest number of each of some thousand places: what enough of these reach, enough of the row do, so that
-a search in registers leaves few bits to passes over the row. It also keeps the largest number of every chunk: chunks without one
-that may stay are never looked at again, and most are such where a few tokens stay, which is what filters are for.
-
-Cycles of one, eight and 32 sequences of Qwen3-4B on H200s, at temperature 0.7 with top_p 0.8 and top_k 20: 3.02, 4.26 and 11.0 ms;
-3.07, 4.40 and 11.4 where every pass is over the whole row, 3.13, 4.99 and 13.6 with XLA's operations (`search`).
+Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
+is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
+some thousand places: what enough of these reach, enough of the row do, so that a search in registers leaves few bits to passes over
+the row. It also keeps the largest number of every chunk: chunks without one that may be kept are never looked at again, and most
+are such where a few tokens are kept, which is what filters are for.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -61,7 +59,7 @@ def choose(
 
 
 class _Row:
-    """The work on one row. Every warpgroup knows every scalar."""
+    """The program of one CTA, for one row. Every warpgroup knows every scalar."""
 
     def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, **buffers):
         self.warpgroups, self.out = warpgroups, out

@@ -219,10 +219,10 @@ class Producer:
             step = done + tile - block.begin
             stage, used = self.keys.stage(step), step >= self.launch.stages
             coming = self._pages(block, tile + 1)
-            self.keys.producer_acquire(used, stage)
+            self.keys.await_empty(used, stage)
             self._fill(self.k_ref, block, tile, pages, self.buffers["k_sm"].at[stage], self.keys.full.at[stage])
             pl.when(tile == block.begin)(functools.partial(self._queries, block, done))
-            self.values.producer_acquire(used, stage)
+            self.values.await_empty(used, stage)
             self._values(block, tile, pages, stage)
             return coming
 

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""The gather of latent rows: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def latent_gather(
     rows: int,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "rows stored"]:
-    """Rows `starts[b] .. starts[b] + lens[b]` of every sequence b, one sequence after the other, as the pool keeps them.
+    """Gathers latent rows `starts[b] .. starts[b] + lens[b]` of every sequence b, one after the other, as the pool keeps them.
 
     Args:
       latent_pages: page pool of any dtype; rows of no sequence may hold anything.

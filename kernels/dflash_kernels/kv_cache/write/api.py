@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Cache writes of finished rows: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def cache_write(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
-    """The pools with token t's key and value at slot `slots[t] = page * p + row`.
+    """KV-cache write: the pools with token t's key and value at slot `slots[t] = page * p + row`.
 
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
@@ -58,7 +58,7 @@ def latent_write(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "P 1 p C"]:
-    """The pool with latent row t at slot `slots[t] = page * p + row`.
+    """Latent-cache write: the pool with latent row t at slot `slots[t] = page * p + row`.
 
     Args:
       latent_pages: page pool; donate it to the surrounding jit and the write happens in place.

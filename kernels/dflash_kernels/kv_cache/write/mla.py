@@ -1,4 +1,4 @@
-"""The public function between the projections of latent attention and attention itself: norm, rotations, write to the pages."""
+"""From the projections of latent attention (MLA) to attention in one operation: RMS norm, RoPE, and the write to the pages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -36,21 +36,21 @@ def mla_write(
     latent_scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> MlaWritten:
-    """Norms and rotates latent rows, writes them to their slots, and rotates the queries.
+    """Fused RMS norm, RoPE and latent-cache write of MLA: writes latent rows to their slots, and returns the queries rotated.
 
-    A row's first R numbers are normed (root mean square in float32, rounded to the projection's dtype, then times the weight). The
-    `r = C - R` after them turn, and so do the last r of every head's query (products in float32, rounded to the projection's
+    A row's first R numbers are normed (root mean square in float32, rounded to the projection's dtype, then times the weight). RoPE
+    applies to the `r = C - R` after them and to the last r of every head's query (products in float32, rounded to the projection's
     dtype).
 
     Args:
-      latent_pages: page pool in any format of `latent_cache`; donate it to the surrounding jit and the write happens in place.
+      latent_pages: page pool in any format of `latent_encode`; donate it to the surrounding jit and the write happens in place.
       rows: the projection's output `[kv_c | k_pe]`.
       q: the queries' projection, `H = nope + r`.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor, `r = 2 * half`.
       norm: weight of the latent's norm.
       eps: added to the mean square.
-      interleaved: dims 2i and 2i + 1 turn together, else dims i and `half + i`.
+      interleaved: RoPE rotates dims 2i and 2i + 1 together, else dims i and `half + i`.
       latent_scale: of float8_e4m3fn pools, 1 where None.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -70,8 +70,8 @@ def mla_write(
         )
     if c - norm.shape[0] != 2 * cos.shape[1] or not 0 < 2 * cos.shape[1] <= q.shape[2]:
         raise ValueError(
-            f"rows of {c} with a latent of {norm.shape[0]}, and queries of {q.shape[2]}, do not end in {2 * cos.shape[1]} numbers "
-            f"that turn"
+            f"rows of {c} with a latent of {norm.shape[0]}, and queries of {q.shape[2]}, do not end in {2 * cos.shape[1]} "
+            f"rotary dims"
         )
     scale = jnp.ones((), jnp.float32) if latent_scale is None else latent_scale
     with jax.named_scope("mla_write"):
