@@ -30,8 +30,12 @@ class Ring:
         """Where the tile of a step lies."""
         return rem(step, self.stages)
 
-    def producer_acquire(self, used: Any, stage: Any) -> None:
-        """Waits until the stage is empty, if it has been `used`: from step `stages` on."""
+    def producer_acquire(self, step: Any, stage: Any) -> None:
+        """Waits until the stage is empty, as it is before its first use."""
+        self.await_empty(step >= self.stages, stage)
+
+    def await_empty(self, used: Any, stage: Any) -> None:
+        """`producer_acquire` for whoever knows otherwise whether the stage has been used."""
         pl.when(used)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
 
     def consumer_wait(self, stage: Any) -> None:

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.fused import gemm_chain, heads
 from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, Attention, Plan, Product
-from dflash_kernels.mosaic_gpu import combine
+from dflash_kernels.mosaic_gpu import combine, softmax
 from dflash_kernels.mosaic_gpu.convert import widen_tile
 from dflash_kernels.mosaic_gpu.layouts import tiled
 from dflash_kernels.mosaic_gpu.mask import spread
@@ -422,19 +422,14 @@ def _step(split: Split, tile: Any, carry: tuple[Any, ...], *, plain: bool) -> tu
     split.release(K, tile)
     if not plain:
         scores = jnp.where(_mask(split, tile), scores, -jnp.inf)
-    new_max = jnp.maximum(row_max, scores.max(axis=1) * scale_log2)
-    # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
-    max_offset = jnp.where(new_max == -jnp.inf, 0.0, new_max)
-    alpha = jnp.exp2(row_max - max_offset)
-    weights = jnp.exp2(scores * scale_log2 - lax.broadcast_in_dim(max_offset, scores.shape, [0]))
-    row_sum = row_sum * alpha + weights.sum(axis=1)
+    weights, alpha, row_max, row_sum = softmax.online_step(scores, row_max, row_sum, scale_log2)
     weights = weights.astype(split.buffers["kv_sm"].dtype)
     staged = split.buffers.get("p_sm")
     values = _blocks_of(split, V, tile, plain)
-    accs = [acc * lax.broadcast_in_dim(alpha, acc.shape, [0]) for acc in accs]
+    accs = [softmax.rescaled(acc, alpha) for acc in accs]
     accs = [add_values(acc, weights, block, staged) for acc, block in zip(accs, values, strict=True)]
     split.release(V, tile)
-    return (*accs, new_max, row_sum)
+    return (*accs, row_max, row_sum)
 
 
 def _blocks_of(split: Split, which: int, tile: Any, plain: bool) -> list[Any]:
@@ -484,13 +479,11 @@ def _finish(split: Split, *carry: Any) -> None:
     """Normalizes the split and leaves it in the mailbox."""
     *accs, row_max, row_sum = carry
     live = (_row_tokens(split) < split.q_len) & (row_sum != 0)
-    inverse = jnp.where(live, 1.0 / jnp.where(live, row_sum, 1.0), 0.0)
-    lse = jnp.where(live, (row_max + jnp.log2(jnp.where(live, row_sum, 1.0))) * (1 / LOG2E), -jnp.inf)
+    inverse = jnp.where(live, 1.0 / softmax.counted(row_sum, live), 0.0)
+    lse = softmax.natural_lse(row_max, softmax.counted(row_sum, live), live)
     if split.attention.stages_8bit:
         inverse = inverse * split.refs["v_scale"][split.head]
-    factor = lax.broadcast_in_dim(inverse, accs[0].shape, [0])
-    # Not a product alone: rows past the live ones may hold NaN.
-    out = [jnp.where(factor != 0, acc * factor, 0.0) for acc in accs]
+    out = [softmax.scaled(acc, inverse) for acc in accs]
     combine.store_split(split.refs["attended"].at[split.work_item], split.refs["lses"].at[split.work_item], out, lse)
 
 

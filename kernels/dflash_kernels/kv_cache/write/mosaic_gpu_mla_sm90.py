@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.kv_cache.write.mosaic_gpu_sm90 import Columns, in_pool
+from dflash_kernels.mosaic_gpu.layouts import store
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.quantize.reference import E4M3, E4M3_MAX
 
@@ -75,14 +76,14 @@ def write(
             @pl.when(in_pool(slot, pool.shape[0], page_size))
             def _():
                 page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
-                pool_ref.at[page, pl.ds(0, 1), row, pl.ds(0, rank)][...] = stored(normed)
-                pool_ref.at[page, pl.ds(0, 1), row, pl.ds(rank, rotary)][...] = stored(rotated)
+                store(pool_ref.at[page, pl.ds(0, 1), row, pl.ds(0, rank)], stored(normed))
+                store(pool_ref.at[page, pl.ds(0, 1), row, pl.ds(rank, rotary)], stored(rotated))
 
         @pl.when(group > 0)
         def _():
             layout, own = one_each(at_once), pl.ds((group - 1) * at_once, at_once)
             place = q_ref.at[token, own, pl.ds(head_dim - rotary, rotary)]
-            place[...] = rotated_pairs(load(place, layout), angles(layout), staged)
+            store(place, rotated_pairs(load(place, layout), angles(layout), staged))
 
     queries, held = aliased_ref(q), aliased_ref(pool)
     both = (jnp.repeat(table.astype(jnp.float32), 2, axis=1) for table in (cos, sin))

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.kv_cache.write.formats import INT8_FLOOR, INT8_MAX
+from dflash_kernels.mosaic_gpu.layouts import store
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.quantize.reference import E4M3_MAX
 
@@ -261,7 +262,7 @@ class _Heads:
                 where = self.target.at[self.cta.page, self.heads, self.cta.row, place]
             else:
                 where = self.target.at[self.cta.token, self.heads, place]
-            where[...] = tile.astype(self.target.dtype)
+            store(where, tile.astype(self.target.dtype))
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:
