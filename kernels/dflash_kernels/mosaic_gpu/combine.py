@@ -1,4 +1,4 @@
-"""Combine: partial attention results of a split sequence put together by their log-sum-exp.
+"""Combine: partial attention results of a split sequence combined by their log-sum-exp.
 
 A split leaves its output, normalized over its own keys, and its natural lse, -inf where it has none. There are four ways to
 combine: a launch of its own or XLA's (`combine_rows`, `combine_fragments`, `combine_latent`, `combine_xla`), the last CTA that
@@ -42,19 +42,19 @@ from dflash_kernels.mosaic_gpu.thread_op import row as row_vector
 LANES = 128  # threads of a warpgroup
 _ORDERED = "ld.volatile.global"  # asked for where it stands in the code
 _UNIT = 512  # bytes: eight rows of sixteen columns
-_ROWS_AT_ONCE, _LOADS_AT_ONCE, _LOGITS_AT_ONCE = 8, 24, 8  # of a thread, while it adds up parts
+_ROWS_AT_ONCE, _LOADS_AT_ONCE, _LOGITS_AT_ONCE = 8, 24, 8  # of a thread, while it adds up splits
 _VOTE = (
     "{ .reg .pred mine, last, anyones; .reg .b32 before; setp.eq.b32 mine, $1, 0; mov.b32 before, 0;"
     " @mine atom.acq_rel.gpu.global.add.u32 before, [$2], 1; setp.eq.and.b32 last, before, $3, mine;"
     " bar.red.or.pred anyones, $4, 128, last; selp.b32 $0, 1, 0, anyones; }"
 )
-EARLY = 32  # parts
+EARLY = 32  # splits
 RESIDENT = 1100  # CTAs of one warpgroup with so much on its way
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitHeads:
-    """Shapes of splits in a mailbox: `tokens * group` query rows of a KV head, in `splits` parts.
+    """Shapes of splits in a mailbox: `tokens * group` query rows of a KV head in `splits` splits.
 
     `interleaved`: outputs lie with their columns interleaved, as what they are multiplied with is.
     """
@@ -87,7 +87,7 @@ def combined_lse(
     tokens: int,
     group: int,
 ) -> Float[Array, "B T N"]:
-    """Natural-log sum of exponentials over all parts and the sink; -inf in rows past `q_lens`."""
+    """Natural-log sum of exponentials over all splits and the sink; -inf in rows past `q_lens`."""
     b, kv_heads, _, _ = parts_lse.shape
     lse = jax.nn.logsumexp(parts_lse[..., : tokens * group], axis=2).reshape(b, kv_heads, tokens, group)
     lse = jnp.moveaxis(lse, 1, 2).reshape(b, tokens, -1)
@@ -116,7 +116,7 @@ def combine_xla(
     top = finite(functools.reduce(jnp.maximum, logits))
     weights = [jnp.exp(logit - top) for logit in logits]
     total = functools.reduce(jnp.add, weights)
-    # Empty parts were never written: what lies there is skipped, not weighted.
+    # Empty splits were never written: what lies there is skipped, not weighted.
     kept = [jnp.where(weights[split] > 0, parts[:, :, split, :rows] * weights[split], 0.0) for split in range(splits)]
     out = functools.reduce(jnp.add, kept) / jnp.where(total > 0, total, 1.0)
     out = jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2)
@@ -140,7 +140,7 @@ def combine_rows(
 ) -> Float[Array, "B T N H"]:
     """One CTA for each query row, or two heads' rows where a row is half a warpgroup wide.
 
-    All parts are loaded before the first is used, so a CTA waits for memory once.
+    All splits are loaded before the first is used, so a CTA waits for memory once.
     """
     b, kv_heads, splits, _, head_dim = parts.shape
     at_once = max(LANES // head_dim, 1)
@@ -163,7 +163,7 @@ def combine_rows(
             for step in range(1, at_once):
                 later = lax.iota(jnp.int32, width) >= step * head_dim
                 factor = jnp.where(later, jnp.broadcast_to(factors[step][split], out.shape), factor)
-            # Empty parts were never written: what lies there is skipped, not weighted.
+            # Empty splits were never written: what lies there is skipped, not weighted.
             out += jnp.where(factor != 0, value * factor, 0.0)
         out_ref[batch, lax.div(block, jnp.int32(blocks)), head, lax.rem(block, jnp.int32(blocks))] = out.astype(dtype)
 
@@ -243,11 +243,11 @@ def store_fragments(target, tile, first_row) -> None:
 
 @thread_op(args=(SCALAR, *[GLOBAL] * 4))
 def _combine_fragments(block, parts, lses, target, sinks, *, rows: int) -> None:
-    """Four units of a KV head, a warp each, all of whose parts are asked for before the first is used.
+    """Four units of a KV head, a warp each, all of whose splits are asked for before the first is used.
 
     Args:
       block: int32 scalar, which four units.
-      parts: `[splits, R, H]` float32 in global memory, each normalised; lses: `[splits, R or more]`, natural, -inf where empty.
+      parts: `[splits, R, H]` float32 in global memory, each normalized; lses: `[splits, R or more]`, natural, -inf where empty.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
       sinks: `[G]` float32 in global memory, or None.
     """
@@ -280,7 +280,7 @@ def _combine_fragments(block, parts, lses, target, sinks, *, rows: int) -> None:
     for weight, values in zip(weights, found, strict=False):
         factor = arith.mulf(weight, share)
         some = arith.cmpf(arith.CmpFPredicate.UNE, factor, zero)
-        # Empty parts were never written: what lies there is skipped, not weighted.
+        # Empty splits were never written: what lies there is skipped, not weighted.
         added = [arith.select(some, arith.mulf(factor, value), zero) for value in values]
         sums = [arith.addf(a, b) for a, b in zip(sums, added, strict=True)]
     exists = arith.andi(inside, th.below(row, rows))
@@ -296,15 +296,15 @@ def combine_latent(
     parts: Float[Array, "B splits padded R"], stats: Float[Array, "B splits kinds wide"], rows: int, dtype: Any,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B rows R"], Float[Array, "B rows"]]:  # fmt: skip
-    """Output and natural lse of all parts, one CTA for each query row, or for several of a large batch.
+    """Output and natural lse of all splits, one CTA for each query row, or for several of a large batch.
 
-    Of the stats the first is a part's natural lse, the next two, if there are any, the factors of the left and the right half of
+    Of the stats the first is a split's natural lse, the next two, if there are any, the factors of the left and the right half of
     its columns. Parts of lse -inf were never written: what lies there is not used.
     """
     b, splits, _, rank = parts.shape
 
     def factor_of(stats_ref, batch, split, row, weight):
-        """Of a part's columns, in the sum."""
+        """Of a split's columns, in the sum."""
         if stats.shape[2] == 1:
             return jnp.broadcast_to(weight, (rank,))
         left, right = (jnp.broadcast_to(weight * stats_ref[batch, split, half, row], (rank,)) for half in (1, 2))
@@ -328,7 +328,7 @@ def combine_latent(
             for split, weight in enumerate(weights):
                 value = early[step][split] if split < EARLY else parts_ref[batch, split, row]
                 factor = factor_of(stats_ref, batch, split, row, weight * share)
-                # What lies in an empty part is skipped, not weighted.
+                # What lies in an empty split is skipped, not weighted.
                 out += jnp.where(factor != 0, value.astype(jnp.float32) * factor, 0.0)
             out_ref[batch, row] = out.astype(dtype)
             total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
@@ -358,14 +358,14 @@ def _kept_split(own, target, parts, lses, arrived, item, part, count, *, rows: i
 
 @thread_op(args=(*[GLOBAL] * 5, *[SCALAR] * 3), interpret=_kept_split)
 def combine_last(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
-    """Writes the output where the part is the only one; else leaves it to whoever finishes last, who adds up in the parts' order.
+    """Writes the output where the split is the only one; else the last CTA to finish combines all, in the splits' order.
 
     Args:
-      own: `[64, H]` float32 in shared memory, normalised.
+      own: `[64, H]` float32 in shared memory, normalized.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
       parts: `[I, R, H]` float32 in global memory; lses: `[I, 64]`, natural, the own row written already.
       arrived: counter of the sequence's head, 0 between calls.
-      item, part, count: place of this part in `parts`, and among the sequence's, and how many those are.
+      item, part, count: place of this split in `parts`, and among the sequence's, and how many those are.
     """
     quads = _Quads(target, rows)
     utils.warpgroup_barrier()
@@ -427,7 +427,7 @@ class _Quads:
 
 
 def _weigh(own, lses, row, first, count, rows: int) -> None:
-    """Weights of all parts in their sum, `[parts, 64]` float32, to shared memory that held the own part; a thread has one row."""
+    """Weights of all splits in their sum, `[splits, 64]` float32, to shared memory that held the own one; a thread has one row."""
     f32 = ir.F32Type.get()
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
     rounds = th.div(th.add(count, _LOGITS_AT_ONCE - 1), _LOGITS_AT_ONCE)
@@ -463,7 +463,7 @@ def _weigh(own, lses, row, first, count, rows: int) -> None:
 
 
 def _add_up(quads: _Quads, rows, parts, own, first, count) -> None:
-    """Some rows of all parts times their weights, as many loads on their way as registers hold."""
+    """Some rows of all splits times their weights, as many loads on their way as registers hold."""
     f32, at_once = ir.F32Type.get(), min(_LOADS_AT_ONCE // len(rows), 16)
     zero = utils.c(0.0, f32)
 
@@ -558,7 +558,7 @@ def combine_cluster(part, lse, target, *, rows: int, parts: int) -> None:
         for logit, values in zip(logits, loaded, strict=True):
             weight = th.exp(arith.subf(logit, offset))
             some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
-            # Empty parts were never written: what lies there is skipped, not weighted.
+            # Empty splits were never written: what lies there is skipped, not weighted.
             kept = [arith.select(some, value, zero) for value in values]
             sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
             total = arith.addf(total, weight)
@@ -709,14 +709,14 @@ def combine_mailbox(
     parts: Any, lses: Any, target: Any, first_item: Any, sequence: Any, head: Any, split: Any, busy: Any, *,
     shapes: SplitHeads,
 ) -> None:  # fmt: skip
-    """Adds up all parts of some rows of a head, weighted, in the parts' order, and writes them as bfloat16 to `target`.
+    """Combines all splits of some rows of a head, in the splits' order, and writes them as bfloat16 to `target`.
 
     Reads what `store_split` leaves until no word is EMPTY, and makes the words EMPTY again.
 
     Args:
-      parts: `[items, rows, H]`, float32 bits, normalised; lses: `[items, 64]`, natural.
+      parts: `[items, rows, H]`, float32 bits, normalized; lses: `[items, 64]`, natural.
       target: `[B * T, N * H / 2]` words.
-      first_item: of the head; split: which of its CTAs this is; busy: how many of its parts have keys, int32 scalars.
+      first_item: of the head; split: which of its CTAs this is; busy: how many of its splits have keys, int32 scalars.
     """
     lane, _ = th.lane_and_warp()
     for exists, row, column, address in _quads(shapes, target, sequence, head, split):
@@ -776,10 +776,10 @@ def _quads(shapes: SplitHeads, target, sequence, head, split):
 
 
 def _take_parts(shapes: SplitHeads, lse, values, busy) -> list[list]:
-    """A row's lse and a thread's four columns of the first `busy` parts, as soon as all are there; -inf and anything of the others.
+    """A row's lse and a thread's four columns of the first `busy` splits, as soon as all are there; -inf for the others.
 
     Args:
-      lse, values: addresses in the first part.
+      lse, values: addresses in the first split.
     """
     count, f32 = shapes.splits, ir.F32Type.get()
     strides = _strides(shapes)
@@ -813,7 +813,7 @@ def _empty_parts(shapes: SplitHeads, lse, values, busy, lane) -> None:
 
 
 def _strides(shapes: SplitHeads) -> tuple[int, int]:
-    """Bytes from one part's lse and values to the next one's."""
+    """Bytes from one split's lse and values to the next one's."""
     return 4 * ROWS, 4 * shapes.rows * shapes.head_dim
 
 

@@ -1,4 +1,4 @@
-"""Absorbed latent attention on Hopper: what the kernel takes, and the parts put together again."""
+"""Absorbed latent attention on Hopper: what the kernel takes, its launch, and the splits combined."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from dflash_kernels.attention.mla.launch import (
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
-FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
+FARTHEST = 1.5  # as in `choose`: the number of splits follows from the exact numbers of sequences, rows and keys
 
 
 def mla_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
@@ -57,7 +57,7 @@ def tuned(
 
 
 def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by."""
+    """Key of a call in the table of tuned choices: what must be the same, and sizes that may be near."""
     b, tokens, heads, _ = q.shape
     exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}
     page_size, table_width = latent_pages.shape[2], page_table.shape[1]

@@ -59,8 +59,8 @@ def attention(
 
     Returns:
       Output `[B, rows, R]` where `launch.direct`, else partial outputs `[B, splits, rows, R]` in `PARTS`, whose empty splits are
-      not written. Float32 `[B, splits, 1, rows or 64]` natural lse, -inf where empty; `[B, splits, 3, rows or 64]` of parts, whose
-      last two are what the left and the right half of a part's columns have to be multiplied with.
+      not written. Float32 `[B, splits, 1, rows or 64]` natural lse, -inf where empty; `[B, splits, 3, rows or 64]` of splits, whose
+      last two are what the left and the right half of a split's columns have to be multiplied with.
     """
     b = q.shape[0]
     if launch.direct:
@@ -165,7 +165,7 @@ class Tiles:
         high = jnp.where(first < self.q_len, jnp.maximum(self.limit(jnp.minimum(last, self.q_len - 1)), 0), 0)
         tiles = dealt = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
         if launch.rows > ROWS and launch.rows % ROWS:
-            # Two CTAs have some rows in common, and a part may hold what either has written: the same, if they are dealt alike.
+            # Two CTAs have some rows in common, and a split may hold what either has written: the same, if tiles are divided alike.
             longest = jnp.where(self.q_len > 0, jnp.maximum(self.limit(self.q_len - 1), 0), 0)
             dealt = lax.div(longest + (KEYS - 1), jnp.int32(KEYS))
         share = jnp.maximum(lax.div(dealt + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
@@ -240,7 +240,7 @@ class Tiles:
     def ask(self, tile, pages):
         """Starts a tile's way from memory to the L2, where the copies of all CTAs of the sequence find it a pair later.
 
-        Gains where short parts wait for memory; costs where the GPU is at its power limit all along.
+        Gains where short splits wait for memory; costs where the GPU is at its power limit all along.
         """
         if self.launch.direct or interpreting():
             return
@@ -251,7 +251,7 @@ class Tiles:
                 prefetch_rows(source)
 
     def widen(self, wg, stage):
-        """Makes 16-bit numbers of the eight-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
+        """Makes 16-bit numbers of the 8-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
         if not self.launch.quantised:
             return
         memory = self.memory

@@ -32,7 +32,7 @@ class Tuning:
     """Choices that change speed and rounding only. None: chosen from the shapes and the device.
 
     Attributes:
-      splits: parts each sequence's pages are dealt to.
+      splits: programs that share a sequence's pages (split-KV).
       rows: query rows of a program, a power of two from 16.
       keys: keys of a tile, a power of two from 16.
       stages: depth of the compiler's pipeline: tiles are double buffered from 5.

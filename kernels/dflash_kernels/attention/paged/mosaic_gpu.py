@@ -1,4 +1,4 @@
-"""Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
+"""Paged attention on Hopper: what the kernels take, heads folded into rows, and the splits combined."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from dflash_kernels.core.tuning import choose
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
 FEW_ROWS = 8
-FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
+FARTHEST = 1.5  # as in `choose`: the number of splits follows from the exact numbers of sequences, rows and keys
 
 
 def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
@@ -62,7 +62,7 @@ def tuned(
 def tuning_key(
     q: Array, k_pages: Array, page_table: Array, causal: bool, *, dealt: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by; `dealt`: its parts are a schedule's."""
+    """Key of a call in the table of tuned choices; `dealt`: its splits are a schedule's work items."""
     b, tokens, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     exact = {"dtype": str(q.dtype), "stored": str(k_pages.dtype), "head_dim": head_dim, "causal": causal}
