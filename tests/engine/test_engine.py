@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.engine.requests import Request
-from dflash_jax.errors import CapacityError, DFlashError, PromptError
+from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError
 from dflash_jax.models import bind
 from dflash_jax.sampling_params import SamplingParams
 
@@ -261,7 +261,7 @@ def test_requests_that_can_never_run_are_refused_first(make_pair, make_prompts):
         ([], SamplingParams(max_tokens=5), PromptError, r"prompts\[1\]: the prompt is empty"),
         ([5, 97], SamplingParams(max_tokens=5), PromptError, "97"),
         ([5, -1], SamplingParams(max_tokens=5), PromptError, "-1"),
-        ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), PromptError, "97"),
+        ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), ParameterError, "97"),
         (make_prompts((155,))[0], SamplingParams(max_tokens=6), CapacityError, "161"),
         (make_prompts((100,))[0], SamplingParams(max_tokens=6), CapacityError, "pages"),
     ]

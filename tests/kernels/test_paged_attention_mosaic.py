@@ -184,7 +184,7 @@ def test_schedule() -> None:
     for t in (1, 16):
         assert [planned(b, t).splits for b in (64, 8, 1)] == [1, 2, 16]
         assert planned(64, t).direct
-        assert [planned(b, t).once for b in (64, 8, 1)] == [False, True, True]
+        assert [planned(b, t).evict_first for b in (64, 8, 1)] == [False, True, True]
         launch = planned(8, t)
         shared = 64 * 128 * (2 + 4) + launch.stages * launch.keys * 128 * 4
         assert shared + 512 <= HALF_SHARED_MEMORY

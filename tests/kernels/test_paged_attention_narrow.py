@@ -156,7 +156,7 @@ def test_schedule() -> None:
         assert used <= HALF_SHARED_MEMORY
         assert launch.stages >= 4
         assert launch.direct == (b == 64)
-        assert launch.once
+        assert launch.evict_first
     assert plan_narrow(Tuning(), b=1, tokens=40, **shape, **MASK).row_blocks == 3
     assert plan_narrow(Tuning(), b=1, tokens=16, **shape | {"head_dim": 256}, **MASK).rows == 32
 

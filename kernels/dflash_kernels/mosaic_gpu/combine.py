@@ -185,10 +185,7 @@ def combine_fragments(
     group: int,
     dtype: Any,
 ) -> Float[Array, "B T N H"]:
-    """`combine_rows` of parts that `store_fragments` wrote: a thread has four columns of a row.
-
-    One sequence of 4,096 keys takes 10.46 us with 16 queries, and 10.94 with both in token order; with parts in float16 10.44.
-    """
+    """`combine_rows` of splits that `store_fragments` wrote: a thread has four columns of a row."""
     b, kv_heads, _, rows, head_dim = parts.shape
     units = rows // 8 * (head_dim // 16)
 

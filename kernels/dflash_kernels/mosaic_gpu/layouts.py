@@ -70,7 +70,7 @@ def _stored_transposed(target, first_feature, tile, *, rows: int, tokens: int) -
     target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = transposed
 
 
-def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any = None) -> None:
+def store_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
     """`target[token, first_feature + row] = tile[row, token]`, rounded to the target's dtype.
 
     Args:
@@ -79,7 +79,7 @@ def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, int
       tile: `[64, N]` in the layout of a matrix instruction's result.
       rows, tokens: what of the tile counts, the first ones of each.
     """
-    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens, interpret=interpret)
+    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens)
 
 
 @thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_stored_transposed)

@@ -45,7 +45,7 @@ class Launch(Protocol):
       keys: of a tile; copies: that fill one; stages: tiles in flight.
       splits, min_tiles: how many CTAs share a sequence's tiles, fewest tiles worth one; items: work items of a schedule, or 0.
       causal, window: which keys a query sees.
-      once: whether pages are copied evict-first.
+      evict_first: whether pages are copied evict-first.
     """
 
     @property
@@ -77,7 +77,7 @@ class Launch(Protocol):
     @property
     def window(self) -> tuple[int | None, int | None]: ...
     @property
-    def once(self) -> bool: ...
+    def evict_first(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class PagedKV:
             whole = pl.ds(0, launch.page_size)
             copies = [(page, whole, memory.at[stage, rows]) for page, rows in zip(pages, places, strict=True)]
         for page, rows, target in copies:
-            if launch.once:
+            if launch.evict_first:
                 arrival = tma.arrival(self.arrivals[f"{stream}_in"], stage)
                 tma.copy_page_once(pool, page, head, rows, target, arrival, one_warp=self.one_warp)
             else:
@@ -285,7 +285,7 @@ def paged_kv(
     if place is None:
         place = Place(lax.axis_index("b"), lax.axis_index("split"), jnp.int32(launch.splits))
     warpgroup = lax.axis_index("wg")
-    arrivals = tma.addresses(buffers) if launch.once else {}
+    arrivals = tma.addresses(buffers) if launch.evict_first else {}
     heads = lax.axis_index("heads")
     head, row_block = lax.rem(heads, jnp.int32(launch.kv_heads)), lax.div(heads, jnp.int32(launch.kv_heads))
     first_row = row_block * launch.block_rows + warpgroup * launch.rows

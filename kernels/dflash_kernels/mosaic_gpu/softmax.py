@@ -26,7 +26,7 @@ _VOTE = (
 FOLDED = 8  # columns of which each thread has its own: sums of so many need no exchange
 
 
-def online_step(scores: Any, row_max: Any, row_sum: Any, scale_log2: float) -> tuple[Any, Any, Any, Any]:
+def online_step(scores: Any, row_max: Any, row_sum: Any, scale_log2: Any) -> tuple[Any, Any, Any, Any]:
     """Softmax of one more tile of scores `[rows, keys]`.
 
     Returns:
@@ -40,7 +40,7 @@ def online_step(scores: Any, row_max: Any, row_sum: Any, scale_log2: float) -> t
     return weights, alpha, new_max, row_sum * alpha + weights.sum(axis=1)
 
 
-def exponents(scores: Any, scale_log2: float, offset: Any) -> Any:
+def exponents(scores: Any, scale_log2: Any, offset: Any) -> Any:
     """Scores as powers of two, less each row's offset."""
     return scores * scale_log2 - lax.broadcast_in_dim(offset, scores.shape, [0])
 

@@ -223,9 +223,9 @@ def copy_rows(source, column, target, *, rows: int) -> None:
     utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
 
-def copied(later: int, interpret: Any = None) -> None:
+def copied(later: int) -> None:
     """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
-    _wait_for_rows(later=later, interpret=interpret)
+    _wait_for_rows(later=later)
 
 
 @thread_op(interpret=lambda later: plgpu.commit_smem())

@@ -48,7 +48,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, latent_pages, kv_lora_rank, scale)
-    exact, sizes = described(q, latent_pages, page_table, causal)
+    exact, sizes = tuning_key(q, latent_pages, page_table, causal)
     tuning = tuning or choose("attention/mla", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, latent_pages, page_table, seq_lens, q_lens, latent_scale, scale=scale, causal=causal, tuning=tuning,
@@ -56,7 +56,7 @@ def tuned(
     )  # fmt: skip
 
 
-def described(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
     """What the table of choices knows a call by."""
     b, tokens, heads, _ = q.shape
     exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}

@@ -85,7 +85,7 @@ def attention(
 class _Launch:
     """What `paged_kv` reads of a launch, for one key head and no window."""
 
-    stages, keys, kv_heads, window, items, once = _STAGES, KEYS, 1, (None, None), 0, False
+    stages, keys, kv_heads, window, items, evict_first = _STAGES, KEYS, 1, (None, None), 0, False
     block_rows = rows = NARROW_ROWS
 
     def __init__(self, launch: Launch):

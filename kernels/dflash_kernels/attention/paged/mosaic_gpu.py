@@ -51,7 +51,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
-    exact, sizes = described(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
+    exact, sizes = tuning_key(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
     tuning = tuning or choose("attention/paged", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
@@ -59,7 +59,7 @@ def tuned(
     )  # fmt: skip
 
 
-def described(
+def tuning_key(
     q: Array, k_pages: Array, page_table: Array, causal: bool, *, dealt: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """What the table of choices knows a call by; `dealt`: its parts are a schedule's."""
@@ -96,7 +96,7 @@ def _attend(
     )  # fmt: skip
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs, and no hints.
-        launch = dataclasses.replace(launch, together=False, once=False)
+        launch = dataclasses.replace(launch, together=False, evict_first=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
@@ -114,7 +114,7 @@ def _attend(
     if k_scale is None or v_scale is None:
         # Of few rows a split in token order is as quick.
         if merge == "kernel" and not whole and interpret is None and rows > FEW_ROWS and head_dim % 16 == 0:
-            launch = dataclasses.replace(launch, by_lanes=True)
+            launch = dataclasses.replace(launch, fragments=True)
         out, parts_lse = sm90.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
     else:
         out, parts_lse = sm90_8bit.attention(
@@ -124,7 +124,7 @@ def _attend(
     lse = combine.combined_lse(parts_lse, q_lens, sinks, tokens, group)
     if whole:
         return out.reshape(q.shape), lse
-    if launch.by_lanes:
+    if launch.fragments:
         return combine.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
     if merge == "xla" or not combine.combines_rows(group, head_dim):
         return combine.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse

@@ -326,7 +326,7 @@ def _epilogue_of_nothing(cta: Cta) -> None:
 def _write(cta: Cta, out: Any, lse: Any) -> None:
     launch, work, o_sm = cta.launch, cta.work, cta.buffers["o_sm"]
     cta.lse_row.at[pl.ds(work.first_row, ROWS)][...] = lse
-    if launch.settles:
+    if launch.combines:
         if launch.together:
             cta.buffers["lse_sm"][...] = lse
         if out is not None:

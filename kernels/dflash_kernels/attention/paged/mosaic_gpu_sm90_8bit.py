@@ -1,24 +1,21 @@
 """The Hopper kernel for 8-bit pages: transposed products, so that what is stored in eight bits widens at most once.
 
-A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
-lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
-Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
-each row (`queries.put_scaled`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie
-with queries of two bytes, the hi ones as one set of rows and the lo ones as another, all in one unit: one of each row would be 30
-of a tile's 440 instructions, 1.5 % of the time of 64 sequences with 4,096 keys and 16 queries.
+A CTA is one warpgroup, two to a multiprocessor. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand
+of a matrix instruction may lie in registers, where bytes widen, and only the second must be in shared memory, where queries and
+softmax weights are small (`mosaic_gpu/transposed.py`). Bytes widen to float16, for which the hardware has an instruction or two;
+queries are brought into its range by a power of two of each row (`queries.put_scaled`), weights by the offset that they are taken
+from. int8 keys need not widen: they multiply as they lie with queries of two bytes, the hi ones as one set of rows and the lo
+ones as another, under one scale for all rows.
 
-The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
+The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. An offset is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
 
 int8 values multiply as float16 without an exponent, 128 too large, and outputs are less 128 in the end. Weights are added up before
-they are rounded, so they are off by up to 2^-12 of 128 more than with values that are less 128 in registers; those would take 32 of
-a tile's 413 instructions, 3 % of the time of 64 sequences with 4,096 keys and 16 queries.
-
-For float8 fewer instructions were no gain there: keys as they lie with queries of two float8 each (317 of 330, and sums of 14 bits)
-took as long, and so did a base and a unit that the product of keys and queries already had (309, one matrix instruction more).
+they are rounded, so they are off by up to 2^-12 of 128 more than with values that are less 128 in registers, which cost
+instructions.
 
 A tile's values multiply while the next tile's weights are made (FlashAttention-3's order within a warpgroup, arXiv:2407.08608
-section 3.2), and two CTAs share a multiprocessor.
+section 3.2). Measurements, and what was tried besides, are in docs/attention.md.
 """
 
 # Pallas declares ACC and its transforms less public than it documents them.

@@ -1,4 +1,4 @@
-"""The Hopper kernel: a CTA attends with 128 query rows of one sequence and head at a time, two warpgroups computing, one copying.
+"""The Hopper kernel, warp-specialized: a CTA has 128 query rows of one sequence and head at a time, two consumers and a producer.
 
 The third warpgroup fills a ring of tiles of keys and values in shared memory by TMA, from packed rows or from pages, and runs
 ahead into the next block of queries. The other two have 64 rows each and go through the tiles side by side, neither waiting for the
@@ -10,14 +10,7 @@ A warpgroup starts the scores of a tile and the values of the tile before togeth
 are multiplied (FlashAttention-3, arXiv 2407.08608, section 3.2), and waits for them halfway through its exponentials, so that the
 multiplications of the sums fill the other half.
 
-What bounds it, on an H200 that was kept busy, which its 690 W hold at 1.65 to 1.7 GHz, all programs in turns in one process,
-TFLOP/s for two prompts of 8,192 tokens, 16 heads of 128, bfloat16: 613 without and 580 with a causal mask, where one product at a
-time with warpgroups that take turns made 558 and 526. Without any softmax it was 755. A sample of where a warpgroup is, before
-maxima had four chains and exponentials two halves: of 2,720 cycles for a tile of 128 keys 605 hand over its 16 matrix
-instructions, 125 wait for scores, none for values, and the softmax takes the rest; the tensor cores were in use for 75 of 100.
-
-Tried there and not kept: turns of the two warpgroups (578 for 596), queries in registers (612 and 560), three warpgroups of 64
-rows (2.92 million cycles for 2.74), tiles of 192 keys (557 for 568, when products came one at a time).
+What bounds it is measured in docs/attention.md, and what was tried besides.
 """
 
 # Pallas declares ACC less public than it documents it.

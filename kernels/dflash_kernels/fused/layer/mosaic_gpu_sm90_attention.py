@@ -483,9 +483,7 @@ def _finish(split: Split, *carry: Any) -> None:
     lse = softmax.natural_lse(row_max, softmax.counted(row_sum, live), live)
     if split.attention.stages_8bit:
         inverse = inverse * split.refs["v_scale"][split.head]
-    factor = lax.broadcast_in_dim(inverse, accs[0].shape, [0])
-    # Not a product alone: rows past the live ones may hold NaN.
-    out = [jnp.where(factor != 0, acc * factor, 0.0) for acc in accs]
+    out = [softmax.scaled(acc, inverse) for acc in accs]
     combine.store_split(split.refs["attended"].at[split.work_item], split.refs["lses"].at[split.work_item], out, lse)
 
 

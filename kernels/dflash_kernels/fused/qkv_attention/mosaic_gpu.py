@@ -83,9 +83,9 @@ def _planned(
         pair = cut(Tuning(stages=2, together=True))
         made = pair if pair.pair else made
     # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
-    by_lanes = not made.direct and not made.pair and made.splits >= KERNEL_COMBINES
+    fragments = not made.direct and not made.pair and made.splits >= KERNEL_COMBINES
     # Clusters of more than two would need another kernel: their parts are put together afterwards.
-    made = dataclasses.replace(made, once=True, by_lanes=by_lanes, together=made.pair)
+    made = dataclasses.replace(made, evict_first=True, fragments=fragments, together=made.pair)
     return made, Attention(
         sequences=sequences, tokens=tokens, group=group, kv_heads=kv_heads, page_size=page_size, table_width=table_width,
         splits=made.splits, stages=made.stages, scale=scale,

@@ -70,7 +70,7 @@ def attention(
     """
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False, once=False, by_lanes=False)
+        launch = dataclasses.replace(launch, together=False, evict_first=False, fragments=False)
     b, rows, whole = shapes.sequences, -(-shapes.rows // 8) * 8, launch.direct or launch.together
     shape = (b, launch.tokens, launch.kv_heads, launch.group) if whole else (b, launch.kv_heads, launch.splits, rows)
     made = {"o": jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.bfloat16 if whole else jnp.float32)}
@@ -97,7 +97,7 @@ def attention(
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
-        merge = combine_fragments if launch.by_lanes else combine_xla
+        merge = combine_fragments if launch.fragments else combine_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
