@@ -123,7 +123,7 @@ def test_packed_rows_and_other_rotations_take_the_definition() -> None:
 def test_arguments_that_do_not_agree() -> None:
     pages, rows, q, slots, cos, sin, norm, _ = make_case(4, 2)
     call = inspect.unwrap(mla_write)
-    with pytest.raises(ValueError, match=r"\[P, 1, p, 160\]"):
+    with pytest.raises(ValueError, match=r"must be an array \[P, 1, p, stored\]"):
         call(pages[:, 0], rows, q, slots, cos, sin, norm=norm)
     with pytest.raises(ValueError, match=r"are not \[P, 1, p, 160\]"):
         call(pages[..., 1:], rows, q, slots, cos, sin, norm=norm)

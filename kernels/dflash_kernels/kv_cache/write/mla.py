@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages, is_wide
 from dflash_kernels.kv_cache.write.mosaic_gpu import mla_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import mla_write_reference
 
@@ -58,10 +58,14 @@ def mla_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    check_axes(rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
+    check_axes(latent_pages=(latent_pages, "P 1 p stored"), rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
     check_axes(cos=(cos, "T half"), sin=(sin, "T half"), norm=(norm, "R"))
     check_floats(rows=rows, q=q, cos=cos, sin=sin, norm=norm)
     check_integers(slots=slots)
+    if not is_wide(latent_pages) and latent_pages.dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+        raise ValueError(
+            f"latent_pages are bfloat16, float16, float32, float8_e4m3fn or packed bytes (uint8), not {latent_pages.dtype}"
+        )
     t, c = rows.shape
     check_latent_pages(latent_pages, None if latent_pages.dtype == jnp.uint8 else c)
     if slots.shape != (t,) or q.shape[0] != t or cos.shape[0] != t or cos.shape != sin.shape:

@@ -1,7 +1,7 @@
 """From the projection to attention in one operation: RMS norm, RoPE, quantization and the write to the pages."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -137,7 +137,7 @@ def kv_write(
     return KvWritten(*written)
 
 
-def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, head_dim: int) -> None:
+def _check_tokens(x: Any, slots: Any, cos: Any, sin: Any, head_dim: int) -> None:
     check_axes(projection=(x, "T F"), slots=(slots, "T"))
     check_floats(projection=x)
     check_integers(slots=slots)
@@ -156,17 +156,16 @@ def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, 
 
 
 def _checked_scales(
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Any,
+    v_pages: Any,
     k_norm: Array | None,
     k_scale: float | Array | None,
     v_scale: float | Array | None,
 ) -> tuple[Array | None, Array | None]:
     """A layer's scales as implementations get them: `[1]` or `[K]` with float8 pools, None with pools of plain numbers."""
-    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise ValueError(
-            f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
-        )
+    check_axes(k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"))
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike")
     pages, kv_heads, page_size, head_dim = k_pages.shape
     check_floats(**{} if k_norm is None else {"k_norm": k_norm})
     if k_norm is not None and k_norm.shape != (head_dim,):
