@@ -1,6 +1,7 @@
 # make demo    generates code with the pair that ships
 # make test    runs the tests, in two processes (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
 # make fuzz    opens 2,000 seeded mutations of a model folder, in two processes: a few minutes
+# make test-jax  lowers every op and the decode loop with the newest JAX that pyproject.toml names, in an environment of its own
 # make lint    ruff check, ruff format --check, pyright
 #
 # Each sets up .venv on first use and installs again when pyproject.toml changes. PYTHON=... names the interpreter to use.
@@ -13,11 +14,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # On a machine with an NVIDIA driver the demo wants the GPU; the tests run on the CPU either way.
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)
 
+# Tests and figures are of this version of JAX; `make test-jax` takes the newest one.
+JAX := 0.11.2
+NEWEST := .venv-jax
+
 # Continuous integration also runs the kernels written in Triton, interpreted.
 COMMA := ,
 EXTRAS := test$(if $(CI),$(COMMA)test-triton)
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test test-jax fuzz lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -25,6 +30,9 @@ demo: $(VENV)/installed-demo
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-jax: $(NEWEST)/installed
+	$(NEWEST)/bin/pytest -n 2 tests/kernels/test_cross_lowering.py tests/decoding/test_loop_lowers.py tests/decoding/test_cycle.py
 
 fuzz: $(VENV)/installed-test
 	$(BIN)/pytest -n 2 -m fuzz tests/fuzz
@@ -44,8 +52,14 @@ $(VENV)/installed-demo: pyproject.toml | $(BIN)/python
 
 $(VENV)/installed-test: pyproject.toml | $(BIN)/python
 	@echo "installing dflash-jax and its test tools into $(VENV) (a few minutes on first use)"
-	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' 'jax==$(JAX)' 'jaxlib==$(JAX)'
+	@touch $@
+
+$(NEWEST)/installed: pyproject.toml
+	@python=$$(.ci/find-python) && "$$python" -m venv $(NEWEST)
+	@echo "installing dflash-jax with the newest JAX into $(NEWEST) (a few minutes on first use)"
+	@$(NEWEST)/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[test]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache

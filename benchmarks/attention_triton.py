@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from attention import PEER, PEER_US, Case, error_of, implementation, inputs, measure, ragged, truth
 from card import H200
-from dflash_kernels.attention.paged.triton import CHOSEN, paged_attention_triton
-from dflash_kernels.attention.paged.triton_schedule import Tuning
+from dflash_kernels.attention.paged.triton import CHOSEN, Tuning, paged_attention_triton
 from record import Record, arguments
 
 CASES = [Case(b, 4096, t) for b in (64, 8, 1) for t in (1, 16)] + [Case(1, 4096, 512)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compile.serialization import compile_here, find_kernel_runtime, restore, serialise
+from dflash_jax.compile.jax_patches import compile_here, find_kernel_runtime, restore, serialise
 
 MOST = 16  # processes
 

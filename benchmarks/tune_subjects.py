@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import mla
 import prefill
 from dflash_kernels.attention.mla.launch import Tuning as LatentTuning
-from dflash_kernels.attention.mla.mosaic_gpu import described as latent_key
 from dflash_kernels.attention.mla.mosaic_gpu import tuned as tuned_latent
+from dflash_kernels.attention.mla.mosaic_gpu import tuning_key as latent_key
 from dflash_kernels.attention.paged.launch import Tuning as PagedTuning
-from dflash_kernels.attention.paged.mosaic_gpu import described as paged_key
 from dflash_kernels.attention.paged.mosaic_gpu import tuned as tuned_paged
+from dflash_kernels.attention.paged.mosaic_gpu import tuning_key as paged_key
 from dflash_kernels.attention.ragged.launch import Tuning as PromptTuning
-from dflash_kernels.attention.ragged.mosaic_gpu import described as prompt_key
+from dflash_kernels.attention.ragged.mosaic_gpu import tuning_key as prompt_key
 
 Choice = dict[str, Any]
 Key = tuple[dict[str, Any], dict[str, int]]

@@ -29,8 +29,7 @@ from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.engine import Engine
 from dflash_jax.engine import cycle_costs as costs
 from dflash_jax.engine.cycle_costs import bare_cost
-from dflash_jax.engine.requests import Request
-from dflash_jax.engine.resources import STOP_WIDTH
+from dflash_jax.engine.requests import STOP_WIDTH, Request
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS

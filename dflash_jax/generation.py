@@ -54,7 +54,7 @@ def generate(
     progress: bool = False,
     chat_options: Mapping[str, Any] | None = None,
 ) -> Completion | list[Completion]:
-    """Continues one prompt or several.
+    """Continues one prompt or several. Threads that call at once share one batch; each waits for its own prompts.
 
     Args:
       model: from `load`.
@@ -70,7 +70,6 @@ def generate(
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
-      DFlashError: the model is serving another call, of another thread or a stream that is not finished.
     """
     draft, chat = _flags(model, draft, chat, chat_options)
     single = is_single(prompts)
@@ -101,17 +100,17 @@ def stream(
     chat_options: Mapping[str, Any] | None = None,
     cycles: int = STREAM_CYCLES,
 ) -> Generator[Piece]:
-    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing it, or leaving it early, gives every page back.
+    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing it, or leaving it early, gives its pages back.
 
-    As every generator, it is stepped and closed by one thread at a time: whoever takes its steps in threads of their own, from
-    asyncio for example, awaits the last one before closing.
+    While nobody asks for the next piece, its prompts go on only where another thread generates with the model, and keep their
+    pages. As every generator, it is stepped and closed by one thread at a time: whoever takes its steps in threads of their own,
+    from asyncio for example, awaits the last one before closing.
 
     Args:
       cycles: decode cycles between two looks; 1 shows every cycle as it happens, more cost less, and more than 32 are 32.
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
-      DFlashError: at the first piece, while the model is serving another call.
     """
     if (count := as_integer(cycles)) is None or count < 1:
         raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")

@@ -16,8 +16,9 @@ import numpy as np
 
 from dflash_jax.bench.workload import Workload
 from dflash_jax.compile.programs import start_compiling
+from dflash_jax.decoding.state import Setup
 from dflash_jax.engine import Engine, Run
-from dflash_jax.engine.requests import Request
+from dflash_jax.engine.requests import Needs, Request
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
@@ -120,11 +121,11 @@ def measure(
     try:
         # The lengths to verify are learnt here too, as they are by whoever serves for longer than a benchmark.
         _serve(model, workload, concurrency, max(2, concurrency), draft)
-        verified = Counter(engine.lengths.cycles)
+        verified = Counter(engine.verify_policy.cycles)
         warm, started = engine.programs.compile_s, time.perf_counter()
         traces = _serve(model, workload, concurrency, requests, draft)
         seconds = time.perf_counter() - started - (engine.programs.compile_s - warm)
-        verified = engine.lengths.cycles - verified
+        verified = engine.verify_policy.cycles - verified
     finally:
         engine.imposed_acceptance, engine.share_prefixes = None, shared
     counts = [count for trace in traces for count in trace.counts]
@@ -166,23 +167,26 @@ def programs(
     """Functions that compile, one program each, all that `measure` with these arguments can need: what prompts are prefilled by,
     and cycles of every length that is likely to be verified."""
     engine, users = model.engine, concurrency
+    requests = list(_requests(workload, max(users, len(workload.prompts))))
+    needs = Needs.of(request.needs for request in requests)
     engine.imposed_acceptance = imposed_acceptance
     try:
-        run = _run(model, list(_requests(workload, max(users, len(workload.prompts)))), draft, users)
+        setup = engine.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
+        first = list(_run(model, requests, draft, users).first_jobs())
     finally:
         engine.imposed_acceptance = None
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
-    lengths = _likely(engine, run, users, float(np.mean(sizes)), imposed_acceptance)
-    setups = [run.setup.verifying(length) for length in lengths]
+    lengths = _likely(engine, setup, users, float(np.mean(sizes)), imposed_acceptance)
+    setups = [setup.verifying(length) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
-    loops = [Jobs(engine, setup, run.stop_width).loop(users, width) for setup in setups for width in widths]
-    return [*run.first_jobs(), *_prompts(engine, run, workload, users), *loops]
+    loops = [Jobs(engine, setup, needs.stop_width).loop(users, width) for setup in setups for width in widths]
+    return [*first, *_prompts(engine, Jobs(engine, setup, needs.stop_width), workload, users), *loops]
 
 
-def _prompts(engine: Engine, run: Run, workload: Workload, users: int) -> list[Callable[[], None]]:
+def _prompts(engine: Engine, jobs: Jobs, workload: Workload, users: int) -> list[Callable[[], None]]:
     """What prefills one of the prompts, part by part, and as many ends and prompts together as may arrive."""
-    jobs, lengths = Jobs(engine, run.setup, run.stop_width), {len(prompt) for prompt in workload.prompts}
+    lengths = {len(prompt) for prompt in workload.prompts}
     buckets, parts, lasts = engine.buckets, set[tuple[int, tuple[int, int]]](), set[int]()
     for length in lengths:
         filled = last = 0
@@ -200,9 +204,9 @@ def _prompts(engine: Engine, run: Run, workload: Workload, users: int) -> list[C
     return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for _, (rows, _) in parts}))]
 
 
-def _likely(engine: Engine, run: Run, users: int, context: float, imposed: float | None) -> Sequence[int]:
+def _likely(engine: Engine, setup: Setup, users: int, context: float, imposed: float | None) -> Sequence[int]:
     """Lengths that may be verified; where acceptance is imposed, those that do not gain far less for their time than the best."""
-    lengths, cost = engine.verify_lengths(run.setup, users), engine.lengths.cost
+    lengths, cost = engine.verify_lengths(setup, users), engine.verify_policy.cost
     if cost is None or imposed is None:
         return lengths
     rates = {length: min(length, imposed) / cost.ms(users, length, context) for length in lengths}

@@ -9,7 +9,7 @@ from dflash_jax.options import FLAGS
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command's arguments. `COMMANDS` in `dflash_jax.cli.main` runs what `command` names."""
+    """Every command's arguments. `COMMANDS` in `dflash_jax.cli.commands` runs what `command` names."""
     parser = Parser(
         prog="dflash-jax", description="DFlash speculative decoding in pure JAX.",
         epilog="dflash-jax COMMAND --help tells the options of a command. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a "

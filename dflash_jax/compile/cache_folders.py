@@ -1,4 +1,4 @@
-"""Compiled programs in folders of the user's own: the engine's (`stored_programs`), and JAX's persistent cache for all others.
+"""Compiled programs in folders of the user's own: the engine's (`executable_cache`), and JAX's persistent cache for all others.
 
 Whoever can write to these folders can run code in the processes that read them. So they are made with mode 0700, and one that
 others could write to, could swap for another one, or have left something in is refused; root may, as it may everything. The library

@@ -14,27 +14,33 @@ the folder must be the user's own (`private_folders.open_private`), all is done 
 once what was opened is known to be the user's own file, which nobody else may write to.
 """
 
+import dataclasses
+import functools
 import hashlib
+import importlib
 import json
+import math
 import os
+import platform
 import secrets
 import stat
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from dflash_jax.compile.described import NotDescribable, describe, rebuild
-from dflash_jax.compile.fingerprint import environment, settings
-from dflash_jax.compile.private_folders import foreign, open_private
-from dflash_jax.compile.serialization import (
+from dflash_jax.compile.jax_patches import (
     NotSerialisable,
     compile_here,
     device_of,
@@ -42,10 +48,23 @@ from dflash_jax.compile.serialization import (
     restore,
     serialise,
 )
+from dflash_jax.compile.private_folders import foreign, open_private
 
 MAGIC = b"dflash_jax program 1\n"
 SUFFIX, PARTIAL = ".program", ".partial"
 MOST_BYTES = 8 << 30
+PACKAGE = "dflash_jax"  # whose dataclasses a description may name
+# The packages whose Python becomes programs; their own dependencies do not.
+SOURCES = ("dflash_jax", "dflash_kernels")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy", "jax-triton", "triton")
+VARIABLES = ("XLA_", "TF_", "MOSAIC_", "PALLAS_", "TRITON_", "NVIDIA_TF32", "CUBLAS", "CUDNN", "LIBTPU_INIT_ARGS")
+# Of them: memory, messages, and places that JAX sets itself when it first traces a kernel.
+NEUTRAL_VARIABLES = (
+    "XLA_PYTHON_CLIENT_", "TF_CPP_", "TRITON_CACHE_DIR", "MOSAIC_GPU_CUDA_ROOT", "MOSAIC_GPU_RUNTIME_LIB_PATH",
+    "MOSAIC_GPU_NVSHMEM_",
+)  # fmt: skip
+# Of JAX's settings: where things are kept and what is told about them.
+NEUTRAL_SETTINGS = ("cache", "log", "traceback", "dump")
 # Longer than anybody takes to write one file.
 ABANDONED_SECONDS = 3600.0
 
@@ -216,3 +235,145 @@ def _nothing() -> None:
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
+
+
+# The key: what a program is made for, as JSON. Two things that differ have different texts, and what cannot be told apart this way
+# is refused. It is also read back, so that no pickle is needed to remember a pytree.
+
+
+class NotDescribable(ValueError):
+    """A value that has no description."""
+
+
+def describe(value: Any) -> Any:
+    """JSON for a tree of dataclasses, tuples, lists, mappings, plain values, dtypes, and arrays or their shapes.
+
+    Of an array there is the shape, the dtype and whether the dtype is weak; a NumPy number is an array.
+
+    Raises:
+      NotDescribable: something else is in it.
+    """
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return {"array": [list(value.shape), str(value.dtype), bool(getattr(value, "weak_type", False))]}
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [describe(part) for part in value]}
+    if isinstance(value, Mapping) and all(type(name) is str for name in value):
+        return {"dict": {name: describe(value[name]) for name in sorted(value)}}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        fields = {one.name: describe(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {"dataclass": f"{kind.__module__}:{kind.__qualname__}", "fields": fields}
+    raise NotDescribable(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def rebuild(described: Any) -> Any:
+    """What `describe` gave this for, with `jax.ShapeDtypeStruct` in place of arrays.
+
+    Raises:
+      NotDescribable: `describe` cannot have given it, or it names a dataclass that is not this package's.
+    """
+    if not isinstance(described, dict):
+        return described
+    try:
+        match described:
+            case {"float": text}:
+                return float(text)
+            case {"dtype": name}:
+                return jnp.dtype(name)
+            case {"array": [shape, dtype, weak]}:
+                return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), weak_type=weak)
+            case {"tuple": parts}:
+                return tuple(rebuild(part) for part in parts)
+            case {"list": parts}:
+                return [rebuild(part) for part in parts]
+            case {"dict": items}:
+                return {name: rebuild(item) for name, item in items.items()}
+            case {"dataclass": name, "fields": fields}:
+                return _dataclass(name)(**{field: rebuild(item) for field, item in fields.items()})
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise NotDescribable(str(error)) from error
+    raise NotDescribable(f"unknown entry {sorted(described)}")
+
+
+def _dataclass(name: str) -> type:
+    module, _, qualname = name.partition(":")
+    if module.split(".")[0] != PACKAGE:
+        raise NotDescribable(f"{name} is not of {PACKAGE}")
+    found = getattr(importlib.import_module(module), qualname)
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise NotDescribable(f"{name} is no dataclass")
+    return found
+
+
+# The rest of the key: this package's sources, its neighbours' versions, the device, JAX's settings.
+
+
+def settings() -> dict[str, str]:
+    """JAX's settings as they are for this thread, and the switches of this package that change what is traced."""
+    from dflash_jax.execution import plan
+
+    found = {
+        name: str(getattr(jax.config, name, None))
+        for name in sorted(jax.config.values)
+        if not any(part in name for part in NEUTRAL_SETTINGS)
+    }
+    switches = (plan.PERSISTENT, plan.PERSISTENT_ATTENTION, plan.FUSED_DENSE)
+    return found | {"switches": ",".join(map(str, switches))}
+
+
+@functools.cache
+def environment(device: Any) -> dict[str, Any]:
+    """What stays for a process: sources, versions, variables, and the machine with its driver."""
+    return {
+        "sources": sources(), "versions": {name: _version(name) for name in PACKAGES}, "device": _device(device),
+        "variables": {
+            name: value for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLES) and not name.startswith(NEUTRAL_VARIABLES)
+        },
+    }  # fmt: skip
+
+
+@functools.cache
+def sources() -> str:
+    """One hash of all Python and JSON files of the packages that trace programs. A model's weights are none of them."""
+    digest = hashlib.sha256()
+    for package in SOURCES:
+        root = Path(str(resources.files(package)))
+        files = [path for path in root.rglob("*") if path.suffix in (".py", ".json")]
+        for path in sorted(path for path in files if "pair" not in path.relative_to(root).parts):
+            content = path.read_bytes()
+            digest.update(f"{package}/{path.relative_to(root).as_posix()}:{len(content)}:".encode() + content)
+    return digest.hexdigest()
+
+
+def _device(device: Any) -> dict[str, str]:
+    names = ("platform", "device_kind", "compute_capability", "core_count")
+    found = {name: str(getattr(device, name, "")) for name in names}
+    found["runtime"] = device.client.platform_version
+    # The code of a CPU's programs uses whatever its machine has; that of a GPU's calls the driver.
+    found["machine"] = f"{platform.machine()} {_lines('/proc/cpuinfo', ('model name', 'flags', 'Features'))}"
+    if device.platform == "gpu":
+        found["machine"] = f"{platform.machine()} {_lines('/proc/driver/nvidia/version', ('NVRM',))}"
+    return found
+
+
+def _lines(path: str, names: tuple[str, ...]) -> str:
+    """The first line that begins with each of `names`; nothing where there is no such file."""
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(next((line for line in lines if line.startswith(name)), "") for name in names)
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

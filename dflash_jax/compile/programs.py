@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from dflash_jax.compile.mosaic_kernels import kernels_side_by_side
+from dflash_jax.compile.jax_patches import kernels_side_by_side, name_values_once
 from dflash_jax.compile.tracing import Line, no_collection, place, short_turns
-from dflash_jax.compile.value_names import name_values_once
 
 if TYPE_CHECKING:
     from dflash_jax.compile.executable_cache import StoredPrograms

@@ -158,7 +158,7 @@ def _alike(ours: Any, theirs: Any) -> bool:
 
 
 def commit_context(
-    drafter, state: DecodeState, page_table: Int[Array, "B W"], plan: ContextPlan | None, workspace: Any = None
+    drafter, state: DecodeState, page_table: Int[Array, "B W"], plan: ContextPlan | None = None, workspace: Any = None
 ):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):

@@ -1,22 +1,62 @@
-"""The engine that `generate` and `stream` use."""
+"""The engine's face: `submit`, `step`, `abort`, and `run` for callers that wait."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.decoding.state import Setup
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.resources import MAX_CYCLES, Resources
-from dflash_jax.engine.scheduler import Run
+from dflash_jax.engine.run import Run
+from dflash_jax.engine.scheduler import Scheduler
+from dflash_jax.engine.slots import Sink
 from dflash_jax.engine.warmup import warmup_jobs
-from dflash_jax.errors import CapacityError, PromptError
+from dflash_jax.errors import CapacityError, ParameterError, PromptError
 
 
 class Engine(Resources):
-    """Serves requests over one target and, where there is one, its drafter. Made with the attributes of `Resources`."""
+    """Serves requests over one target and, where there is one, its drafter. Made with the attributes of `Resources`.
+
+    Attributes:
+      scheduler: serves all requests, whichever thread they come from.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.scheduler = Scheduler(self)
+
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        *,
+        draft: bool = True,
+        cycles: int = MAX_CYCLES,
+        slots: int | None = None,
+    ) -> int:
+        """Queues a request from any thread and returns its ticket. It gets on while some thread calls `step`, or waits for a `run`.
+
+        Args:
+          sink: called with the ticket and an `Update`, or the error that ended the request, by the thread that steps: it must not
+            block.
+          draft, cycles, slots: see `Scheduler.submit`.
+
+        Raises:
+          PromptError, ParameterError, CapacityError: see `check`; nothing is queued.
+        """
+        self.check(request)
+        return self.scheduler.submit(request, sink, draft=self._drafts(draft), cycles=cycles, slots=slots)
+
+    def step(self) -> bool:
+        """One step for all requests; False when there is none left. See `Scheduler.step`."""
+        return self.scheduler.step()
+
+    def abort(self, ticket: int) -> None:
+        """Ends a request from any thread; does nothing where it has ended. See `Scheduler.abort`."""
+        self.scheduler.abort(ticket)
 
     def run(
         self, requests: Sequence[Request], *, draft: bool = True, cycles: int = MAX_CYCLES, slots: int | None = None
     ) -> Run:
-        """Starts serving `requests`; iterate the result for updates.
+        """Serves `requests` beside those of others; iterate the result for updates.
 
         Args:
           requests: all are checked before any work starts. `Run.add` brings more.
@@ -25,17 +65,16 @@ class Engine(Resources):
           slots: how many run side by side; None for as many as there are requests, at most `max_batch` either way.
 
         Raises:
-          PromptError, CapacityError: see `check`.
-          DFlashError: another run of this engine is not finished (at the first update).
+          PromptError, ParameterError, CapacityError: see `check`.
         """
         for request in requests:
             try:
                 self.check(request)
-            except (PromptError, CapacityError) as error:
+            except (PromptError, ParameterError, CapacityError) as error:
                 if len(requests) == 1:
                     raise
                 raise type(error)(f"prompts[{request.index}]: {error}") from None
-        return Run(self, requests, draft=draft and self.draft is not None, cycles=cycles, slots=slots)
+        return Run(self, requests, draft=self._drafts(draft), cycles=max(1, min(cycles, MAX_CYCLES)), slots=slots)
 
     def warmup_jobs(
         self, setups: Iterable[Setup], batch: Iterable[int] | None = None
@@ -46,3 +85,6 @@ class Engine(Resources):
           batch: numbers of slots; None for every bucket.
         """
         return warmup_jobs(self, setups, batch)
+
+    def _drafts(self, draft: bool) -> bool:
+        return draft and self.draft is not None

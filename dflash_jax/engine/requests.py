@@ -1,9 +1,9 @@
 """What goes into the engine and what comes out of it, and how a request looks on the device."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
 
+MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
+STOP_WIDTH = 8  # stop ids that a slot has room for at least
+
 
 @dataclass
 class Request:
@@ -23,7 +26,6 @@ class Request:
       index: the caller's number for it, repeated in every update.
       eos_ids: the model's end tokens.
       seed: drawn here when the parameters name none.
-      produced: tokens emitted so far, kept by the engine.
     """
 
     index: int
@@ -31,7 +33,6 @@ class Request:
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
     seed: int = -1
-    produced: int = 0
 
     def __post_init__(self):
         if self.seed < 0:
@@ -50,6 +51,41 @@ class Request:
             return "full"
         return "sampled" if p.temperature > 0 else "greedy"
 
+    @property
+    def needs(self) -> "Needs":
+        return Needs(self.mode, self.params.logprobs is not None, stop_bucket(len(self.stop_ids)))
+
+
+class Needs(NamedTuple):
+    """What requests that run together ask of their programs. A program that offers more serves them too.
+
+    Attributes:
+      mode: the simplest that serves all of them.
+      logprobs: whether somebody wants log-probabilities.
+      stop_width: stop ids of a slot, a bucket.
+    """
+
+    mode: Mode = "greedy"
+    logprobs: bool = False
+    stop_width: int = STOP_WIDTH
+
+    @classmethod
+    def of(cls, each: Iterable["Needs"]) -> "Needs":
+        """Those of all together."""
+        mode, logprobs, stop_width = cls()
+        for one in each:
+            mode = one.mode if MODES.index(one.mode) > MODES.index(mode) else mode
+            logprobs, stop_width = logprobs or one.logprobs, max(stop_width, one.stop_width)
+        return cls(mode, logprobs, stop_width)
+
+    def covers(self, other: "Needs") -> bool:
+        return Needs.of((self, other)) == self
+
+
+def stop_bucket(stops: int) -> int:
+    """Stop ids of a slot in the smallest program that holds so many: 8, 16, 32, ..."""
+    return max(STOP_WIDTH, 1 << (stops - 1).bit_length() if stops else 0)
+
 
 @dataclass
 class Update:
@@ -63,6 +99,8 @@ class Update:
       finish_reason: "eos", "stop" (a stop token id), "length", or None while it goes on.
       stop_reason: the id that ended it.
       seconds: time of the device call that gave this update, compilation excluded.
+      start: tokens that the request had before.
+      cached: with the first token, tokens of the prompt that were found in pages.
     """
 
     index: int
@@ -74,11 +112,19 @@ class Update:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | None = None
+    start: int = 0
+    cached: int = 0
 
     @classmethod
-    def collect(cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float) -> "Update":
-        """From emitted rows `[cycles, slots, ...]` on the host, one slot's column."""
-        update = cls(request.index, [], [], [], first, seconds)
+    def collect(
+        cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float, start: int = 0
+    ) -> "Update":
+        """From emitted rows `[cycles, slots, ...]` on the host, one slot's column.
+
+        Args:
+          start: tokens that the request had before.
+        """
+        update = cls(request.index, [], [], [], first, seconds, start=start)
         wanted, tokens = request.params.logprobs, rows.tokens[:, column]
         both = zip(rows.counts[:, column].tolist(), rows.accepted[:, column].tolist(), strict=True)
         for cycle, (count, accepted) in enumerate(both):
@@ -98,12 +144,12 @@ class Update:
         return update
 
     def finish(self, request: Request) -> None:
-        """Sets the finish reason from the last token and the count; `request.produced` includes this update."""
-        last = self.tokens[-1] if self.tokens else None
-        if last is not None and last in request.stop_ids and request.produced > request.params.min_tokens:
+        """Sets the finish reason from the last token and the count."""
+        last, produced = self.tokens[-1] if self.tokens else None, self.start + len(self.tokens)
+        if last is not None and last in request.stop_ids and produced > request.params.min_tokens:
             ends = last in request.eos_ids and not request.params.ignore_eos
             self.finish_reason, self.stop_reason = ("eos" if ends else "stop"), last
-        elif request.produced >= request.params.max_tokens:
+        elif produced >= request.params.max_tokens:
             self.finish_reason = "length"
 
 

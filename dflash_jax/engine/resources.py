@@ -1,7 +1,7 @@
 """What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
-from dflash_jax.compile.programs import Programs
+from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
@@ -29,7 +29,6 @@ CYCLES_PER_CHUNK = 4
 LARGEST_PART = 512
 # However short it is, a part of a prompt reads all weights: it costs as much as one of so many tokens.
 LEAST_TOKENS = 256
-STOP_WIDTH = 8
 
 
 @dataclass
@@ -50,8 +49,8 @@ class Resources:
       draft_window: see `Setup`.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
-      goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see `engine.ahead`. None
-        does so on GPUs, once calls have been seen to return while the device works.
+      goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
+        `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       allocator: the account of pages; all are free whenever nothing runs.
     """
 
@@ -96,11 +95,10 @@ class Resources:
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
         self._lengths: VerifyPolicy | None = None
-        self.keys: dict[tuple, tuple] = {}  # of programs, by what `engine.fitting` calls them
-        self.returns_early = False  # as `engine.ahead` has seen it
+        self._keys: dict[tuple, tuple] = {}  # of programs, by shorter names
 
     def __copy__(self) -> "Resources":
-        """Same weights and programs, pages of its own: what one finds in its pages the other's do not hold."""
+        """Shares weights and programs; fresh KV pools and prefix cache."""
         return replace(self)
 
     @property
@@ -168,7 +166,7 @@ class Resources:
         )  # fmt: skip
 
     @property
-    def lengths(self) -> VerifyPolicy:
+    def verify_policy(self) -> VerifyPolicy:
         """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
         if self.draft is None:
             return VerifyPolicy(1, None)
@@ -180,7 +178,18 @@ class Resources:
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
         """Verified lengths that may be chosen with so many slots."""
-        return (setup.offered,) if setup.draft is None else self.lengths.candidates(slots, self.max_model_len / 2)
+        return (setup.offered,) if setup.draft is None else self.verify_policy.candidates(slots, self.max_model_len / 2)
+
+    def program_status(self, name: tuple, arguments: Callable[[], tuple]) -> Status:
+        """Whether a program is compiled.
+
+        Args:
+          name: tells it from all others of this engine; short, for it is asked for between two calls of the device.
+          arguments: what `Programs.prepare` takes for it, found out once: that takes long.
+        """
+        if name not in self._keys:
+            self._keys[name] = self.programs.key(*arguments())
+        return self.programs.status(self._keys[name])
 
     def take_pools(self) -> tuple[Pages, Pages]:
         """The page pools, made on first use and again when an interrupted call has consumed them."""

@@ -1,279 +1,230 @@
-"""One pass over requests: who gets a slot, what the device does next, and what comes back."""
+"""Continuous-batching scheduler: `submit`, `step`, `abort`.
 
-import inspect
+A step starts what can be started (a part of a prompt, cycles) and looks at what came back first. It is long-lived and owns no
+thread: whoever waits for results steps it, for everybody (`Scheduler.advance`). `Scheduler` decides who gets a slot, pages and the
+next call; `Batch` makes the calls; `InFlight` keeps what was started and not looked at.
+"""
+
+import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Event
+from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
 
+from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.prefill import prefill_chunk
 from dflash_jax.decoding.resize import without_pools
-from dflash_jax.decoding.sampling import Mode
-from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.engine import shutdown as leaving
-from dflash_jax.engine.ahead import Ahead, Call, First
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
-from dflash_jax.engine.fitting import Fitting
 from dflash_jax.engine.memory import named_memory_errors
-from dflash_jax.engine.prompts import Prompts
-from dflash_jax.engine.requests import Request, Update, empty_state, on_host
-from dflash_jax.engine.resources import CYCLES_PER_CHUNK, MAX_CYCLES, STOP_WIDTH, Resources
-from dflash_jax.engine.slots import Job, Slots
-from dflash_jax.engine.warmup import first_jobs, resize_program
-from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.engine.requests import Needs, Request, Update, empty_state, on_host, request_arrays, request_rows
+from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, Resources
+from dflash_jax.engine.slots import Job, Sink, Slots
+from dflash_jax.engine.verify_policy import Kind, kind_of
+from dflash_jax.engine.warmup import Jobs, admit_program, resize_program
 
-MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
+# Calls in flight: one that runs, and one behind it.
+MOST_IN_FLIGHT = 2
+# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
+FEW_CYCLES = 2
+# Seconds after which a thread that waits for another one's steps looks by itself.
+PATIENCE_S = 0.05
 
 
-class Run:
-    """One pass over a list of requests. Iterating yields `Update`s; closing it gives every page back.
+class Row(NamedTuple):
+    """Where a request's results are among those of a call.
 
-    Requests are admitted in order of arrival, each as soon as a slot is free and the pool has room for its prompt beside what the
-    running ones need for their next few cycles. A pool that runs out is answered with fewer cycles for each look at the results,
-    then by taking the pages of the youngest request, which is prefilled again later and goes on where it was.
+    Attributes:
+      stay: the request's stay in a slot that they belong to.
+      column: of the call's rows.
     """
 
-    def __init__(self, core: Resources, requests: Sequence[Request], *, draft: bool, cycles: int, slots: int | None):
-        self.core, self.cycles = core, max(1, min(cycles, MAX_CYCLES))
-        self.setup = core.setup(mode="greedy", draft=draft)
-        self.waiting: deque[Job] = deque()
-        self.arrivals = self.preemptions = 0
-        self.cancelled: set[int] = set()
-        stops = max((len(request.stop_ids) for request in requests), default=0)
-        self.stop_width = max(STOP_WIDTH, 1 << (stops - 1).bit_length() if stops else 0)
-        self.most_slots = count = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
-        root = (b"with drafter" if draft else b"target alone") if core.share_prefixes else None
-        self.slots = Slots(count, core.buckets.width[-1], core.allocator, core.page_size, root)
-        self.retired = np.zeros((count,), bool)
-        for request in requests:
-            self._queue(request)
-        self.prompts, self.fitting, self.ahead = Prompts(self), Fitting(self), Ahead(self)
-        self._updates = self._serve()
-        leaving.watch(self._updates)
-
-    def __iter__(self) -> Iterator[Update]:
-        return self._updates
-
-    def add(self, request: Request) -> None:
-        """Queues one more request, between two updates.
-
-        Raises:
-          PromptError, CapacityError: see `Resources.check`.
-          ParameterError: it has more stop ids than the run was started for, or the index of one that was cancelled.
-          DFlashError: the run has ended.
-        """
-        if inspect.getgeneratorstate(self._updates) == inspect.GEN_CLOSED:
-            raise DFlashError("the run has ended, nobody would serve the request: start another run")
-        if request.index in self.cancelled:
-            raise ParameterError(f"index {request.index} was cancelled in this run: give the request another one")
-        self.core.check(request)
-        if len(request.stop_ids) > self.stop_width:
-            raise ParameterError(
-                f"{len(request.stop_ids)} stop ids, a run started without them takes {self.stop_width}"
-            )
-        self.ahead.open()
-        self._queue(request)
-
-    def cancel(self, index: int) -> None:
-        """Ends the request with this index before its next cycle; no update of it follows."""
-        self.cancelled.add(index)
-
-    def close(self) -> None:
-        """Ends the run; every page is free afterwards."""
-        self._updates.close()
-
-    def first_jobs(self) -> Iterator[Callable[[], None]]:
-        """Functions that compile, one program each, what this run will call first. Weights may still be shapes."""
-        yield from first_jobs(
-            self.core, self.setup, [job.request for job in self.waiting], slots=len(self.slots.jobs),
-            stop_width=self.stop_width, cycles=(min(self.cycles, CYCLES_PER_CHUNK), self.cycles),
-            length=self.fitting.first_length([job.request for job in self.waiting]),
-        )  # fmt: skip
-
-    def _queue(self, request: Request) -> None:
-        """Puts a request last, and makes the run's programs ones that serve it too."""
-        mode: Mode = request.mode if MODES.index(request.mode) > MODES.index(self.setup.mode) else self.setup.mode
-        logprobs = self.setup.logprobs or request.params.logprobs is not None
-        self.setup: Setup = replace(self.setup, mode=mode, logprobs=logprobs)
-        self.waiting.append(Job(request, self.arrivals))
-        self.arrivals += 1
-
-    def _serve(self) -> Generator[Update]:
-        core, ours = self.core, False
-        try:
-            with core.taking:
-                if core.busy:
-                    raise DFlashError(
-                        "this model is generating already: finish or close that stream first, or load the model twice"
-                    )
-                core.busy = ours = True
-            if core.allocator.num_free < core.allocator.num_pages:
-                # Nobody else runs: an interrupt came while a run that was interrupted gave its pages back.
-                core.allocator.reclaim()
-            with named_memory_errors("requests were served"):
-                try:
-                    yield from self._turns()
-                except GeneratorExit:  # also when Python ends, with no name left of what is below
-                    raise
-                except jax.errors.JaxRuntimeError:
-                    core.lose_pools()
-                    raise
-        except BaseException:
-            # An interrupt can come at any point, also in the middle of a change of the account.
-            if ours:
-                core.allocator.reclaim()
-            raise
-        finally:
-            if ours:
-                core.busy = False
-
-    def _turns(self) -> Iterator[Update]:
-        core = self.core
-        self.state = empty_state(self.setup, len(self.slots.jobs), self.stop_width, core.dtype, core.take_pools())
-        while self.waiting or self.slots.taken:
-            leaving.check()
-            # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's came
-            # 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and 64 tokens
-            # took 1 ms longer, 2 to 3 %.
-            while not self.ahead.full and self._start():
-                pass
-            if self.ahead.items:
-                item = self.ahead.take()
-                yield from self.prompts.first_tokens(item) if isinstance(item, First) else self._look(item)
-
-    def _start(self) -> bool:
-        """Gives the device the next part of a prompt, or cycles; False where there is nothing, or results have to be seen first."""
-        self.drop_cancelled()
-        return self.prompts.start() or self._start_cycles()
-
-    def drop_cancelled(self) -> None:
-        """Takes queue places and slots from requests that were cancelled since the last look."""
-        if self.cancelled:
-            self.waiting = deque(job for job in self.waiting if job.request.index not in self.cancelled)
-            for job in self.slots.taken:
-                if job.request.index in self.cancelled:
-                    self._take_slot(job)
-
-    def _take_slot(self, job: Job) -> None:
-        """The device learns of it with the next cycles."""
-        self.retired[job.slot] = True
-        self.slots.leave(job)
+    job: Job
+    stay: int
+    column: int
 
     @property
-    def wants_slots(self) -> bool:
-        """Whether somebody waits who could have a slot if there were as many as there may be."""
-        return bool(self.waiting) and None not in self.slots.jobs and len(self.slots.jobs) < self.most_slots
+    def here(self) -> bool:
+        """Whether somebody waits for them: the request has kept its slot since."""
+        return self.job.stay == self.stay
 
-    def admit(self, most: int | None = None) -> bool:
-        """Gives a slot to the request that has waited longest, if its pages lack at most so many tokens."""
-        if not self.waiting:
-            return False
-        if self.wants_slots and not self.ahead.calls:
-            self._fit_slots(self.most_slots)
-        job, few = self.waiting[0], min(self.cycles, CYCLES_PER_CHUNK)
-        growth = sum(
-            max(0, self.pages_for(other, few, self.setup.offered) - len(other.pages)) for other in self.slots.taken
-        )
-        if not self.slots.enter(job, self.core.pages_for(job.length), spare=growth, most=most):
-            return False
-        self.waiting.popleft()
-        job.started, job.compiled = time.perf_counter(), self.core.programs.compile_s
-        return True
 
-    def _start_cycles(self) -> bool:
-        if not self.slots.decoding:
-            return False
-        started = time.perf_counter(), self.core.programs.compile_s
-        if self.ahead.items:
-            planned = self.ahead.plan(self._patience())
-            if planned is None:
-                return False
-            setup, cycles = planned
-        else:
-            self._fit_slots()
-            setup, cycles = self.fitting.lengths(self._patience())
-            cycles = self._make_room(cycles, setup.width)
-            if not self.slots.decoding:  # the youngest left, and older ones are at their prompts
-                return True
-        running, self.prompts.spent = self.slots.decoding, 0
-        table = self.slots.table(self.core.width_of(max(len(job.pages) for job in running) * self.core.page_size))
-        state, rows = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *self.loop_arguments(table, cycles))
-        self.keep(state)
-        self.retired[:] = False
-        self.ahead.add(Call([(job, job.slot) for job in running], rows, setup, cycles, table.shape[1], *started))
-        return True
+@dataclass(frozen=True)
+class PrefillResult:
+    """First tokens of requests whose prompts are on their way to the pages.
 
-    def _look(self, call: Call) -> Iterator[Update]:
-        """Waits for the results of cycles."""
-        running = [(job, slot) for job, slot in call.running if job.slot == slot]
-        if not running:  # all have left since they were started
-            return
-        asked = time.perf_counter()
-        host = on_host(call.rows, logprobs=call.setup.logprobs)
-        spent, updates = self.ahead.seconds(call, time.perf_counter() - asked), []
-        self.fitting.learn([job for job, _ in running], call.setup.width, host)
-        for job, slot in running:
-            update = Update.collect(job.request, host, slot, first=False, seconds=spent)
-            job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
-            self.account(job, update)
-            updates.append(update)
-        yield from (update for update in updates if update.index not in self.cancelled)
+    Attributes:
+      logprobs: whether `emitted` holds log-probabilities.
+    """
 
-    def _patience(self) -> int:
-        """Cycles until the next look at most."""
-        if not self.slots.filling:
-            return self.cycles
-        # A slot that stands empty costs as much as a busy one: it is filled before others go far.
-        return 1 if self.waiting and None in self.slots.jobs else min(self.cycles, CYCLES_PER_CHUNK)
+    rows: list[Row]
+    emitted: Emitted
+    logprobs: bool
 
-    def loop_arguments(self, table: Any, cycles: int) -> tuple:
-        """What `loop` is called with after its static arguments; `table` may be a shape."""
-        waits = np.bool_(bool(self.waiting))
-        return self.core.weights, table, self.state, np.int32(cycles), waits, self.retired.copy()
+    def gains(self) -> list[tuple[Job, int, int]]:
+        """Requests that wait for it, with the tokens that each gains at least, and those that cycles may give it."""
+        return [(row.job, 1, 0) for row in self.rows if row.here]
 
-    def _fit_slots(self, wanted: int | None = None) -> None:
-        """Moves the sequences into fewer slots where that pays, or into `wanted`."""
-        count = self.fitting.slots() if wanted is None else wanted
-        if count != len(self.slots.jobs):
-            rows = self.slots.compact(count)
-            self.retired = np.where(rows < 0, False, self.retired[rows])
-            pools = {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
-            moved = self.core.programs.call(resize_program, (), (), None, without_pools(self.state), rows)
-            self.keep(replace(moved, **pools))
 
-    def account(self, job: Job, update: Update) -> None:
-        """Adds an update's tokens to its request, and takes its slot if they end it."""
-        job.tokens += update.tokens
-        job.request.produced = len(job.tokens)
-        update.finish(job.request)
-        if update.finish_reason is not None:
-            self.slots.leave(job)
+@dataclass(frozen=True)
+class DecodeCall:
+    """Cycles on the device.
 
-    def _make_room(self, cycles: int, length: int) -> int:
-        """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
+    Attributes:
+      emitted: what the cycles give out.
+      cycles: how many of them at most.
+      width: columns of the page table.
+      started, compiled: the clock, and seconds spent compiling until then.
+      returned: the clock when the call was on its way.
+    """
 
-        Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Resources.check`).
+    rows: list[Row]
+    emitted: Emitted
+    setup: Setup
+    cycles: int
+    width: int
+    started: float
+    compiled: float
+    returned: float = field(default_factory=time.perf_counter)
+
+    def gains(self) -> list[tuple[Job, int, int]]:
+        """See `PrefillResult.gains`."""
+        return [(row.job, self.cycles, self.cycles * self.setup.width) for row in self.rows if row.here]
+
+
+class InFlight:
+    """Overlap scheduling: calls that were started before the results of those ahead of them were looked at.
+
+    A call of some hundred arrays, the way back of its results and whoever reads them take the host about 3 ms, as long as a cycle.
+    So a prompt or cycles are queued behind those whose results are awaited, wherever nothing but these results could change what
+    they do. Requests that have ended meanwhile are done on the device and change nothing in it; where all have, cycles end at once.
+    Their pages may be given to others before the device is done with them: who gets them writes to them later on the same device.
+    While cycles are in flight, sequences stay in their slots and none is preempted.
+
+    Attributes:
+      online: whether requests come while others run; then little is queued before the next one.
+      returns_early: whether calls have been seen to return while the device works.
+    """
+
+    def __init__(self, core: Resources):
+        self.programs = core.programs
+        self.returns_early = False
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is in flight, and no call has been timed."""
+        self.items: deque[PrefillResult | DecodeCall] = deque()
+        self.online = False
+        self.few = FEW_CYCLES
+        self._read = 0.0, 0.0
+
+    @property
+    def calls(self) -> list[DecodeCall]:
+        return [item for item in self.items if isinstance(item, DecodeCall)]
+
+    @property
+    def full(self) -> bool:
+        return len(self.items) >= MOST_IN_FLIGHT
+
+    def add(self, item: PrefillResult | DecodeCall) -> None:
+        for job, due, coming in item.gains():
+            job.due += due
+            job.coming += coming
+        self.items.append(item)
+
+    def take(self) -> PrefillResult | DecodeCall:
+        """What was started first and is looked at now."""
+        item = self.items.popleft()
+        for job, due, coming in item.gains():
+            job.due -= due
+            job.coming -= coming
+        return item
+
+    def seen(self) -> tuple[float, float]:
+        """When results came before, and seconds spent compiling until then; those of now are remembered."""
+        before, self._read = self._read, (time.perf_counter(), self.programs.compile_s)
+        return before
+
+    def seconds(self, call: DecodeCall, waited: float, *, watch: bool = True) -> float:
+        """Time of a call whose results have just come, from the end of what was before it; compilation excluded.
+
+        Args:
+          waited: seconds that the host waited for them.
+          watch: find out whether calls return early.
         """
-        while running := self.slots.decoding:
-            available = self.core.allocator.num_free + sum(len(job.pages) for job in running)
-            for count in range(cycles, 0, -1):
-                wanted = {job: self.pages_for(job, count, length) for job in running}
-                if sum(wanted.values()) <= available:
-                    # What some give back is what others take.
-                    for job in sorted(running, key=lambda job: wanted[job] - len(job.pages)):
-                        self.slots.resize(job, wanted[job])
-                    return count
-            self._preempt(self.slots.youngest)
-        return 0
+        began, before = max((call.started, call.compiled), self.seen())
+        now, compiled = self._read
+        spent = now - began - (compiled - before)
+        busy = call.returned - call.started - (compiled - call.compiled)
+        if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
+            self.few = min(2 * self.few, MAX_CYCLES)
+        elif waited > 0.7 * spent:
+            self.few = max(self.few // 2, FEW_CYCLES)
+        if watch and jax.default_backend() == "gpu":
+            # Not where a call keeps the host busy: results would come later, and no sooner.
+            self.returns_early = busy < 0.75 * spent
+        return spent
 
-    def _preempt(self, job: Job) -> None:
-        self._take_slot(job)
-        self.waiting.appendleft(job)
-        self.preemptions += 1
+
+class Batch:
+    """The sequences that run side by side: slots and pages on the host, the decode state on the device.
+
+    It lives from the first request that starts to the last one that ends. What it does to the state is started, not waited for.
+
+    Attributes:
+      draft: whether the drafter drafts. Requests that want it otherwise wait for the next batch.
+      needs: what its programs serve; at least what those that decode need.
+      retired: slots whose requests left since the last cycles were started. The device learns of it with the next ones.
+    """
+
+    def __init__(self, core: Resources, *, draft: bool, slots: int, needs: Needs):
+        self.core, self.draft, self.needs = core, draft, needs
+        root = (b"with drafter" if draft else b"target alone") if core.share_prefixes else None
+        self.slots = Slots(slots, core.buckets.width[-1], core.allocator, core.page_size, root)
+        self.retired = np.zeros((slots,), bool)
+        self._setups: dict[Needs, Setup] = {}
+        self.state = empty_state(self.setup, slots, needs.stop_width, core.dtype, core.take_pools())
+
+    @property
+    def setup(self) -> Setup:
+        return self.setup_for(self.needs)
+
+    def setup_for(self, needs: Needs) -> Setup:
+        """What programs for such needs are compiled for."""
+        if needs not in self._setups:
+            self._setups[needs] = self.core.setup(mode=needs.mode, draft=self.draft, logprobs=needs.logprobs)
+        return self._setups[needs]
+
+    @property
+    def size(self) -> int:
+        """Slots."""
+        return len(self.slots.jobs)
+
+    @property
+    def context(self) -> float:
+        """Mean tokens of a running sequence."""
+        running = self.slots.decoding
+        return sum(job.filled for job in running) / max(1, len(running))
+
+    @property
+    def verified(self) -> int:
+        """Tokens that cycles verify at present."""
+        return self.core.verify_policy.current if self.draft else 1
+
+    @property
+    def cycles(self) -> int:
+        """Cycles between two looks at the results: the fewest that one of those that decode asks for."""
+        return min((job.cycles for job in self.slots.decoding), default=MAX_CYCLES)
 
     def pages_for(self, job: Job, cycles: int, length: int) -> int:
         """Pages of a running request before so many cycles of `length` tokens, behind those that were started: max_tokens limits
@@ -281,7 +232,716 @@ class Run:
         most = min(job.coming + (cycles - 1) * length, job.remaining - 1)
         return self.core.pages_for(job.length + most)
 
+    def width_for(self, cycles: int, length: int) -> int:
+        """Columns of the page table that so many cycles need."""
+        pages = max((self.pages_for(job, cycles, length) for job in self.slots.decoding), default=1)
+        return self.core.width_of(pages * self.core.page_size)
+
+    def serve(self, needs: Needs) -> None:
+        """Has the next programs serve `needs`. Stop ids are written from the host: nothing is called or compiled."""
+        if needs.stop_width != self.needs.stop_width:
+            requests = [job and job.request for job in self.slots.jobs]
+            ids = [one if one and len(one.stop_ids) <= needs.stop_width else None for one in requests]
+            stops = jax.device_put(request_arrays(ids, needs.stop_width).stop_ids)
+            self.keep(replace(self.state, request=replace(self.state.request, stop_ids=stops)))
+        self.needs = needs
+
+    def retire(self, job: Job) -> None:
+        """Takes slot and pages from a request that has not ended by itself."""
+        self.retired[job.slot] = True
+        self.slots.leave(job)
+
+    def prefill(self, jobs: Sequence[Job], rows: int, size: int) -> tuple[dict[int, Job], jax.Array]:
+        """One call for the next chunk of a prompt, or for whole ones in pieces of `size`.
+
+        Returns:
+          By rows of the logits, the requests whose contexts are in the pages then; and the logits.
+        """
+        core = self.core
+        pieces = [(job, start) for job in jobs for start in range(job.filled, job.length, size)][:rows]
+        ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
+        width = core.width_of(max(min(start + size, job.length) for job, start in pieces))
+        table, ends = np.full((rows, width), -1, np.int32), dict[Job, int]()
+        contexts = {job: job.context for job in jobs}
+        for row, (job, start) in enumerate(pieces):
+            piece = contexts[job][start : start + size]
+            ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
+            table[row], ends[job] = self.slots.tables[job.slot, :width], row
+        pages = (self.state.target_pages, self.state.draft_pages)
+        step = (core.weights, table, pages, ids, starts, lengths)
+        pages, logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
+        self.keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
+        for job, row in ends.items():
+            job.filled = int(starts[row] + lengths[row])
+        return {row: job for job, row in ends.items() if job.filled == job.length}, logits
+
+    def admit(self, jobs: dict[int, Job], logits: jax.Array) -> PrefillResult | None:
+        """Puts requests into their slots on the device, and gives out first tokens but for those that were given out before a slot
+        was lost.
+
+        Args:
+          jobs: by rows of `logits`.
+        """
+        slots = np.full((logits.shape[0],), self.size, np.int32)
+        slots[list(jobs)] = [job.slot for job in jobs.values()]
+        named = [(job.request, job.tokens) if (job := jobs.get(row)) else None for row in range(len(slots))]
+        arrays = request_rows(self.setup, named, self.needs.stop_width, self.core.dtype)
+        call = (None, self.state, slots, arrays, logits)
+        state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
+        self.keep(state)
+        for job in jobs.values():
+            self.retired[job.slot] = False
+            self.slots.filled(job)
+        first = [Row(job, job.stay, row) for row, job in jobs.items() if not job.tokens]
+        return PrefillResult(first, emitted, self.needs.logprobs) if first else None
+
+    def decode(self, setup: Setup, cycles: int, *, until_any: bool) -> DecodeCall:
+        """Starts cycles of all that decode.
+
+        Args:
+          until_any: they end as soon as one of these does.
+        """
+        started = time.perf_counter(), self.core.programs.compile_s
+        running = self.slots.decoding
+        table = self.slots.table(self.core.width_of(max(len(job.pages) for job in running) * self.core.page_size))
+        call = self.loop_arguments(table, cycles, until_any=until_any)
+        state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
+        self.keep(state)
+        self.retired[:] = False
+        rows = [Row(job, job.stay, job.slot) for job in running]
+        return DecodeCall(rows, emitted, setup, cycles, table.shape[1], *started)
+
+    def loop_arguments(self, table: Any, cycles: int, *, until_any: bool) -> tuple:
+        """What `loop` is called with after its static arguments; `table` may be a shape."""
+        return self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
+
+    def move(self, count: int) -> None:
+        """Moves the sequences into `count` slots."""
+        if count == self.size:
+            return
+        rows = self.slots.compact(count)
+        self.retired = np.where(rows < 0, False, self.retired[rows])
+        pools = {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
+        moved = self.core.programs.call(resize_program, (), (), None, without_pools(self.state), rows)
+        self.keep(replace(moved, **pools))
+
     def keep(self, state: DecodeState) -> None:
         """The state is the pools' only owner: the engine must know the newest one at every moment."""
         self.state = state
         self.core.keep_pools(state.target_pages, state.draft_pages)
+
+
+# The program of the next cycles: what it serves, its slots, the tokens it verifies in each. Every combination is a program of its
+# own. What would be best but is not compiled is compiled in the background once its lack has cost as much time as compiling takes;
+# until then the best of what is there runs. Nobody waits.
+
+
+def choose_needs(batch: Batch, jobs: Iterable[Job]) -> Needs:
+    """What the next programs serve: what these requests need, or more where the program for less is not compiled."""
+    exact = Needs.of({job.needs for job in jobs})
+    if exact == batch.needs or not batch.needs.covers(exact):
+        return exact
+    return exact if _loop_status(batch, exact, batch.size, batch.cycles, batch.verified) == "compiled" else batch.needs
+
+
+def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
+    """What the next cycles verify, and how many of them there are to be, at most `cycles`."""
+    policy, running = batch.core.verify_policy, batch.slots.decoding
+    if not batch.draft or not running:
+        return batch.setup, cycles
+    kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
+    status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
+    decision = policy.next(kinds, batch.size, batch.context, cycles, status)
+    if decision.compile is not None:
+        width = batch.width_for(decision.cycles, decision.compile)
+        start_compiling([_jobs(batch, batch.needs, decision.compile).loop(batch.size, width)])
+    return batch.setup.verifying(decision.length), decision.cycles
+
+
+def choose_slots(batch: Batch, most: int) -> int:
+    """The number of slots for the next cycles where nobody waits or is prefilled: fewer than now where the programs for fewer are
+    there, and those that lead back to `most`."""
+    core, now = batch.core, batch.size
+    fewer = round_up(max(1, len(batch.slots.taken)), core.buckets.batch)
+    if fewer >= now:
+        return now
+    cycles, length, moves = batch.cycles, batch.verified, [(now, fewer), (fewer, most)]
+    there = {_resize_status(batch, *move) for move in moves}
+    if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
+        return fewer
+    if core.verify_policy.fewer_slots_pay(now, fewer, batch.context, cycles):
+        jobs = _jobs(batch, batch.needs, length)
+        start_compiling([jobs.loop(fewer, batch.width_for(cycles, length)), *(jobs.resize(*move) for move in moves)])
+    return now
+
+
+def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted) -> None:
+    """Tells the verify-length policy how many proposals were accepted in each cycle that ran."""
+    policy = core.verify_policy
+    counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
+    found: dict[Kind, np.ndarray] = {}
+    if policy.learns:  # else nobody asks, and the device waits for this
+        for kind in get_args(Kind):
+            columns = [row.column for row in rows if kind_of(row.job.request) == kind]
+            found[kind] = accepted[:, columns][counts[:, columns] > 0]
+    policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
+
+
+def _jobs(batch: Batch, needs: Needs, length: int) -> Jobs:
+    return Jobs(batch.core, batch.setup_for(needs).verifying(length), needs.stop_width)
+
+
+def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
+    jobs, sizes = _jobs(batch, needs, length), (slots, batch.width_for(cycles, length))
+    return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
+
+
+def _resize_status(batch: Batch, old: int, new: int) -> Status:
+    jobs = _jobs(batch, batch.needs, batch.verified)
+    name = ("resize", batch.draft, old, new, jobs.stop_width)
+    return batch.core.program_status(name, lambda: jobs.resize(old, new).args)
+
+
+class Mailbox:
+    """Updates of one caller's requests, and a bell for the thread that waits for them."""
+
+    def __init__(self):
+        self.items: deque[tuple[int, Update | Exception]] = deque()
+        self.bell = Event()
+
+    def put(self, ticket: int, what: Update | Exception) -> None:
+        self.items.append((ticket, what))
+        if not self.bell.is_set():
+            self.bell.set()
+
+
+class Lead:
+    """Who steps: one at a time, or nobody.
+
+    Not a lock: an interrupt may come between the instruction that takes a lock and the one that remembers it. Who leads here is
+    found in one place, whenever it asks again.
+    """
+
+    def __init__(self):
+        self._leader: dict[str, object] = {}
+
+    def claim(self, who: object) -> bool:
+        """Takes the lead if nobody has it; whether `who` has it now."""
+        return self._leader.setdefault("leader", who) is who
+
+    def release(self, who: object) -> None:
+        if self._leader.get("leader") is who:
+            self._leader.clear()
+
+    @property
+    def held(self) -> bool:
+        return bool(self._leader)
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """What a scheduler does, as of its last step.
+
+    Attributes:
+      running: requests with a slot.
+      waiting: requests without one.
+      preemptions: times that a request lost its slot for want of pages.
+      cached_tokens: tokens of contexts that were found in pages.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+
+
+class Scheduler:
+    """Serves requests of any number of callers, from any number of threads, in one batch.
+
+    Requests are admitted in order of arrival, each as soon as a slot is free and the pool has room for its prompt beside what the
+    running ones need for their next few cycles. A pool that runs out is answered with fewer cycles for each look at the results,
+    then by taking the pages of the youngest request, which is prefilled again later and goes on where it was.
+
+    An error ends the requests that the failed call was for. An interrupt ends none: it leaves the step in the thread that took it.
+    After both, the batch is given up, every page is free, and the other requests are prefilled again and go on where they were.
+
+    Args:
+      core: kept alive by whoever calls, and by the batch while there is one.
+
+    Attributes:
+      batch: None while nothing runs.
+      inflight: what was started and not looked at.
+      stats: replaced after each step; may be read by any thread.
+    """
+
+    def __init__(self, core: Resources):
+        self._core = weakref.ref(core)
+        self.inflight = InFlight(core)
+        self.batch: Batch | None = None
+        self.stats = SchedulerStats()
+        self._tickets = itertools.count()
+        # `deque` and `dict` change in one step that no thread sees half of.
+        self._inbox: deque[Job | int] = deque()  # requests, and tickets that are aborted
+        self._news = Event()
+        self._live: dict[int, Job] = {}
+        self._waiting: deque[Job] = deque()
+        self._unsent: deque[tuple[Job, Update]] = deque()
+        self._served: Sequence[Job] = ()  # whom the call in hand is for
+        self._most_slots = 0
+        self._spent = 0  # tokens of prompts since the last cycles
+        self._preemptions = self._cached = 0
+        self._torn = False  # a step has begun and not ended
+        self._lead = Lead()
+        self._followers: dict[Mailbox, None] = {}
+        shutdown.watch(self)
+
+    # Any thread.
+
+    def submit(
+        self, request: Request, sink: Sink, *, draft: bool, cycles: int = MAX_CYCLES, slots: int | None = None
+    ) -> int:
+        """Queues a request that `Resources.check` has passed, and returns its ticket.
+
+        Args:
+          sink: gets every update, or an error, with the ticket; nothing after the last update, an error, or `abort`.
+          draft: False decodes with the target alone. Requests of both kinds do not run side by side: each kind waits for the end
+            of the other where that came first.
+          cycles: between two looks at the results, at most; small for streaming. Where several run, the smallest counts.
+          slots: how many requests are to run side by side; None for as many as there are, at most `max_batch` either way.
+        """
+        (ticket,) = tickets = self.tickets(1)
+        self.submit_all(dict.fromkeys(tickets, request), sink, draft=draft, cycles=cycles, slots=slots)
+        return ticket
+
+    def tickets(self, count: int) -> list[int]:
+        """Tickets for `submit_all`."""
+        return [next(self._tickets) for _ in range(count)]
+
+    def submit_all(
+        self,
+        requests: Mapping[int, Request],
+        sink: Sink,
+        *,
+        draft: bool,
+        cycles: int = MAX_CYCLES,
+        slots: int | None = None,
+    ) -> None:
+        """Queues several at once, by tickets drawn before: none starts before all are there. See `submit`."""
+        cycles = max(1, min(cycles, MAX_CYCLES))
+        self._inbox.extend([Job(request, ticket, sink, draft, cycles, slots) for ticket, request in requests.items()])
+        self._news.set()
+
+    def abort(self, ticket: int) -> None:
+        """Ends a request with the next step; does nothing where it has ended. Its sink may still get what was in flight."""
+        self._inbox.append(ticket)
+        self._news.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until something is submitted or aborted. For a thread that steps all the time, where `step` has nothing to do."""
+        return self._news.wait(timeout)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a thread is inside of a step."""
+        return self._lead.held
+
+    # The thread that steps.
+
+    def step(self) -> bool:
+        """One step, by this thread or by the one that is at it; False when there is nothing left to do."""
+        self.advance(Mailbox())
+        return bool(self._live or self._inbox)
+
+    def advance(self, box: Mailbox) -> None:
+        """Brings the requests whose sink is `box` nearer to their end: by one step, or by waiting while another thread steps.
+
+        A thread that waits is woken by what comes for it and by the end of the other's step: then it may be the next to step.
+        """
+        box.bell.clear()
+        self._followers[box] = None
+        try:
+            if box.items:
+                return
+            # With the lead already: as Python ends it waits for who has it, and here the others end.
+            leads = self._lead.claim(box)
+            shutdown.check()
+            if leads:
+                self._whole(self._turn)
+            else:
+                box.bell.wait(PATIENCE_S)
+        finally:
+            self._followers.pop(box, None)
+            self._release(box)
+
+    def settle(self, box: Mailbox) -> None:
+        """Has aborted requests give back slots and pages now, unless a thread that steps will."""
+        try:
+            if self._lead.claim(box):
+                self._whole(self._tidy)
+        finally:
+            self._release(box)
+
+    def _release(self, box: Mailbox) -> None:
+        """Leaves the lead to another thread. What was aborted meanwhile is seen to: perhaps nobody steps any more."""
+        self._lead.release(box)
+        if not self._lead.held:
+            for other in list(self._followers)[:1]:
+                other.bell.set()
+        while self._inbox and self._lead.claim(box):
+            try:
+                self._whole(self._tidy)
+            finally:
+                self._lead.release(box)
+
+    def _whole(self, work: Callable[[], None]) -> None:
+        """Does `work`, and makes the scheduler whole again where it does not end."""
+        if self._torn:
+            self._recover()
+        self._torn, self._served = True, ()
+        try:
+            work()
+        except Exception as error:
+            self._fail(error)
+        except BaseException:  # an interrupt can come at any point, also in the middle of a change of the account
+            self._recover()
+            raise
+        self._torn = False
+
+    def _tidy(self) -> None:
+        self._drain()
+        if not self._live:
+            self._rest()
+        self._count()
+
+    def _turn(self) -> None:
+        """Starts what can be started, and looks at what came back first."""
+        self._tidy()
+        if not self._live:
+            return
+        core = self._engine()
+        with named_memory_errors("requests were served"):
+            try:
+                batch = self._ready_batch(core)
+                # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's
+                # came 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and
+                # 64 tokens took 1 ms longer, 2 to 3 %.
+                while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
+                    pass
+                if self.inflight.items:
+                    self._look(batch, self.inflight.take())
+                self._count()
+            except jax.errors.JaxRuntimeError:
+                core.lose_pools()
+                raise
+
+    def _engine(self) -> Resources:
+        core = self._core()
+        assert core is not None, "whoever steps keeps the engine"
+        return core
+
+    # Who is there.
+
+    def _drain(self) -> None:
+        """Takes in what was submitted and aborted. Each is looked at before it is taken: an interrupt loses none."""
+        self._news.clear()
+        while self._inbox:
+            what = self._inbox[0]
+            if type(what) is int:
+                self._drop(what)
+            else:
+                self._queue(what)
+            self._inbox.popleft()
+
+    def _queue(self, job: Any) -> None:
+        if job.ticket in self._live:
+            return
+        if self.batch is not None:
+            self.inflight.online = True
+        self._live[job.ticket] = job
+        self._waiting.append(job)
+        core = self._engine()
+        present = len(self._live) if job.wanted_slots is None else job.wanted_slots
+        self._most_slots = max(self._most_slots, round_up(max(1, present), core.buckets.batch))
+
+    def _drop(self, ticket: int) -> None:
+        """Takes queue place and slot from a request that was aborted."""
+        job = self._live.get(ticket)
+        if job is None:
+            return
+        if job.slot < 0:
+            self._waiting = deque(other for other in self._waiting if other is not job)
+        elif self.batch is not None:
+            self.batch.retire(job)
+        self._live.pop(ticket, None)
+
+    def _ready_batch(self, core: Resources) -> Batch:
+        """The batch, a new one where none runs or where all that run have left it to requests of the other kind."""
+        batch = self.batch
+        if batch is not None and (batch.slots.taken or not self._waiting or self._waiting[0].draft == batch.draft):
+            return batch
+        self._rest(still=True)
+        if core.allocator.num_free < core.allocator.num_pages:
+            # Nobody runs: an interrupt came while pages were given back after another one.
+            core.allocator.reclaim()
+        with core.taking:
+            core.busy = True
+        draft, most = self._waiting[0].draft, self._most_slots
+        needs = Needs.of(job.needs for job in itertools.islice(self._waiting, most) if job.draft == draft)
+        self.batch = Batch(core, draft=draft, slots=most, needs=needs)
+        return self.batch
+
+    def _rest(self, *, still: bool = False) -> None:
+        """Gives up a batch that nobody is in any more, and what was started for those who have left.
+
+        Args:
+          still: others wait.
+        """
+        core, self.batch = self._core(), None
+        if core is not None:
+            core.busy = False
+        self.inflight.clear()
+        self._spent = 0
+        if not still:
+            self._most_slots = 0
+
+    def _recover(self) -> None:
+        """After a step that did not end: gives every page back; all live requests wait, in order of arrival."""
+        self._torn = True
+        self._send(left=True)
+        core = self._core()
+        if core is not None:
+            core.allocator.reclaim()
+        self._rest(still=True)
+        for job in self._live.values():
+            job.lose_slot()
+        self._waiting = deque(sorted(self._live.values(), key=lambda job: job.ticket))
+        self._torn = False
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the requests that the failed call was for; all where it was for none in particular."""
+        served = [job for job in self._served if job.ticket in self._live] or list(self._live.values())
+        for job in served:
+            self._live.pop(job.ticket, None)
+        self._recover()
+        for job in served:
+            with suppress(Exception):
+                job.sink(job.ticket, error)
+
+    def _count(self) -> None:
+        running = 0 if self.batch is None else len(self.batch.slots.taken)
+        self.stats = SchedulerStats(running, len(self._live) - running, self._preemptions, self._cached)
+
+    # Prompts, a bounded part of them between two calls for cycles.
+
+    def _start_prompts(self, batch: Batch) -> bool:
+        """A part of a long prompt, or short ones together, as many as `max_chunk` tokens allow; False where these were spent since
+        the last cycles, or nobody can enter."""
+        if self.inflight.calls and not self._goes_ahead(batch):
+            return False
+        jobs = self._gather(batch)
+        if not jobs:
+            return False
+        core = batch.core
+        rows, size = core.buckets.prompts([job.length - job.filled for job in jobs])
+        cost = max(rows * size, LEAST_TOKENS)
+        if batch.slots.decoding and self._spent and self._spent + cost > core.max_chunk:
+            return False
+        self._spent += cost
+        self._served = jobs
+        ready, logits = batch.prefill(jobs, rows, size)
+        if ready:
+            batch.serve(choose_needs(batch, [*batch.slots.decoding, *ready.values()]))
+            if (first := batch.admit(ready, logits)) is not None:
+                self.inflight.add(first)
+        if batch.slots.filling:
+            self._spent = core.max_chunk
+        return True
+
+    def _gather(self, batch: Batch) -> list[Job]:
+        """Requests whose prompts are prefilled next: the first of those that are not in the pages, and all that fit beside it."""
+        jobs = batch.slots.filling
+        if not jobs:
+            self._admit(batch)
+        while jobs := batch.slots.filling:
+            room = batch.core.buckets.room([job.length - job.filled for job in jobs])
+            if room <= 0 or not self._admit(batch, room):
+                break
+        return list(jobs)
+
+    def _admit(self, batch: Batch, most: int | None = None) -> bool:
+        """Gives a slot to the request that has waited longest, if its pages lack at most so many tokens."""
+        if not self._waiting or self._waiting[0].draft != batch.draft:
+            return False
+        self._served = (self._waiting[0],)
+        if self._wants_slots(batch) and not self.inflight.calls:
+            batch.move(self._most_slots)
+        core, job, few = batch.core, self._waiting[0], min(batch.cycles, CYCLES_PER_CHUNK)
+        growth = sum(
+            max(0, batch.pages_for(other, few, batch.setup.offered) - len(other.pages)) for other in batch.slots.taken
+        )
+        if not batch.slots.enter(job, core.pages_for(job.length), spare=growth, most=most):
+            return False
+        self._waiting.popleft()
+        self._cached += job.cached
+        job.started, job.compiled = time.perf_counter(), core.programs.compile_s
+        return True
+
+    def _wants_slots(self, batch: Batch) -> bool:
+        """Whether somebody waits who could have a slot if there were as many as there may be."""
+        waits = bool(self._waiting) and self._waiting[0].draft == batch.draft
+        return waits and None not in batch.slots.jobs and batch.size < self._most_slots
+
+    # Cycles.
+
+    def _start_cycles(self, batch: Batch) -> bool:
+        """Gives the device cycles; False where nobody decodes, or results have to be seen first."""
+        if not batch.slots.decoding:
+            return False
+        self._served = batch.slots.decoding
+        if self.inflight.items:
+            planned = self._plan_behind(batch)
+            if planned is None:
+                return False
+            setup, cycles = planned
+        else:
+            batch.move(self._fewest_slots(batch))
+            batch.serve(choose_needs(batch, batch.slots.decoding))
+            setup, cycles = choose_cycles(batch, self._patience(batch))
+            cycles = self._make_room(batch, cycles, setup.width)
+            if not batch.slots.decoding:  # the youngest left, and older ones are at their prompts
+                return True
+        self._spent = 0
+        self.inflight.add(batch.decode(setup, cycles, until_any=bool(self._waiting)))
+        return True
+
+    def _plan_behind(self, batch: Batch) -> tuple[Setup, int] | None:
+        """What cycles behind all that is in flight verify, and how many of them; None where results come first.
+
+        Gives the running requests the pages for it.
+        """
+        core, inflight, jobs = batch.core, self.inflight, batch.slots.decoding
+        if not self._goes_ahead(batch) or self._wants_slots(batch) or self._fewest_slots(batch) != batch.size:
+            return None
+        if not any(job.remaining > job.due for job in jobs):
+            return None
+        cycles = self._patience(batch)
+        if inflight.online or self._waiting:
+            cycles = min(cycles, inflight.few)
+        # Stop strings are found on the host, which then aborts; a length is known before.
+        if inflight.calls and cycles > CYCLES_PER_CHUNK and any(job.request.params.stop for job in jobs):
+            return None
+        batch.serve(choose_needs(batch, jobs))
+        setup, cycles = choose_cycles(batch, cycles)
+        wanted = {job: max(len(job.pages), batch.pages_for(job, cycles, setup.width)) for job in jobs}
+        width = core.width_of(max(wanted.values()) * core.page_size)
+        growth = sum(count - len(job.pages) for job, count in wanted.items())
+        # Another width is another program, which nobody may have compiled.
+        if growth > core.allocator.num_free or (inflight.calls and width != inflight.calls[-1].width):
+            return None
+        for job, count in wanted.items():
+            batch.slots.resize(job, count)
+        return setup, cycles
+
+    def _goes_ahead(self, batch: Batch) -> bool:
+        """Whether anything may be started behind cycles, or cycles behind anything."""
+        return self.inflight.returns_early if batch.core.goes_ahead is None else batch.core.goes_ahead
+
+    def _fewest_slots(self, batch: Batch) -> int:
+        waits = self._waiting or batch.slots.filling
+        return batch.size if waits else choose_slots(batch, self._most_slots)
+
+    def _patience(self, batch: Batch) -> int:
+        """Cycles until the next look at most."""
+        if not batch.slots.filling:
+            return batch.cycles
+        # A slot that stands empty costs as much as a busy one: it is filled before others go far.
+        return 1 if self._waiting and None in batch.slots.jobs else min(batch.cycles, CYCLES_PER_CHUNK)
+
+    def _make_room(self, batch: Batch, cycles: int, length: int) -> int:
+        """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
+
+        Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Resources.check`).
+        """
+        while running := batch.slots.decoding:
+            available = batch.core.allocator.num_free + sum(len(job.pages) for job in running)
+            for count in range(cycles, 0, -1):
+                wanted = {job: batch.pages_for(job, count, length) for job in running}
+                if sum(wanted.values()) <= available:
+                    # What some give back is what others take.
+                    for job in sorted(running, key=lambda job: wanted[job] - len(job.pages)):
+                        batch.slots.resize(job, wanted[job])
+                    return count
+            self._preempt(batch, batch.slots.youngest)
+        return 0
+
+    def _preempt(self, batch: Batch, job: Job) -> None:
+        batch.retire(job)
+        self._waiting.appendleft(job)
+        self._preemptions += 1
+
+    # Results.
+
+    def _look(self, batch: Batch, item: PrefillResult | DecodeCall) -> None:
+        """Waits for the results of a call, and sends them."""
+        rows = [row for row in item.rows if row.here]
+        if not rows:  # all have left since it was started
+            return
+        self._served = [row.job for row in rows]
+        read = self._first_tokens if isinstance(item, PrefillResult) else self._decoded
+        self._unsent = deque(read(batch.core, item, rows))  # from here on an interrupt loses none of them
+        self._send()
+
+    def _first_tokens(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
+        emitted = jax.tree.map(lambda leaf: leaf[None], on_host(item.emitted, logprobs=item.logprobs))
+        self.inflight.seen()
+        now, updates = time.perf_counter(), []
+        for row in rows:
+            job = row.job
+            spent = now - job.started - (core.programs.compile_s - job.compiled)
+            update = Update.collect(job.request, emitted, row.column, first=True, seconds=spent)
+            update.finish(job.request)
+            update.cached = job.cached
+            updates.append((job, update))
+        return updates
+
+    def _decoded(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
+        asked = time.perf_counter()
+        host = on_host(item.emitted, logprobs=item.setup.logprobs)
+        waited = time.perf_counter() - asked
+        spent, updates = self.inflight.seconds(item, waited, watch=core.goes_ahead is None), []
+        if item.setup.draft is not None:
+            learn(core, rows, item.setup.width, host)
+        for row in rows:
+            job = row.job
+            update = Update.collect(job.request, host, row.column, first=False, seconds=spent, start=len(job.tokens))
+            update.finish(job.request)
+            job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
+            updates.append((job, update))
+        return updates
+
+    def _send(self, *, left: bool = False) -> None:
+        """Accounts for updates and sends them. What an interrupt leaves is sent again: sinks know it by `Update.start`.
+
+        Args:
+          left: slots and pages are nobody's any more.
+        """
+        while self._unsent:
+            job, update = self._unsent[0]
+            if job.ticket in self._live:
+                self._account(job, update, left=left)
+            self._unsent.popleft()
+
+    def _account(self, job: Job, update: Update, *, left: bool) -> None:
+        """Adds an update's tokens to its request, takes its slot if they end it, and sends it."""
+        job.tokens[update.start :] = update.tokens
+        ends = update.finish_reason is not None
+        if ends and job.slot >= 0 and not left and self.batch is not None:
+            self.batch.slots.leave(job)
+        try:
+            job.sink(job.ticket, update)
+        except Exception as error:  # it can take no more
+            self.abort(job.ticket)
+            with suppress(Exception):
+                job.sink(job.ticket, error)
+        if ends:
+            self._live.pop(job.ticket, None)

@@ -4,26 +4,36 @@ A thread that comes back from JAX once Python is being taken apart ends the whol
 """
 
 import atexit
-import inspect
 import threading
 import time
-from collections.abc import Generator
+from typing import Protocol, runtime_checkable
 from weakref import WeakSet, finalize
 
-MOST_S = 10.0  # that Python waits for threads inside of a run: calls of the device take far less
+MOST_S = 10.0  # that Python waits for threads inside of a step: calls of the device take far less
 BETWEEN_S = 0.25  # and after that for those that served, to come to their end or to what ends them
 TICK_S = 0.01
 
-_runs: WeakSet[Generator] = WeakSet()
+
+@runtime_checkable
+class Stepped(Protocol):
+    """A scheduler."""
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a thread is inside of it."""
+        ...
+
+
+_schedulers: WeakSet[Stepped] = WeakSet()
 _threads: WeakSet[threading.Thread] = WeakSet()
 _listing = threading.Lock()
 _ending = threading.Event()
 
 
-def watch(run: Generator) -> None:
-    """Has Python wait for this generator where a thread is inside of it as Python ends."""
+def watch(scheduler: Stepped) -> None:
+    """Has Python wait for a step of this scheduler where a thread is at it as Python ends."""
     with _listing:
-        _runs.add(run)
+        _schedulers.add(scheduler)
 
 
 def check() -> None:
@@ -56,7 +66,7 @@ def _end() -> None:
 
 def _inside() -> bool:
     with _listing:
-        return any(inspect.getgeneratorstate(run) == inspect.GEN_RUNNING for run in _runs)
+        return any(scheduler.stepping for scheduler in _schedulers)
 
 
 def _left() -> bool:

@@ -1,11 +1,19 @@
 """Which request sits in which slot, and which pages are whose. Host memory only: the device sees the page tables."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dflash_jax.cache import PageAllocator, extend_keys
-from dflash_jax.engine.requests import Request
+from dflash_jax.engine.requests import Needs, Request, Update
+
+type Sink = Callable[[int, Update | Exception], None]
+"""Takes what a ticket's request gains, or the error that ended it. Called by the thread that steps: it must not block."""
+
+
+def no_sink(ticket: int, what: Update | Exception) -> None:
+    """For requests whose updates nobody reads."""
 
 
 @dataclass(eq=False)
@@ -13,22 +21,34 @@ class Job:
     """A request and how far it has come.
 
     Attributes:
-      arrival: its place among the requests of its run.
+      ticket: the scheduler's number for it, never given twice; tickets count in order of arrival.
+      sink: takes its updates.
+      draft: whether the drafter drafts for it.
+      cycles: cycles between two looks at the results, at most.
+      wanted_slots: how many requests are to run side by side at most; None for as many as there are.
       tokens: what it has emitted. They stay when its slot is lost.
       slot: -1 while it waits.
+      stay: numbers its stays in slots: results of an earlier one are nobody's.
       filled: tokens in the target's pages; the device's `seq_lens` once it decodes.
       fresh: how many of them the drafter's pages may lack.
       due: tokens it gains at least by what was started and not looked at yet.
       coming: tokens that cycles among it may give it.
       decoding: whether its context is in the pages and the device runs it.
       keys: of the full pages of its text, as far as they were asked for.
+      cached: tokens of its context that it found in pages when it took its slot.
       started, compiled: clock and compile time when it took its slot.
+      needs: what it asks of programs.
     """
 
     request: Request
-    arrival: int
+    ticket: int
+    sink: Sink = no_sink
+    draft: bool = True
+    cycles: int = 1
+    wanted_slots: int | None = None
     tokens: list[int] = field(default_factory=list)
     slot: int = -1
+    stay: int = 0
     pages: list[int] = field(default_factory=list)
     filled: int = 0
     fresh: int = 0
@@ -36,8 +56,13 @@ class Job:
     coming: int = 0
     decoding: bool = False
     keys: list[bytes] = field(default_factory=list)
+    cached: int = 0
     started: float = 0.0
     compiled: float = 0.0
+    needs: Needs = field(init=False)
+
+    def __post_init__(self):
+        self.needs = self.request.needs
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -53,26 +78,29 @@ class Job:
     def remaining(self) -> int:
         return self.request.params.max_tokens - len(self.tokens)
 
+    def lose_slot(self) -> None:
+        """As it is before it enters: what the account and the device know of it is nobody's."""
+        self.pages, self.slot, self.decoding, self.stay = [], -1, False, self.stay + 1
+        self.due = self.coming = 0
+
 
 class Slots:
-    """The slots of one run.
+    """The slots of a batch.
 
     Args:
       count: slots.
       width: columns of the page tables.
       allocator: gives the pages.
       page_size: tokens of a page.
-      root: names what the run's pages hold; None shares no page.
+      root: names what the pages hold; None shares no page.
 
     Attributes:
-      found: pages that requests took over from others so far.
       filling: requests whose contexts are not in the pages yet, in the order in which they entered.
     """
 
     def __init__(self, count: int, width: int, allocator: PageAllocator, page_size: int, root: bytes | None):
         self.allocator, self.page_size, self.root = allocator, page_size, root
         self.jobs: list[Job | None] = [None] * count
-        self.found = 0
         self.filling: list[Job] = []
         # -1 is no page: a write there is dropped, a read is masked.
         self.tables = np.full((count, width), -1, np.int32)
@@ -87,7 +115,7 @@ class Slots:
 
     @property
     def youngest(self) -> Job:
-        return max(self.taken, key=lambda job: job.arrival)
+        return max(self.taken, key=lambda job: job.ticket)
 
     def enter(self, job: Job, pages: int, spare: int, most: int | None = None) -> bool:
         """Gives `job` a slot and `pages` pages, the first ones with what they hold already; False where there is no room, or where
@@ -109,11 +137,10 @@ class Slots:
             self.allocator.free(shared)
             return False
         job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
-        job.filled, job.fresh = len(shared) * self.page_size, 0
-        job.due = job.coming = 0
+        job.filled = job.cached = len(shared) * self.page_size
+        job.fresh = job.due = job.coming = 0
         self.jobs[job.slot] = job
         self.filling.append(job)
-        self.found += len(shared)
         self.resize(job, pages)
         return True
 
@@ -133,7 +160,8 @@ class Slots:
         self.tables[job.slot] = -1
         self.jobs[job.slot] = None
         self.filling = [other for other in self.filling if other is not job]
-        pages, job.pages, job.slot, job.decoding = job.pages, [], -1, False
+        pages = job.pages
+        job.lose_slot()
         self.allocator.free(pages)
 
     def filled(self, job: Job) -> None:

@@ -93,13 +93,27 @@ class Choice(NamedTuple):
     loss_s: float = 0.0
 
 
+class Decision(NamedTuple):
+    """What `VerifyPolicy.next` says of the next cycles.
+
+    Attributes:
+      length: tokens that they verify in each slot.
+      cycles: how many of them there are to be.
+      compile: a length whose program should be compiled in the background from now on; told once.
+    """
+
+    length: int
+    cycles: int
+    compile: int | None = None
+
+
 def kind_of(request: Request) -> Kind:
     """Requests whose proposals stand about equally often are of one kind."""
     return "sampled" if request.params.temperature > 0 else "greedy"
 
 
 class VerifyPolicy:
-    """Chooses among lengths, and learns from every cycle.
+    """Verify-length policy. The scheduler asks `next` before cycles and tells `observe` what came of them.
 
     Args:
       offered: the drafter's proposals and the pending token.
@@ -170,6 +184,29 @@ class VerifyPolicy:
         self.current = best(able) if able else wanted
         loss = costs[self.current] * max(0.0, 1 - rates[self.current] / rates[wanted])
         return Choice(self.current, wanted, loss / 1e3)
+
+    def next(
+        self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status]
+    ) -> Decision:
+        """The next cycles, at most `cycles` of them. Arguments are those of `choose`."""
+        if self.cost is None:
+            return Decision(self.current, cycles)
+        choice = self.choose(kinds, slots, context, status)
+        cycles = self.patience(kinds, cycles)
+        worth = self.worth_compiling((slots, choice.wanted), choice.loss_s * cycles)
+        return Decision(choice.length, cycles, choice.wanted if worth else None)
+
+    def fewer_slots_pay(self, slots: int, fewer: int, context: float, cycles: int) -> bool:
+        """Tells once, of calls of `cycles` cycles, that programs for fewer slots are worth compiling."""
+        if self.cost is None:
+            return False
+        saved = self.cost.ms(slots, self.current, context) - self.cost.ms(fewer, self.current, context)
+        return self.worth_compiling((slots, fewer, self.current), saved / 1e3 * cycles)
+
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` is to be told what was accepted: nobody asks for it where lengths are not chosen."""
+        return self.cost is not None
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
         """Cycles until the next look, of `cycles` at most: few where little is known about the running requests."""

@@ -15,8 +15,9 @@ from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.resize import resize, without_pools
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
-from dflash_jax.engine.requests import Request, empty_state, request_rows
-from dflash_jax.engine.resources import MAX_CYCLES, STOP_WIDTH, Resources
+from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
+from dflash_jax.engine.resources import MAX_CYCLES, Resources
+from dflash_jax.engine.verify_policy import kind_of
 
 
 def admit_program(setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array):
@@ -51,23 +52,19 @@ def warmup_jobs(
 
 
 def first_jobs(
-    core: Resources,
-    setup: Setup,
-    requests: Sequence[Request],
-    *,
-    slots: int,
-    stop_width: int,
-    cycles: Sequence[int],
-    length: int,
+    core: Resources, requests: Sequence[Request], *, draft: bool, slots: int | None, cycles: Sequence[int]
 ) -> Iterator[Callable[[], None]]:
-    """What a run of these requests calls first, in that order: every chunk, the first token, and the first cycles.
+    """What a batch of these requests calls first, in that order: every chunk, the first token, and the first cycles.
 
     Args:
+      slots: how many run side by side; None for as many as there are.
       cycles: numbers of cycles that the first loops may run, in ascending order.
-      length: what the first cycles will verify.
     """
-    setup = setup.verifying(length)
-    jobs, calls = Jobs(core, setup, stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
+    slots = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
+    needs = Needs.of(request.needs for request in requests[:slots])
+    setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
+    setup = setup.verifying(first_length(core, setup, requests, slots))
+    jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call) for call in calls)
     yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
     widths, longest = dict[int, None](), 0
@@ -76,6 +73,14 @@ def first_jobs(
         longest = max(longest, len(request.prompt) + ahead + core.lookahead)
         widths[core.width_of(longest)] = None
     yield from (jobs.loop(slots, width) for width in widths)
+
+
+def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slots: int) -> int:
+    """What the first cycles of these requests will verify if nothing runs before them."""
+    if setup.draft is None or not requests:
+        return setup.offered
+    first = requests[0]  # decodes alone until the next one is prefilled
+    return core.verify_policy.choose({kind_of(first): 1}, slots, float(len(first.prompt)), lambda _: "missing").length
 
 
 def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:

@@ -33,7 +33,7 @@ from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
 Runner = Literal["plain", "persistent", "fused_dense", "fused_float8", "fused_moe"]
 Layout = Literal["rows", "column_blocks"]
 
-# Switches for comparisons; `compile.fingerprint` makes them part of a stored program's key.
+# Switches for comparisons; `compile.executable_cache` makes them part of a stored program's key.
 PERSISTENT = True  # one kernel between two layers' attention
 PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
 FUSED_DENSE = True  # GEMMs with epilogues

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,8 +25,7 @@ MAX_TEXT_BYTES = 16 << 20  # of a text, and of messages with their options
 
 _START_SECONDS = 60.0
 _LEAVE_SECONDS = 1.0
-# What this process imports is found where the parent's is, without the work that the start of a Python does in site-packages.
-_BOOT = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+_NEEDED = "jinja2", "markupsafe"
 
 
 class TemplateProcess:
@@ -78,10 +78,10 @@ class TemplateProcess:
             self._end()
         if self._process is None:
             limits = {"seconds": int(SECONDS), "memory": MEMORY_BYTES, "most": MAX_TEXT_BYTES}
-            script = [json.dumps(sys.path), str(Path(template_worker.__file__)), json.dumps(limits)]
+            script = [str(Path(template_worker.__file__)), json.dumps(limits)]
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _BOOT, *script],
+                    [sys.executable, "-S", "-P", "-s", *script], env=_environment(),
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError as error:
@@ -104,6 +104,13 @@ class TemplateProcess:
 
 
 _NO_START = "chat templates are rendered in a process of their own, which does not start"
+
+
+def _environment() -> dict[str, str]:
+    """This process's without its settings of Python. Modules are found where they are here, with no look at what else there is."""
+    homes = {str(Path(spec.origin).parent.parent) for name in _NEEDED if (spec := find_spec(name)) and spec.origin}
+    kept = {name: value for name, value in os.environ.items() if name == "PYTHONHOME" or not name.startswith("PYTHON")}
+    return kept | {"PYTHONPATH": os.pathsep.join(sorted(homes))}
 
 
 def _too_much(much: str, how: str = "") -> str:

@@ -24,12 +24,15 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_exchange,
     routed_experts_refusal,
 )
-from dflash_kernels.fused.layer.api import chain_exchange, chain_stream, layer_chain, layer_chain_refusal
-from dflash_kernels.fused.layer.attention_chain_api import (
+from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
     attention_chain_exchange,
     attention_chain_refusal,
+    chain_exchange,
+    chain_stream,
+    layer_chain,
+    layer_chain_refusal,
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal

@@ -11,7 +11,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.bench import Workload, measure, programs, random_pair, read_prompts, synthetic
 from dflash_jax.cli.bench import check, write
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.models.presets import DRAFTERS, TARGETS

@@ -8,7 +8,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.bench.measure import measure
 from dflash_jax.bench.workload import synthetic
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 
 
 def test_users_who_sample(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

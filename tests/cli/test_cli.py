@@ -16,11 +16,11 @@ from dflash_convert.cli import main as convert
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 from dflash_jax.engine.memory import size
 from dflash_jax.models.dflash import SHARED_HEAD
 
-COMMAND = [sys.executable, "-m", "dflash_jax.cli.main"]
+COMMAND = [sys.executable, "-m", "dflash_jax.cli.commands"]
 
 
 def generated(target: Path, prompt: str, **changes) -> dj.Completion:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.cli.commands import main
 from dflash_jax.cli.demo import default_prompts
-from dflash_jax.cli.main import main
 
 DATA = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 

@@ -53,7 +53,7 @@ def test_devices_that_fail_say_nothing_here(monkeypatch, capfd):
 def test_nothing_slow_is_imported_before(tmp_path):
     code = """
 import sys
-import dflash_jax.cli.main
+import dflash_jax.cli.commands
 from dflash_jax.cli.startup import read_models, start_device
 read_models(None)
 from dflash_jax.compile.cache_folders import enable_compilation_cache

@@ -16,10 +16,10 @@ from dflash_convert import write
 from dflash_convert.write import OutputError, output_folder
 
 import dflash_jax as dj
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 from dflash_jax.device import local_device
 
-GENERATE = [sys.executable, "-m", "dflash_jax.cli.main", "generate", "ab", "--max-tokens", "5", "--model"]
+GENERATE = [sys.executable, "-m", "dflash_jax.cli.commands", "generate", "ab", "--max-tokens", "5", "--model"]
 CONVERT = [sys.executable, "-c", "import sys; from dflash_convert.command import main; sys.exit(main())"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if think is defined %}{{ think }}{% endif %}"
 
@@ -66,7 +66,7 @@ def test_options_of_the_chat_template_are_names_and_values(text, capsys):
     assert "expected NAME=VALUE" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[*GENERATE], [sys.executable, "-m", "dflash_jax.cli.main", "info"], CONVERT])
+@pytest.mark.parametrize("command", [[*GENERATE], [sys.executable, "-m", "dflash_jax.cli.commands", "info"], CONVERT])
 def test_a_device_that_is_not_there(command, target, tmp_path):
     """As a shell has it that was set up for another machine."""
     extra = ["--output", str(tmp_path / "out")] if command is CONVERT else []
@@ -111,7 +111,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("swallowed", [False, True])
-@pytest.mark.parametrize("module", ["dflash_jax.cli.main", "dflash_convert.command"])
+@pytest.mark.parametrize("module", ["dflash_jax.cli.commands", "dflash_convert.command"])
 def test_interrupted_while_jax_is_imported(module, swallowed, target, tmp_path):
     """The first second or two of every command; extension modules make an ImportError of it."""
     code = INTERRUPTED_IMPORT.format(module=module, swallowed=swallowed)
@@ -121,7 +121,7 @@ def test_interrupted_while_jax_is_imported(module, swallowed, target, tmp_path):
 
 
 def test_an_import_that_fails_by_itself_is_not_called_an_interrupt(monkeypatch):
-    monkeypatch.setattr("dflash_jax.cli.main.COMMANDS", {"info": lambda args: __import__("no_such_module")})
+    monkeypatch.setattr("dflash_jax.cli.commands.COMMANDS", {"info": lambda args: __import__("no_such_module")})
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         main(["info"])
 

@@ -6,8 +6,8 @@ from dataclasses import fields
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.cli.commands import load_options
 from dflash_jax.cli.info import collect
-from dflash_jax.cli.main import load_options
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.errors import ParameterError
 from dflash_jax.options import FLAGS, LoadKeywords, LoadOptions, read_options

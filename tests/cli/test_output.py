@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from dflash_jax.cli import terminal
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 
-MODULES = {"dflash-jax": "dflash_jax.cli.main", "dflash-convert": "dflash_convert.command"}
+MODULES = {"dflash-jax": "dflash_jax.cli.commands", "dflash-convert": "dflash_convert.command"}
 # As Python has it for users: the end of a text waits for the end of the process.
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 ESCAPE = "\x1b]0;owned\x07\x9b2J"

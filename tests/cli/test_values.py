@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 from dflash_jax.cli.values import chat_option, token_ids
 
 GENERATE = ["generate", "ab", "--max-tokens", "24", "--json", "--model"]
@@ -143,9 +143,7 @@ def test_token_ids_between_commas() -> None:
 )
 def test_what_is_wrong_at_once_is_told_at_once(arguments: list[str]) -> None:
     """Without the seconds that JAX takes to import."""
-    code = (
-        f"import sys; from dflash_jax.cli.main import main; code = main({arguments}); print(code, 'jax' in sys.modules)"
-    )
+    code = f"import sys; from dflash_jax.cli.commands import main; code = main({arguments}); print(code, 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2" if "--max-tokens" in arguments else "3", "False"]
     assert done.stderr.startswith("error: ")

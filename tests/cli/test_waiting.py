@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dflash_jax.cli import progress as waiting
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 
 
 class Terminal(io.StringIO):

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from dflash_jax.cli.main import main
+from dflash_jax.cli.commands import main
 from dflash_jax.compile.cache_folders import cache_folder, enable_compilation_cache, open_private
 from dflash_jax.compile.programs import Programs
 
@@ -204,7 +204,7 @@ def test_second_process_finds_the_programs_and_writes_the_same_text(target, tmp_
     run = [
         sys.executable,
         "-m",
-        "dflash_jax.cli.main",
+        "dflash_jax.cli.commands",
         "generate",
         "ab",
         "--model",
@@ -230,7 +230,17 @@ def test_second_process_finds_the_programs_and_writes_the_same_text(target, tmp_
 def test_unusable_folder_is_a_note_and_no_error(target, tmp_path):
     (tmp_path / "dflash_jax").write_text("a file in the way")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
-    run = [sys.executable, "-m", "dflash_jax.cli.main", "generate", "ab", "--model", str(target), "--max-tokens", "9"]
+    run = [
+        sys.executable,
+        "-m",
+        "dflash_jax.cli.commands",
+        "generate",
+        "ab",
+        "--model",
+        str(target),
+        "--max-tokens",
+        "9",
+    ]
     done = subprocess.run(run, env=environment, check=True, capture_output=True, text=True)
     assert done.stderr.startswith("note: compiled programs are not kept: ")
 

@@ -19,7 +19,7 @@ from jax._src import compilation_cache, config
 import dflash_jax.models  # noqa: F401  # before what it imports, also in processes that read this module alone
 from dflash_jax.cache import Pages
 from dflash_jax.compile import executable_cache as stored_programs
-from dflash_jax.compile import fingerprint
+from dflash_jax.compile import jax_patches
 from dflash_jax.compile.executable_cache import MAGIC, SUFFIX, StoredPrograms
 from dflash_jax.compile.programs import Programs
 from dflash_jax.execution import plan
@@ -106,9 +106,9 @@ def test_a_restored_program_refuses_other_shapes(store):
 
 
 CHANGES = {
-    "sources": lambda patch: patch.setattr(fingerprint, "sources", lambda: "other"),
-    "versions": lambda patch: patch.setattr(fingerprint, "_version", lambda name: "9.9"),
-    "driver or processor": lambda patch: patch.setattr(fingerprint, "_lines", lambda *_: "other"),
+    "sources": lambda patch: patch.setattr(stored_programs, "sources", lambda: "other"),
+    "versions": lambda patch: patch.setattr(stored_programs, "_version", lambda name: "9.9"),
+    "driver or processor": lambda patch: patch.setattr(stored_programs, "_lines", lambda *_: "other"),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"),
     "a switch of ours": lambda patch: patch.setattr(plan, "PERSISTENT", not plan.PERSISTENT),
 }
@@ -119,9 +119,9 @@ def test_everything_a_program_depends_on_is_in_its_key(store, monkeypatch, chang
     run()
     with monkeypatch.context() as patch:
         change(patch)
-        fingerprint.environment.cache_clear()
+        stored_programs.environment.cache_clear()
         run()
-    fingerprint.environment.cache_clear()
+    stored_programs.environment.cache_clear()
     assert TRACED == ["step"] * 2
     assert len(entries(store.folder)) == 2
 
@@ -332,6 +332,15 @@ def test_what_jax_kept_itself_is_not_kept_again(store, tmp_path_factory, monkeyp
         compilation_cache.reset_cache()
     assert entries(store.folder) == []
     assert TRACED == ["step"] * 3
+    assert notices == []
+
+
+def test_a_version_of_jax_that_is_not_known_has_programs_that_are_not_kept(store, notices, monkeypatch):
+    monkeypatch.setattr(jax_patches, "KNOWN_VERSIONS", ())
+    assert run() == EXPECTED
+    assert run() == EXPECTED
+    assert TRACED == ["step"] * 2
+    assert entries(store.folder) == []
     assert notices == []
 
 

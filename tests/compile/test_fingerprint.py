@@ -2,7 +2,7 @@
 
 import jax
 
-from dflash_jax.compile import fingerprint
+from dflash_jax.compile import executable_cache as fingerprint
 
 
 def test_sources_are_hashed_with_their_names(tmp_path, monkeypatch):

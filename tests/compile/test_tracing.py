@@ -192,7 +192,7 @@ class Interrupt:
     def __call__(self, frame, event: str, _):
         file = frame.f_code.co_filename
         if event in ("call", "c_return") and file.endswith(
-            ("line.py", "programs.py", "threading.py", "_base.py", "contextlib.py")
+            ("tracing.py", "programs.py", "threading.py", "_base.py", "contextlib.py")
         ):
             self.left -= 1
             if self.left == 0:

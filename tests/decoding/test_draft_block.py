@@ -14,6 +14,7 @@ import pytest
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding.cycle import commit_context, draft_block
 from dflash_jax.engine.requests import Request
+from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.models import bind
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
     With `window`, of the context that is left of it; what is not may hold NaN.
     """
     if packed:
-        monkeypatch.setattr("dflash_jax.models.dflash.DFlash.packs", lambda *_: True)
+        monkeypatch.setattr("dflash_jax.execution.plan._packed_refusal", lambda *_: None)
     pair = make_pair(draft=make_config[1](**changes), goes_ahead=False, draft_window=window)
     engine, prompts = pair.engine, make_prompts((21, 3, 50))
     tokens = [list(prompt) for prompt in prompts]
@@ -44,20 +45,21 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
     slots: dict[int, int] = {}
     for update in run:
         tokens[update.index] += update.tokens
-        slots = {job.request.index: job.slot for job in run.slots.decoding}
-        lens = np.asarray(run.state.seq_lens)
+        slots = {job.request.index: job.slot for job in engine.scheduler.batch.slots.decoding}
+        lens = np.asarray(engine.scheduler.batch.state.seq_lens)
         # All updates of the call have come, and at least three cycles are behind everybody.
         if len(slots) == 3 and all(
             len(tokens[i]) == lens[slot] + 1 >= len(prompts[i]) + 4 for i, slot in slots.items()
         ):
             break
     assert len(slots) == 3, "no sequence may have ended: the test shows nothing"
-    assert (np.asarray(run.state.fresh)[list(slots.values())] < pair.draft.block_size).any(), "nothing was rejected"
+    batch = engine.scheduler.batch
+    assert (np.asarray(batch.state.fresh)[list(slots.values())] < pair.draft.block_size).any(), "nothing was rejected"
 
     @jax.jit
     def over_pages(weights, state, table):
         target, drafter = bind(pair.target, weights["target"]), bind(pair.draft, weights["draft"])
-        pages = commit_context(drafter, state, table)
+        pages = commit_context(drafter, state, table, ContextPlan("packed" if packed else "apart"))
         pages_before = (
             0 * state.seq_lens if window is None else jnp.maximum(state.seq_lens - window, 0) // engine.page_size
         )
@@ -77,7 +79,7 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
         block = drafter.block_embeddings(pending, target.embed.weight[...])
         return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))[0]
 
-    hidden = np.asarray(over_pages(engine.weights, run.state, jnp.asarray(run.slots.tables)))
+    hidden = np.asarray(over_pages(engine.weights, batch.state, jnp.asarray(batch.slots.tables)))
     for index, slot in slots.items():
         ids, pending = jnp.array([tokens[index][:-1]]), jnp.array(tokens[index][-1:])
         true = dense(engine.weights, ids, pending)[0]

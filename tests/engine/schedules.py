@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.cache import PageAllocator
-from dflash_jax.engine import Engine, Run
+from dflash_jax.engine import Engine, Scheduler
 from dflash_jax.engine.requests import Request
+from dflash_jax.engine.scheduler import Batch, InFlight
+from dflash_jax.engine.slots import Slots
 from dflash_jax.sampling_params import SamplingParams
 
 
@@ -52,13 +54,27 @@ def make_texts(engine: Engine, prompts: list[list[int]], tokens: int) -> list[Te
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one of the steps of a run, before or after it is done."""
+    """Raises KeyboardInterrupt at one of the parts of the scheduler's steps, before or after it is done; `behind` tells whether
+    cycles were in flight then."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, engine: Engine, run: Run, at: int):
-        self.left = at
-        places = [(engine.programs, "call"), (run.slots, "resize"), (run.slots, "leave"), (run.slots, "publish")]
-        places += [(run, "admit"), (run, "_make_room"), (run, "account"), (engine, "keep_pools")]
-        places += [(run.ahead, name) for name in ("plan", "add", "take", "seconds")] + [(run, "drop_cancelled")]
+    def __init__(self, patch: pytest.MonkeyPatch, engine: Engine, at: int):
+        self.left, self.behind, self.engine = at, False, engine
+        places = [(engine.programs, "call"), (engine, "keep_pools")]
+        places += [(Slots, name) for name in ("resize", "leave", "publish", "enter")]
+        places += [(InFlight, name) for name in ("add", "take", "seconds")] + [(Batch, "serve"), (Batch, "retire")]
+        places += [
+            (Scheduler, name)
+            for name in (
+                "_admit",
+                "_make_room",
+                "_account",
+                "_send",
+                "_plan_behind",
+                "_drain",
+                "_queue",
+                "_ready_batch",
+            )
+        ]
         for owner, name in places:
             patch.setattr(owner, name, self.wrapped(getattr(owner, name)))
 
@@ -66,25 +82,35 @@ class Interrupter:
         def interrupted(*args, **kwargs):
             before, self.left = self.left, self.left - 2
             if before == 0:
-                raise KeyboardInterrupt
+                self.interrupt()
             result = step(*args, **kwargs)
             if before == 1:
-                raise KeyboardInterrupt
+                self.interrupt()
             return result
 
         return interrupted
 
+    def interrupt(self):
+        self.behind = bool(self.engine.scheduler.inflight.calls)
+        raise KeyboardInterrupt
 
-def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, run: Run, outcome: Outcome) -> None:
+
+def batch_of(engine: Engine) -> Batch:
+    """What runs."""
+    assert engine.scheduler.batch is not None
+    return engine.scheduler.batch
+
+
+def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, outcome: Outcome) -> None:
     """Fails where prompts get more than one chunk between two calls of the loop that somebody who decodes waits for. Counts calls
     with pieces of several prompts."""
     call, spent = engine.programs.call, [0]
 
     def watched(function, static, donate, *args):
-        outcome.together += function.__name__ == "admit_program" and np.sum(args[2] < len(run.slots.jobs)) > 1
+        outcome.together += function.__name__ == "admit_program" and np.sum(args[2] < batch_of(engine).size) > 1
         if function.__name__ == "loop":
             spent[0] = 0
-        elif function.__name__ == "prefill_chunk" and run.slots.decoding:
+        elif function.__name__ == "prefill_chunk" and batch_of(engine).slots.decoding:
             spent[0] += args[3].size
             assert spent[0] <= engine.max_chunk, "a running sequence waits longer than one chunk"
         return call(function, static, donate, *args)
@@ -130,16 +156,17 @@ def play(
     cycles, slots = rng.choice([1, 2, 3] if ahead else [1, 1, 1, 2, 5, 32]), rng.randint(2 if ahead else 1, 4)
     run = engine.run(requests[:arrived], cycles=cycles, slots=slots)
     got = {request.index: [] for request in requests}
-    ended, cancelled, slots = set(), set(), len(run.slots.jobs)
+    ended, cancelled, slots, before = set(), set(), 0, engine.scheduler.stats
     with pytest.MonkeyPatch.context() as patch:
         try:
-            watch_waiting(patch, engine, run, outcome)
+            watch_waiting(patch, engine, outcome)
             if interrupt:
-                Interrupter(patch, engine, run, rng.randint(0, 160))
+                Interrupter(patch, engine, rng.randint(0, 160))
             for update in run:
                 assert update.index not in cancelled | ended
-                outcome.behind += bool(run.ahead.calls)
-                outcome.moved, slots = outcome.moved + (len(run.slots.jobs) != slots), len(run.slots.jobs)
+                outcome.behind += bool(engine.scheduler.inflight.calls)
+                now = batch_of(engine).size
+                outcome.moved, slots = outcome.moved + (slots not in (0, now)), now
                 engine.verify_length = random.Random(hash((seed, update.index, len(got[update.index])))).choice(lengths)
                 got[update.index] += update.tokens
                 if update.finish_reason is not None:
@@ -163,5 +190,7 @@ def play(
         else:
             assert outcome.interrupted or request.index in cancelled or request.index >= arrived
             assert got[request.index] == expected[: len(got[request.index])]
-    outcome.preemptions, outcome.found, outcome.cancelled = run.preemptions, run.slots.found, len(cancelled - ended)
+    after, outcome.cancelled = engine.scheduler.stats, len(cancelled - ended)
+    outcome.preemptions = after.preemptions - before.preemptions
+    outcome.found = (after.cached_tokens - before.cached_tokens) // engine.page_size
     return outcome

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dflash_jax.decoding.loop import no_rows
-from dflash_jax.engine import ahead
+from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import Request, on_host
 from dflash_jax.sampling_params import SamplingParams
 
@@ -29,11 +29,15 @@ def start(pair, prompts, *, draft=True, cycles=4, **params):
     return pair.engine.run(requests, draft=draft, cycles=cycles)
 
 
-def finish(run, tokens=None):
+def inflight(pair):
+    return pair.engine.scheduler.inflight
+
+
+def finish(pair, run, tokens=None):
     """Tokens and the reason of its end for each request, and how many updates came with a call behind them."""
     tokens, reasons, behind = {} if tokens is None else tokens, {}, 0
     for update in run:
-        behind += bool(run.ahead.calls)
+        behind += bool(inflight(pair).calls)
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
         reasons[update.index] = update.finish_reason
     return tokens, reasons, behind
@@ -41,7 +45,7 @@ def finish(run, tokens=None):
 
 def expected(pair, prompts, **options):
     pair.engine.goes_ahead = False
-    tokens, reasons, behind = finish(start(pair, prompts, **options))
+    tokens, reasons, behind = finish(pair, start(pair, prompts, **options))
     pair.engine.goes_ahead = True
     assert not behind
     return tokens, reasons
@@ -51,7 +55,7 @@ def expected(pair, prompts, **options):
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_same_tokens(eager, make_prompts, draft, count):
     prompts = make_prompts([5, 9, 20][:count])
-    *found, behind = finish(start(eager, prompts, draft=draft))
+    *found, behind = finish(eager, start(eager, prompts, draft=draft))
     assert tuple(found) == expected(eager, prompts, draft=draft)
     assert behind
     eager.assert_free()
@@ -61,7 +65,7 @@ def test_a_stop_id_ends_it(eager, make_prompts):
     prompts = make_prompts([5])
     tokens, _ = expected(eager, prompts)
     stop = tokens[0][20]
-    tokens, reasons, _ = finish(start(eager, prompts, stop_token_ids=[stop]))
+    tokens, reasons, _ = finish(eager, start(eager, prompts, stop_token_ids=[stop]))
     assert reasons == {0: "stop"}
     assert tokens[0].index(stop) == len(tokens[0]) - 1
     eager.assert_free()
@@ -73,13 +77,13 @@ def test_cancelled_while_a_call_is_behind(eager, make_prompts):
     run, tokens = start(eager, prompts), {}
     for update in run:
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
-        if run.ahead.calls:
+        if inflight(eager).calls:
             break
     else:
         pytest.fail("no call was started ahead")
     run.cancel(0)
     seen = list(tokens[0])
-    finish(run, tokens)
+    finish(eager, run, tokens)
     assert tokens == {0: seen, 1: whole[1]}
     eager.assert_free()
 
@@ -89,19 +93,19 @@ def test_closed_while_a_call_is_behind(eager, make_prompts):
     whole, _ = expected(eager, prompts)
     run = start(eager, prompts)
     for _ in run:
-        if run.ahead.calls:
+        if inflight(eager).calls:
             break
     run.close()
     eager.assert_free()
-    tokens, _, _ = finish(start(eager, prompts))
+    tokens, _, _ = finish(eager, start(eager, prompts))
     assert tokens == whole
 
 
 def test_looks_first_where_much_would_be_in_vain(eager, make_prompts):
     """A stop string may end a request long before the end of many cycles; of a few it may be worth none."""
     prompts = make_prompts([5])
-    assert finish(start(eager, prompts, stop="x", cycles=5))[2] == 1  # behind the prompt
-    assert finish(start(eager, prompts, stop="x", cycles=4))[2] > 1
+    assert finish(eager, start(eager, prompts, stop="x", cycles=5))[2] == 1  # behind the prompt
+    assert finish(eager, start(eager, prompts, stop="x", cycles=4))[2] > 1
     eager.assert_free()
 
 
@@ -128,7 +132,7 @@ def test_requests_that_come_meanwhile(eager, make_prompts, cycles):
     run, later = eager.engine.run(coming[:2], cycles=cycles, slots=2), coming[2:]
     for update in run:
         tokens[update.index] = tokens.get(update.index, []) + update.tokens
-        behind += bool(run.ahead.calls)
+        behind += bool(inflight(eager).calls)
         if update.finish_reason is not None and later:
             run.add(later.pop(0))
     assert [tokens[i] for i in range(6)] == whole
@@ -145,12 +149,12 @@ def test_a_prompt_is_started_behind_cycles(eager, make_prompts, monkeypatch):
         tokens[update.index] += update.tokens
         if not update.first:
             break
-    assert run.ahead.calls
+    assert inflight(eager).calls
     seen = watched(eager, monkeypatch)
     run.add(Request(1, tuple(prompts[1]), SamplingParams(max_tokens=21)))
     update = next(iter(run))
     assert (seen[0], update.index) == ("prompt", 0)
-    finish(run, tokens := {0: tokens[0] + update.tokens, 1: []})
+    finish(eager, run, tokens := {0: tokens[0] + update.tokens, 1: []})
     monkeypatch.undo()
     eager.engine.goes_ahead = True
     whole = [expected(eager, [prompt])[0][0] for prompt in prompts]
@@ -159,18 +163,23 @@ def test_a_prompt_is_started_behind_cycles(eager, make_prompts, monkeypatch):
     eager.assert_free()
 
 
-def test_cycles_behind_are_as_many_as_keep_the_device_busy(eager, make_prompts, monkeypatch):
+def finished_call(pair, **times):
+    """A call for cycles whose results are there."""
+    setup = pair.engine.setup(mode="greedy", draft=True)
+    return scheduler.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
+
+
+def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
-    run, few = start(eager, make_prompts([5])), []
-    call = ahead.Call([], no_rows(run.setup, 4, 1), run.setup, 4, 4, started=0.0, compiled=0.0, returned=0.1)
-    monkeypatch.setattr(eager.engine.programs, "compile_s", 0.0)
+    queued, few = scheduler.InFlight(pair.engine), []
+    call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
     times = itertools.count(1.0)
-    monkeypatch.setattr(ahead.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     for waited in (0.5, 0.1, 0.2, 0.5, *[0.1] * 4, *[0.9] * 6):
-        run.ahead.seconds(call, waited)
-        few.append(run.ahead._few)
+        queued.seconds(call, waited)
+        few.append(queued.few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
-    run.close()
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
@@ -180,8 +189,8 @@ def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
         time.sleep(0.3)
         return on_host(*args, **options)
 
-    finish(start(eager, make_prompts([5])))  # compiles
-    monkeypatch.setattr("dflash_jax.engine.prompts.on_host", slowly)
+    finish(eager, start(eager, make_prompts([5])))  # compiles
+    monkeypatch.setattr("dflash_jax.engine.scheduler.on_host", slowly)
     began = time.perf_counter()
     spent = sum(update.seconds for update in start(eager, make_prompts([5])))
     assert 0.3 < spent <= time.perf_counter() - began
@@ -209,18 +218,17 @@ def test_nothing_is_started_behind_a_last_token(eager, make_prompts, monkeypatch
 
 
 @pytest.mark.parametrize("compiling", [0.0, 5.0])
-def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, make_prompts, monkeypatch, compiling):
+def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, compiling):
     """On a GPU, whether calls return early is seen; what was compiled for one does not count."""
-    monkeypatch.setattr(ahead.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(scheduler.jax, "default_backend", lambda: "gpu")
     went, before = [], pair.engine.programs.compile_s
     for busy in (0.9, 0.1):
-        run = start(pair, make_prompts([5]))
+        queued = scheduler.InFlight(pair.engine)
         monkeypatch.setattr(pair.engine.programs, "compile_s", before + compiling)
-        rows, returned = no_rows(run.setup, 4, 1), busy + compiling
-        call = ahead.Call([], rows, run.setup, 4, 4, started=0.0, compiled=before, returned=returned)
-        monkeypatch.setattr(ahead.time, "perf_counter", lambda: 1.0 + compiling)
-        assert run.ahead.seconds(call, waited=0.5) == pytest.approx(1.0)
-        went.append(pair.engine.returns_early)
-        run.close()
-    pair.engine.returns_early = False
+        call = finished_call(pair, started=0.0, compiled=before, returned=busy + compiling)
+        monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0 + compiling)
+        assert queued.seconds(call, waited=0.5) == pytest.approx(1.0)
+        went.append(queued.returns_early)
+        assert not queued.seconds(call, waited=0.5, watch=False)  # the same moment: no second more
+        assert queued.returns_early == went[-1]
     assert went == [False, True]

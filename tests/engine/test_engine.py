@@ -45,8 +45,9 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
             break
         if not update.first:
             engine.verify_length = 2
-    assert bool(run.ahead.calls) == ahead
-    pages, table, (job,) = run.state.draft_pages, run.slots.tables[0], run.slots.taken
+    assert bool(engine.scheduler.inflight.calls) == ahead
+    batch = engine.scheduler.batch
+    pages, table, (job,) = batch.state.draft_pages, batch.slots.tables[0], batch.slots.taken
     length = job.filled - job.fresh
     assert length > len(prompt)
     assert sum(update.counts) < len(update.counts) * pair.draft.block_size, (
@@ -74,7 +75,7 @@ def test_programs_get_arrays_that_nobody_changes(pair, make_prompts, monkeypatch
 
     def inspected(function, static, donate, *args):
         given = [leaf for leaf in jax.tree.leaves(args[1:]) if isinstance(leaf, np.ndarray)]
-        kept = (run.slots.tables, run.retired)
+        kept = (engine.scheduler.batch.slots.tables, engine.scheduler.batch.retired)
         assert not any(np.shares_memory(leaf, array) for leaf in given for array in kept), function.__name__
         seen.append((function.__name__, len(given)))
         return call(function, static, donate, *args)
@@ -93,11 +94,11 @@ def test_no_sequence_waits_longer_than_one_chunk(make_pair, make_prompts, monkey
     call = engine.programs.call
     monkeypatch.setattr(engine.programs, "call", lambda *args: calls.append(args[0].__name__) or call(*args))
     requests = [Request(i, tuple(p), SamplingParams(max_tokens=40)) for i, p in enumerate((*short, long))]
-    run = engine.run(requests[:2], cycles=32, slots=4)
+    run, coming = engine.run(requests[:2], cycles=32, slots=4), requests[2:]
     for update in run:
         tokens[update.index] += update.tokens
-        if run.arrivals == 2 and len(calls) > 3:
-            run.add(requests[2])
+        if coming and len(calls) > 3:
+            run.add(coming.pop())
             calls.clear()
     assert calls[:15] == ["loop", "prefill_chunk"] * 7 + ["admit_program"]
     pair.assert_free()
@@ -106,30 +107,59 @@ def test_no_sequence_waits_longer_than_one_chunk(make_pair, make_prompts, monkey
 
 
 def test_added_requests_bring_what_they_need(pair, make_prompts):
-    """A greedy run takes sampled requests and log-probabilities later, and refuses what can never run."""
+    """Greedy requests are joined by sampled ones, by log-probabilities and by more stop ids than slots had room for; what can
+    never run is refused."""
     prompts = make_prompts((12, 30, 50))
     each = [
         SamplingParams(max_tokens=20),
         SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, seed=4, logprobs=1),
     ]
-    run = pair.engine.run([Request(0, tuple(prompts[0]), each[0])], cycles=2, slots=2)
-    tokens, logprobs = {0: [], 1: []}, []
+    whole = pair.run(prompts[2:], each[0])[0][0]
+    stops = tuple({token for token in range(40) if token not in whole} | {whole[9]})
+    each.append(SamplingParams(max_tokens=20, stop_token_ids=stops))
+    assert len(stops) > 16
+    run = pair.engine.run([Request(0, tuple(prompts[0]), each[0])], cycles=2, slots=3)
+    tokens, logprobs, widths, coming = {0: [], 1: [], 2: []}, [], set(), True
     for update in run:
-        if not tokens[1] and run.arrivals == 1:
+        if coming:
             with pytest.raises(PromptError):
-                run.add(Request(2, (), each[0]))
-            with pytest.raises(ParameterError, match="11 stop ids"):
-                run.add(Request(2, tuple(prompts[2]), SamplingParams(stop_token_ids=tuple(range(11)), max_tokens=5)))
-            run.add(Request(1, tuple(prompts[1]), each[1]))
+                run.add(Request(3, (), each[0]))
+            for index in (1, 2):
+                run.add(Request(index, tuple(prompts[index]), each[index]))
+            coming = False
         tokens[update.index] += update.tokens
         logprobs += update.logprobs
+        batch = pair.engine.scheduler.batch
+        widths.add((batch.needs.stop_width, batch.state.request.stop_ids.shape[1]))
     pair.assert_free()
-    assert list(tokens.values()) == pair.run(prompts[:2], each)[0]
+    assert widths == {(8, 8), (64, 64)}
+    assert tokens[2] == whole[: whole.index(whole[9]) + 1]
+    assert list(tokens.values()) == pair.run(prompts, each)[0]
     assert len(logprobs) == 20
 
 
+def test_programs_serve_what_runs(make_pair, make_prompts):
+    """A request that asks for more leaves: where the simple program is compiled it is taken again, else the other one goes on."""
+    prompts = make_prompts((12, 30))
+    each = [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, seed=4, logprobs=1),
+    ]
+    for warm in (False, True):
+        pair = make_pair()
+        expected = pair.run(prompts, each[0])[0][:1] if warm else []
+        run, kinds = pair.engine.run([Request(i, tuple(p), each[i]) for i, p in enumerate(prompts)], cycles=2), []
+        tokens = {0: [], 1: []}
+        for update in run:
+            tokens[update.index] += update.tokens
+            kinds.append((pair.engine.scheduler.batch.needs.mode, pair.engine.scheduler.batch.needs.logprobs))
+        assert kinds[0] == ("full", True)
+        assert kinds[-1] == (("greedy", False) if warm else ("full", True))
+        assert tokens[0] == (expected or pair.run(prompts[:1], each[0])[0])[0]
+
+
 def test_nothing_is_added_where_it_would_not_be_served(pair, make_prompts):
-    """To a run that has ended or was closed, or under an index whose updates nobody wants any more."""
+    """To a run that has ended or was closed. The index of one that was cancelled may come again."""
     requests = [
         Request(i, tuple(prompt), SamplingParams(max_tokens=20)) for i, prompt in enumerate(make_prompts((9, 12)))
     ]
@@ -139,13 +169,15 @@ def test_nothing_is_added_where_it_would_not_be_served(pair, make_prompts):
     for ended in (over, closed):
         with pytest.raises(DFlashError, match="has ended"):
             ended.add(requests[1])
-    for seen, _ in enumerate(run):
+    tokens = {0: [], 1: []}
+    for seen, update in enumerate(run):
+        tokens[update.index] += update.tokens
         if seen == 0:
             run.add(requests[1])
             run.cancel(1)
-            with pytest.raises(ParameterError, match="index 1 was cancelled"):
-                run.add(requests[1])
+            run.add(requests[1])
     pair.assert_free()
+    assert list(tokens.values()) == pair.run([list(request.prompt) for request in requests], requests[0].params)[0]
 
 
 def test_stop_ids_end_inside_a_block(pair, make_prompts):
@@ -229,7 +261,7 @@ def test_requests_that_can_never_run_are_refused_first(make_pair, make_prompts):
         ([], SamplingParams(max_tokens=5), PromptError, r"prompts\[1\]: the prompt is empty"),
         ([5, 97], SamplingParams(max_tokens=5), PromptError, "97"),
         ([5, -1], SamplingParams(max_tokens=5), PromptError, "-1"),
-        ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), PromptError, "97"),
+        ([5], SamplingParams(max_tokens=5, stop_token_ids=[97]), ParameterError, "97"),
         (make_prompts((155,))[0], SamplingParams(max_tokens=6), CapacityError, "161"),
         (make_prompts((100,))[0], SamplingParams(max_tokens=6), CapacityError, "pages"),
     ]
@@ -240,14 +272,20 @@ def test_requests_that_can_never_run_are_refused_first(make_pair, make_prompts):
     assert len(pair.run([good], SamplingParams(max_tokens=5))[0][0]) == 5
 
 
-def test_two_runs_at_once_are_refused(pair, make_prompts):
-    request = Request(0, tuple(make_prompts((5,))[0]), SamplingParams(max_tokens=20))
-    first = pair.engine.run([request], cycles=1)
-    next(iter(first))
-    with pytest.raises(DFlashError, match="generating already"):
-        next(iter(pair.engine.run([request])))
-    first.close()
-    pair.run([list(request.prompt)])
+def test_a_run_beside_a_paused_one(pair, make_prompts):
+    """Both are served; what the paused one gains waits for it."""
+    prompts, params = make_prompts((5, 9)), SamplingParams(max_tokens=20)
+    expected = pair.run(prompts, params)[0]
+    requests = [Request(i, tuple(prompt), params) for i, prompt in enumerate(prompts)]
+    paused = pair.engine.run(requests[:1], cycles=1)
+    tokens = list(next(iter(paused)).tokens)
+    assert [token for update in pair.engine.run(requests[1:]) for token in update.tokens] == expected[1]
+    assert pair.engine.scheduler.stats.running <= 1
+    assert pair.engine.allocator.num_free <= pair.engine.num_pages
+    for update in paused:
+        tokens += update.tokens
+    assert tokens == expected[0]
+    pair.assert_free()
 
 
 def test_no_requests(pair):

@@ -24,7 +24,7 @@ def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
 def test_a_prompt_may_take_the_last_page():
     """But none that others need for their next cycles."""
     slots = Slots(1, 4, PageAllocator(4), 16, None)
-    job = Job(Request(0, (1,) * 57, SamplingParams(max_tokens=1)), arrival=0)
+    job = Job(Request(0, (1,) * 57, SamplingParams(max_tokens=1)), ticket=0)
     assert not slots.enter(job, 4, spare=1)
     assert slots.allocator.num_free == 4
     assert slots.enter(job, 4, spare=0)
@@ -36,9 +36,8 @@ def test_prompts_that_enter_together_leave_each_other_room(make_pair, make_promp
     pair = make_pair(num_pages=9)
     assert (pair.engine.pages_for(25), pair.engine.pages_for(25 + 12)) == (2, 3)
     requests = [Request(i, tuple(p), SamplingParams(max_tokens=12)) for i, p in enumerate(make_prompts((25,) * 4))]
-    run = pair.engine.run(requests, cycles=4)
-    most = max(len(run.slots.taken) for _ in run)
-    assert (most, run.preemptions) == (3, 0)
+    most = max(len(pair.engine.scheduler.batch.slots.taken) for _ in pair.engine.run(requests, cycles=4))
+    assert (most, pair.engine.scheduler.stats.preemptions) == (3, 0)
     pair.assert_free()
 
 
@@ -52,10 +51,10 @@ def test_pages_grow_with_the_text(make_pair, make_prompts):
     tokens, most = {i: [] for i in range(4)}, 0
     for update in run:
         tokens[update.index] += update.tokens
-        most = max(most, len(run.slots.decoding))
+        most = max(most, len(pair.engine.scheduler.batch.slots.decoding))
     pair.assert_free()
     assert most >= 3
-    assert run.preemptions >= 2
+    assert pair.engine.scheduler.stats.preemptions >= 2
     assert list(tokens.values()) == [pair.run([prompt], params)[0][0] for prompt in prompts]
 
 

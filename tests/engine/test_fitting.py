@@ -8,9 +8,8 @@ import pytest
 
 from dflash_jax.compile.programs import start_compiling
 from dflash_jax.decoding.resize import resize, without_pools
-from dflash_jax.engine import Engine, fitting
+from dflash_jax.engine import STOP_WIDTH, Engine, scheduler
 from dflash_jax.engine.requests import Request, empty_state
-from dflash_jax.engine.resources import STOP_WIDTH
 from dflash_jax.engine.warmup import warmup_jobs
 from dflash_jax.sampling_params import SamplingParams
 
@@ -42,12 +41,13 @@ def test_slots_become_fewer_and_more_again(engine, texts, length):
     if length is not None:
         compiled = None  # only the whole block was compiled ahead
     requests = [Request(i, text.prompt, text.params) for i, text in enumerate(texts)]
-    run, got, seen = engine.run(requests[:4], cycles=2), {request.index: [] for request in requests}, []
+    run, got, seen = engine.run(requests[:4], cycles=2, slots=4), {request.index: [] for request in requests}, []
+    coming = requests[4:]
     for update in run:
         got[update.index] += update.tokens
-        seen.append(len(run.slots.jobs))
-        if len(got[2]) > 25 and not run.arrivals > 4:
-            run.add(requests[4])
+        seen.append(engine.scheduler.batch.size)
+        if len(got[2]) > 25 and coming:
+            run.add(coming.pop())
     engine.verify_length = None
     assert list(got.values()) == [list(text.expected) for text in texts]
     if compiled is not None:
@@ -90,7 +90,7 @@ def test_what_pays_is_compiled_beside_the_run(make_pair, make_prompts, monkeypat
             job()
         return start_compiling(())
 
-    monkeypatch.setattr(fitting, "start_compiling", beside)
+    monkeypatch.setattr(scheduler, "start_compiling", beside)
     monkeypatch.setattr("dflash_jax.engine.verify_policy.WORTH_COMPILING_S", 1e-9)
     engine.verify_length = "auto"
     # Nothing that this drafter proposes stands, so nothing but plain cycles can pay in the end.
@@ -101,4 +101,4 @@ def test_what_pays_is_compiled_beside_the_run(make_pair, make_prompts, monkeypat
         got[update.index] += update.tokens
     assert list(got.values()) == [list(text.expected) for text in expected]
     assert started
-    assert len(engine.lengths.cycles) > 1
+    assert len(engine.verify_policy.cycles) > 1

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,19 +92,15 @@ def test_programs_that_no_thread_takes(monkeypatch, message, error):
 def test_a_thread_has_time_to_end_after_a_long_call(monkeypatch):
     """It is on its way through whoever called for it, once what the device did for it has ended."""
     monkeypatch.setattr(leaving, "_ending", threading.Event())
-    begun = threading.Event()
-
-    def call():
-        begun.set()
-        time.sleep(2 * leaving.BETWEEN_S)
-        yield
-
-    run = call()
-    leaving.watch(run)
+    begun, at_it = threading.Event(), SimpleNamespace(stepping=False)
+    monkeypatch.setattr(leaving, "_schedulers", [at_it])
 
     def serve() -> None:
         leaving.check()
-        next(run)
+        at_it.stepping = True
+        begun.set()
+        time.sleep(2 * leaving.BETWEEN_S)
+        at_it.stepping = False
         time.sleep(leaving.BETWEEN_S / 3)
 
     thread = threading.Thread(target=serve, daemon=True)

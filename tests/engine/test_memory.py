@@ -11,8 +11,8 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
+from dflash_jax.cli.commands import main
 from dflash_jax.cli.info import collect
-from dflash_jax.cli.main import main
 from dflash_jax.engine import planning
 from dflash_jax.engine.memory import (
     MemoryPlan,

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.engine import Engine
-from dflash_jax.engine.resources import STOP_WIDTH
+from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 
 from .schedules import Text, make_texts, play

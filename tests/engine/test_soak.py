@@ -40,8 +40,8 @@ def test_2000_requests_leave_nothing_behind():
             memory.append((stats["bytes_in_use"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
     engine.allocator.check_integrity()
     assert engine.allocator.num_free == engine.num_pages
-    assert run.preemptions > 10, "the pool was large enough: the test shows too little"
-    assert run.slots.found > REQUESTS // 10
+    assert engine.scheduler.stats.preemptions > 10, "the pool was large enough: the test shows too little"
+    assert engine.scheduler.stats.cached_tokens > REQUESTS // 10 * engine.page_size
     wanted = [request.params.max_tokens for request in requests]
     assert all(emitted[i] == wanted[i] for i in range(REQUESTS) if i not in cancelled)
     assert all(emitted[i] <= wanted[i] for i in cancelled)
@@ -49,5 +49,4 @@ def test_2000_requests_leave_nothing_behind():
     assert len(memory) >= 5
     assert max(device[1:]) <= device[0] + (1 << 20), f"device memory grows: {device}"
     assert host[-1] <= host[0] + (64 << 10), f"host memory grows (KiB): {host}"
-    requests_again = [replace(request, produced=0) for request in requests[:8]]
-    assert sum(len(update.tokens) for update in engine.run(requests_again)) == sum(wanted[:8])
+    assert sum(len(update.tokens) for update in engine.run(requests[:8])) == sum(wanted[:8])

@@ -145,7 +145,7 @@ def test_what_begins_alike_is_prefilled_once(make_pair, make_prompts, monkeypatc
     calls = watched(pair, monkeypatch)
     run = pair.engine.run(requests(prompts, [params] * 3), slots=4)
     assert texts(run) == expected
-    assert run.slots.found == 2
+    assert pair.engine.scheduler.stats.cached_tokens == 2 * 8
     assert [args[5].tolist() for name, args in calls if name == "prefill_chunk"] == [[25, 0, 0, 0], [11, 9, 0, 0]]
     pair.assert_free()
 
@@ -180,7 +180,7 @@ def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, mo
     updates = list(run)
     assert texts(updates) == expected
     assert sorted(update.index for update in updates if update.first) == [0, 1, 2, 3]
-    assert run.preemptions
+    assert pair.engine.scheduler.stats.preemptions
     resumed = [args[3].pending for name, args in calls if name == "admit_program"]
     assert any((pending >= 0).any() for pending in resumed)
     pair.assert_free()

@@ -72,7 +72,7 @@ def test_a_request_cancelled_between_two_parts_of_its_prompt(pair, make_prompts,
     run, tokens = pair.engine.run(requests(prompts), cycles=1, slots=4), []
     for update in run:
         tokens += update.tokens
-        if run.slots.filling:
+        if pair.engine.scheduler.batch.slots.filling:
             run.cancel(1)
     assert calls.count("prefill_chunk") == 2
     assert calls.count("admit_program") == 1
@@ -92,8 +92,8 @@ def test_a_request_cancelled_before_its_first_token_is_seen(pair, make_prompts, 
     run, tokens = pair.engine.run(coming, slots=2), {i: [] for i in range(3)}
     for update in run:
         if not tokens[0]:
-            assert not run.ahead.full
-            assert [job.request.index for job, _ in run.ahead.items[0].rows] == [1]
+            assert not pair.engine.scheduler.inflight.full
+            assert [row.job.request.index for row in pair.engine.scheduler.inflight.items[0].rows] == [1]
             run.cancel(1)
         tokens[update.index] += update.tokens
     assert tokens == {0: expected[0], 1: [], 2: expected[2]}

@@ -184,6 +184,34 @@ def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
     assert asked == [i == 4 for i in range(12)]
 
 
+def test_next_is_all_that_the_scheduler_asks(cost):
+    """The length, how many cycles of it, and once what is worth compiling; nothing is asked where nothing is chosen."""
+
+    def first_is_missing(length: int) -> Status:
+        return "compiled" if length == OFFERED else "missing"
+
+    def refused(length: int) -> Status:
+        raise AssertionError("nobody chooses")
+
+    for option, length in ((None, OFFERED), (4, 4), (99, OFFERED)):
+        fixed = VerifyPolicy(OFFERED, None, option)
+        assert fixed.next({"greedy": 3}, 4, 1024.0, 32, refused) == (length, 32, None)
+        assert not fixed.fewer_slots_pay(64, 1, 1024.0, 10**9)
+        assert not fixed.learns
+    policy = VerifyPolicy(OFFERED, cost, "auto")
+    assert policy.learns
+    assert policy.next({"greedy": 64}, 64, 1024.0, 32, all_compiled).cycles == FIRST_CYCLES
+    policy.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
+    choice = policy.choose({"greedy": 64}, 64, 1024.0, first_is_missing)
+    calls = int(5.0 / (choice.loss_s * 32)) + 1
+    found = [policy.next({"greedy": 64}, 64, 1024.0, 32, first_is_missing) for _ in range(calls + 5)]
+    assert {(one.length, one.cycles) for one in found} == {(OFFERED, 32)}
+    assert [one.compile for one in found] == [1 if i == calls - 1 else None for i in range(calls + 5)]
+    saved = (cost.ms(64, OFFERED, 1024.0) - cost.ms(8, OFFERED, 1024.0)) / 1e3
+    told = [policy.fewer_slots_pay(64, 8, 1024.0, round(2.0 / saved)) for _ in range(6)]
+    assert told == [i == 2 for i in range(6)]
+
+
 def test_looks_soon_while_little_is_known(cost):
     """Each kind of running requests by itself; where nothing is drafted or nothing chosen there is nothing to find out."""
     lengths = VerifyPolicy(OFFERED, cost, "auto")
@@ -241,6 +269,6 @@ def test_a_fixed_length_is_kept_and_texts_are_the_same():
     prompts = ["def main(", "class Stack:\n"]
     cut = dj.generate(model, prompts, params)
     assert max(n for row in cut for n in row.acceptance_lengths) == 4
-    assert set(model.engine.lengths.cycles) == {4}
+    assert set(model.engine.verify_policy.cycles) == {4}
     model.engine.verify_length = None
     assert [row.token_ids for row in dj.generate(model, prompts, params)] == [row.token_ids for row in cut]

@@ -12,6 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def change_value(value: Any, random: random.Random) -> Any:
     within, key = random.choice(near if near and random.random() < 0.5 else spots) if spots else ({}, None)
     match random.choice(("set", "set", "set", "near", "delete", "add", "add", "rename", "exchange")):
         case "set" if spots:
-            within[key] = random.choice(VALUES)
+            within[key] = deepcopy(random.choice(VALUES))
         case "near" if spots and isinstance(within[key], int | float):
             within[key] = random.choice(
                 (within[key] + 1, within[key] - 1, within[key] * 2, -within[key], float(within[key]))
@@ -142,9 +143,9 @@ def change_value(value: Any, random: random.Random) -> Any:
             within[random.choice(KEYS)] = within.pop(key)
         case "exchange" if spots:
             other, name = random.choice(spots)
-            within[key], other[name] = other[name], within[key]
+            within[key], other[name] = deepcopy(other[name]), deepcopy(within[key])  # one may lie in the other
         case _ if isinstance(value, dict):
-            value[random.choice(KEYS)] = random.choice(VALUES)
+            value[random.choice(KEYS)] = deepcopy(random.choice(VALUES))
     return value
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels.kv_cache.write.mosaic_gpu import launch_kv, launch_qkv
-from dflash_kernels.kv_cache.write.qkv_reference import kv_write_reference, qkv_write_reference
+from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_write_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BF16, F16, F32, FP8, INT8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.int8

@@ -14,9 +14,9 @@ from dflash_kernels import (
     attention_chain_exchange,
     attention_chain_refusal,
 )
-from dflash_kernels.fused.layer.attention_chain_mosaic_gpu import launch
-from dflash_kernels.fused.layer.mosaic_gpu_plan import attention_plan
-from dflash_kernels.fused.layer.plan import SHARED_MEMORY, plan
+from dflash_kernels.core.device import SHARED_MEMORY
+from dflash_kernels.fused.layer.mosaic_gpu import launch_layer
+from dflash_kernels.fused.layer.plan import attention_plan, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -35,7 +35,7 @@ def new_exchange(call: dict[str, Any], tokens: int, sizes: dict[str, int]) -> tu
 
 def interpreted(call: dict[str, Any], *, causal: bool = True, ctas: int = 7, **options: Any) -> tuple[Any, ...]:
     options |= {"causal": causal, "scale": 128**-0.5, "eps": EPS, "ctas": ctas, "interpret": plgpu.InterpretGPUParams()}
-    return jax.jit(lambda heads, layer: launch(heads, layer, None, **options))(*arrays(call))
+    return jax.jit(lambda heads, layer: launch_layer(heads, layer, None, **options))(*arrays(call))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_agrees_with_separate_operations(
 @pytest.mark.parametrize(
     ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
     [
-        (5, [418], [5], 128, True, {"ctas": 2, "stages": 3}),  # stages of widened tiles and of narrow ones out of step
+        (5, [418], [5], 128, True, {"ctas": 2, "stages": 3}),  # stages of widened tiles and of 8-bit ones out of step
         (2, [0, 70], [0, 1], 16, False, {"ctas": 4}),
     ],
 )
@@ -92,15 +92,15 @@ def test_last_layer_projects_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "b", "sizes", "width", "narrow", "count"),
+    ("tokens", "b", "sizes", "width", "float8", "count"),
     [
         (1, 1, QWEN3_4B, 2, False, 2), (16, 1, QWEN3_8B, 600, False, 1), (2, 8, QWEN3_4B, 2, False, 1),
         (16, 1, QWEN3_4B, 600, True, 1), (1, 1, QWEN3_8B, 2, True, 1),
     ],
 )  # fmt: skip
-def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, narrow: bool, count: int) -> None:
+def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, float8: bool, count: int) -> None:
     """Layers one after the other; pools and exchange are changed in place."""
-    change = in_float8 if narrow else lambda call: call
+    change = in_float8 if float8 else lambda call: call
     call = jax.eval_shape(lambda: change(make(tokens, [tokens] * b, [tokens] * b, sizes, width=width)))
 
     def layers(call: dict[str, Any]) -> Any:
@@ -134,19 +134,20 @@ def test_schedule(b: int, tokens: int, sizes: dict[str, int]) -> None:
             whole, sequences=b, group=4, kv_heads=8, head_dim=128, page_size=64, table_width=width, scale=1.0,
             page_itemsize=itemsize,
         )  # fmt: skip
-        assert 110 <= attention.items <= 132
-        assert attention.mergers * 128 >= attention.quads or attention.mergers == attention.splits
+        assert 110 <= attention.work_items <= 132
+        quads = attention.rows * 128 // 4
+        assert attention.combiners * 128 >= quads or attention.combiners == attention.splits
         memory = 128 * (
-            launched.slots * launched.slot_rows + launched.x_slots * 2 * launched.tokens + 4 * attention.staged
+            launched.stages * launched.stage_rows + launched.x_stages * 2 * launched.tokens + 4 * attention.staged
         )
         assert 100 * 1024 < memory < SHARED_MEMORY
-        # What attention borrows is the end of the ring, behind slots that weights fill meanwhile.
-        rows, tiles = launched.slots * launched.slot_rows, attention.tiles(launched)
+        # What attention borrows is the end of the ring, behind stages that weights fill meanwhile.
+        rows, tiles = launched.stages * launched.stage_rows, attention.tiles(launched)
         assert 0 <= rows - 128 * tiles < 128
-        assert 1 <= attention.kept(launched) <= (tiles - attention.borrowed) * 128 / launched.slot_rows
+        assert 1 <= attention.kept(launched) <= (tiles - attention.borrowed) * 128 / launched.stage_rows
         # As many bytes are on their way as memory takes to answer, and no more than a short sequence has.
         most = -(-width * 64 // (64 * attention.splits))
-        assert min(most, 3) <= (attention.stages if itemsize == 2 else attention.narrow_stages) <= most
+        assert min(most, 3) <= (attention.stages if itemsize == 2 else attention.stages_8bit) <= most
 
 
 @pytest.mark.parametrize(
@@ -196,10 +197,10 @@ def test_other_devices_are_refused() -> None:
     with h200():
         assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, **sizes) is None
         assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | {"table_width": 2000}, **sizes) is None
-        narrow = {"table_width": 128, "page_dtype": jnp.float8_e4m3fn}
-        assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | narrow, **sizes) is None
+        float8 = {"table_width": 128, "page_dtype": jnp.float8_e4m3fn}
+        assert attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | float8, **sizes) is None
         assert "up to 8192 keys in float8_e4m3fn, not 8256" in str(
-            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | narrow | {"table_width": 129}, **sizes)
+            attention_chain_refusal(1, 16, jnp.bfloat16, **shapes | float8 | {"table_width": 129}, **sizes)
         )
         assert "pages of bfloat16 or float8_e4m3fn, not int8" in str(
             attention_chain_refusal(1, 16, jnp.bfloat16, **shapes, page_dtype=jnp.int8, **sizes)
@@ -218,9 +219,9 @@ def test_other_devices_are_refused() -> None:
         (MIDDLE, 1, [1100], [1], 64, True, {"stages": 1}),
         (MIDDLE, 16, [3001], [16], 64, True, {"stages": 2}),
         (MIDDLE, 16, [9001], [16], 64, True, {}),
-        (MIDDLE, 16, [9001], [13], 64, False, {"narrow": True}),
-        (MIDDLE, 1, [5121], [1], 64, True, {"narrow": True}),
-        (QWEN3_8B, 16, [1091], [16], 64, True, {"narrow": True}),
+        (MIDDLE, 16, [9001], [13], 64, False, {"float8": True}),
+        (MIDDLE, 1, [5121], [1], 64, True, {"float8": True}),
+        (QWEN3_8B, 16, [1091], [16], 64, True, {"float8": True}),
         (MIDDLE, 16, [1640], [16], 16, False, {"stages": 1}),
         (MIDDLE, 16, [16], [16], 128, True, {}),
         (MIDDLE, 2, [0, 1, 2, 63, 65, 513, 1000, 257], [0, 1, 2, 2, 1, 2, 0, 2], 32, True, {}),
@@ -237,12 +238,12 @@ def test_full_size_on_a_gpu(
     options: Any,
 ) -> None:
     call, options = make(tokens, seq_lens, q_lens, sizes, page_size=page_size), dict(options)
-    call = in_float8(call) if options.pop("narrow", False) else call
+    call = in_float8(call) if options.pop("float8", False) else call
 
     @jax.jit
     def run(call: dict[str, Any]) -> Any:
         exchange = new_exchange(call, tokens, sizes)
-        return launch(*arrays(call), exchange, causal=causal, scale=128**-0.5, eps=EPS, ctas=132, **options)
+        return launch_layer(*arrays(call), exchange, causal=causal, scale=128**-0.5, eps=EPS, ctas=132, **options)
 
     out = run(call)
     check(call, out, causal=causal)

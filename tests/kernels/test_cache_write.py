@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, cache_write
 from dflash_kernels.kv_cache.write.api import IMPLEMENTATIONS
-from dflash_kernels.kv_cache.write.mosaic_gpu_plain import launch
+from dflash_kernels.kv_cache.write.mosaic_gpu import launch_rows
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 GPU = pytest.mark.gpu
@@ -117,7 +117,7 @@ def test_rows_arrive_as_they_are(width: int, dtype: Any, where: str) -> None:
     pool, rows = random_bits(rng, (5, 1, 8, width), dtype), random_bits(rng, (9, width), dtype)
     slots = np.array([3, -1, 39, -2_147_483_648, 0, 40, 2_147_483_647], np.int32)
     interpret = plgpu.InterpretGPUParams() if where == "interpreted" else None
-    (written,) = jax.jit(functools.partial(launch, interpret=interpret))((pool,), (rows[:, None],), slots)
+    (written,) = jax.jit(functools.partial(launch_rows, interpret=interpret))((pool,), (rows[:, None],), slots)
     expected = pool.copy()
     for row, slot in zip(rows, slots, strict=False):
         if 0 <= slot < 40:
@@ -130,7 +130,7 @@ def test_keys_and_values_are_one_launch() -> None:
     pools = [random_bits(rng, (PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM), jnp.bfloat16) for _ in range(2)]
     new = [rng.standard_normal((66, KV_HEADS, HEAD_DIM)).astype(np.float32) for _ in range(2)]
     slots = [*range(40, 104), -1, -1]
-    write = jax.jit(functools.partial(launch, interpret=plgpu.InterpretGPUParams()))
+    write = jax.jit(functools.partial(launch_rows, interpret=plgpu.InterpretGPUParams()))
     written = write(tuple(pools), tuple(new), np.array(slots, np.int32))
     for pool, tokens, result in zip(pools, new, written, strict=True):
         np.testing.assert_array_equal(bits(result), bits(expected(pool, tokens, slots)))
@@ -143,7 +143,7 @@ def test_keys_and_values_are_one_launch() -> None:
 )  # fmt: skip
 def test_refusals_name_their_reason(pool: np.ndarray, rows: np.ndarray, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
-        launch((jnp.asarray(pool),), (jnp.asarray(rows),), jnp.zeros(1, jnp.int32))
+        launch_rows((jnp.asarray(pool),), (jnp.asarray(rows),), jnp.zeros(1, jnp.int32))
 
 
 def test_an_unknown_implementation_is_named() -> None:

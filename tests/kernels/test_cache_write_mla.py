@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, mla_write
-from dflash_kernels.kv_cache.write.mla_reference import mla_write_reference
-from dflash_kernels.kv_cache.write.mosaic_gpu_mla import launch_mla
+from dflash_kernels.kv_cache.write.mosaic_gpu import launch_mla
+from dflash_kernels.kv_cache.write.reference import mla_write_reference
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -123,7 +123,7 @@ def test_packed_rows_and_other_rotations_take_the_definition() -> None:
 def test_arguments_that_do_not_agree() -> None:
     pages, rows, q, slots, cos, sin, norm, _ = make_case(4, 2)
     call = inspect.unwrap(mla_write)
-    with pytest.raises(ValueError, match=r"\[P, 1, p, 160\]"):
+    with pytest.raises(ValueError, match=r"must be an array \[P, 1, p, stored\]"):
         call(pages[:, 0], rows, q, slots, cos, sin, norm=norm)
     with pytest.raises(ValueError, match=r"are not \[P, 1, p, 160\]"):
         call(pages[..., 1:], rows, q, slots, cos, sin, norm=norm)

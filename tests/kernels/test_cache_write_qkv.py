@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import cache_write
-from dflash_kernels.kv_cache.write.qkv_reference import qkv_write_reference
+from dflash_kernels.kv_cache.write.reference import qkv_write_reference
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.layers import rms_norm, rotary_tables, rotate

@@ -141,7 +141,7 @@ def test_refusals_name_their_reason(changes: dict[str, Any], reason: str) -> Non
         ({"qkv": np.zeros((7, 512), np.float32)}, "with a query head or more"),
         ({"slots": np.zeros(6, np.int32)}, "one slot for each of 7 tokens"),
         ({"sin": None}, "give both or neither"),
-        ({"sin": np.zeros((7, 65), np.float32), "cos": np.zeros((7, 65), np.float32)}, "at most 128 dims"),
+        ({"sin": np.zeros((7, 65), np.float32), "cos": np.zeros((7, 65), np.float32)}, "at most 128 rotary dims"),
         ({"k_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"q_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"k_scale": np.zeros(2, np.float32)}, "take no scales"),

@@ -19,7 +19,7 @@ from dflash_kernels import (
     row_by_row,
 )
 from dflash_kernels.core.layouts import as_stored
-from dflash_kernels.fused.layer.mosaic_gpu import launch as chain_launch
+from dflash_kernels.fused.layer.mosaic_gpu import launch_products
 from dflash_kernels.matmul.dense.mosaic_gpu import launch, launch_onto
 from dflash_kernels.matmul.tiling import SHARED_MEMORY, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -148,7 +148,7 @@ def test_chains_lower_for_an_h200(rows: int) -> None:
     def run(call: dict[str, Any], layer: dict[str, Any]) -> Any:
         x, arrays = chain.arrays(call)
         exchange = whole_layer.new_exchange(layer, rows, HEADS_4B)
-        between = chain_launch(x, arrays, arrays.o, exchange[0], eps=EPS, ctas=132)
+        between = launch_products(x, arrays, arrays.o, exchange[0], eps=EPS, ctas=132)
         return between, attention_chain(**layer, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
 
     with h200():

@@ -179,7 +179,7 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> Non
     calls = {form: jax.eval_shape(lambda form=form: make(form, rows, *sizes[form])) for form in sizes}
 
     def run(calls: dict[str, Any]) -> Any:
-        (x, qkv), (_, gates), (wide, down), (_, head) = calls.values()
+        (x, qkv), (_, gates), (wide, down), (_, head) = (calls[form] for form in sizes)
         parts = dense_parts(wide, down)
         stream, normed = add_norm(parts, x, qkv[0], eps=EPS)
         return dense(normed, qkv), dense_gated(normed, gates), dense_best(stream, head)

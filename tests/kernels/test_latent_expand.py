@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, latent_expand
-from dflash_kernels.kv_cache.latent_expand.mosaic_gpu import tuned
-from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import Tuning
+from dflash_kernels.kv_cache.latent_expand.launch import Tuning
+from dflash_kernels.kv_cache.latent_expand.mosaic_gpu import launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -79,7 +79,7 @@ KERNEL = [
 def test_kernel_interpreted(starts, lens, page_size: int, rows: int, rank: int, stages: int) -> None:
     case = make_case(starts, lens, heads=1, rank=rank, page_size=page_size)
     arrays = (jnp.asarray(x) for x in case)
-    k, v = tuned(*arrays, rows=rows, tuning=Tuning(stages=stages, cluster=1), interpret=plgpu.InterpretGPUParams())
+    k, v = launch(*arrays, rows=rows, tuning=Tuning(stages=stages, cluster=1), interpret=plgpu.InterpretGPUParams())
     assert (k.shape, v.shape) == ((len(lens), rows, 1, 192), (len(lens), rows, 1, 128))
     check(case, k, v)
 
@@ -91,7 +91,7 @@ def test_kernel_interpreted(starts, lens, page_size: int, rows: int, rank: int, 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
 def test_kernel_on_a_gpu(page_size: int, cluster: int, heads: int, dtype: Any) -> None:
     case = make_case([256, 0, 768], [700, 0, 1030], heads=heads, rank=512, page_size=page_size, dtype=dtype)
-    call = jax.jit(functools.partial(tuned, rows=1100, tuning=Tuning(cluster=cluster)))
+    call = jax.jit(functools.partial(launch, rows=1100, tuning=Tuning(cluster=cluster)))
     check(case, *call(*(jnp.asarray(x) for x in case)))
 
 
@@ -99,7 +99,7 @@ def test_kernel_on_a_gpu(page_size: int, cluster: int, heads: int, dtype: Any) -
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_as_many_heads_as_deepseek_v3_on_a_gpu(cluster: int) -> None:
     case = make_case([192, 0, 64], [500, 0, 130], heads=128, rank=512)
-    call = jax.jit(functools.partial(tuned, rows=512, tuning=Tuning(cluster=cluster)))
+    call = jax.jit(functools.partial(launch, rows=512, tuning=Tuning(cluster=cluster)))
     check(case, *call(*(jnp.asarray(x) for x in case)))
 
 
@@ -108,7 +108,7 @@ def test_as_many_heads_as_deepseek_v3_on_a_gpu(cluster: int) -> None:
 def test_lowers_for_hopper(page_size: int, cluster: int) -> None:
     case = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in make_case([0], [9], heads=4, rank=512, page_size=page_size)]
     with h200():
-        call = jax.jit(functools.partial(tuned, rows=256, tuning=Tuning(cluster=cluster)))
+        call = jax.jit(functools.partial(launch, rows=256, tuning=Tuning(cluster=cluster)))
         assert "mosaic_gpu_v2" in call.trace(*case).lower(lowering_platforms=("cuda",)).as_text()
 
 

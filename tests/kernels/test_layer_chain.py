@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, chain_exchange, chain_stream, layer_chain, layer_chain_refusal
+from dflash_kernels.core.device import SHARED_MEMORY
 from dflash_kernels.fused.layer.arguments import Layer
-from dflash_kernels.fused.layer.mosaic_gpu import launch
-from dflash_kernels.fused.layer.plan import SHARED_MEMORY, padded_rows, plan
+from dflash_kernels.fused.layer.mosaic_gpu import launch_products
+from dflash_kernels.fused.layer.plan import plan
+from dflash_kernels.fused.plan import padded_rows
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -74,7 +76,7 @@ def arrays(call: dict[str, Any]) -> tuple[jax.Array, Layer]:
 
 def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
     options = {"eps": EPS, "ctas": ctas, "interpret": plgpu.InterpretGPUParams()}
-    return jax.jit(lambda x, layer: launch(x, layer, None, None, **options))(*arrays(call))
+    return jax.jit(lambda x, layer: launch_products(x, layer, None, None, **options))(*arrays(call))
 
 
 def check(call: dict[str, Any], out: tuple[Any, Any]) -> None:
@@ -118,7 +120,7 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> Non
         (x, layer), exchange = arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
         projected = []
         for _ in range(count):
-            stream, out = launch(x, layer, layer.o, exchange, eps=EPS, ctas=132)
+            stream, out = launch_products(x, layer, layer.o, exchange, eps=EPS, ctas=132)
             layer = layer._replace(stream=stream)
             projected.append(out)
         return layer.stream, projected
@@ -133,31 +135,31 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> Non
 @pytest.mark.parametrize("rows", [1, 17, 64])
 def test_schedule(rows: int, sizes: dict[str, int]) -> None:
     """Every product keeps nearly all multiprocessors busy, and reads every weight."""
-    launch = plan(live=rows, ctas=132, eps=EPS, **sizes)
-    for product in launch.products:
+    made = plan(live=rows, ctas=132, eps=EPS, **sizes)
+    for product in made.products:
         assert 120 <= product.ctas <= 132
-        assert product.steps * 2 * 64 == product.parts * product.depth
+        assert product.k_tiles * 2 * 64 == product.matrices * product.depth
         assert product.rows * product.tiles >= product.features
         covered = {offset + row for offset in product.offsets for row in range(64)}
         assert covered >= set(range(product.rows))
-    memory = 128 * (launch.slots * launch.slot_rows + launch.x_slots * 2 * launch.tokens)
+    memory = 128 * (made.stages * made.stage_rows + made.x_stages * 2 * made.tokens)
     assert 100 * 1024 < memory < SHARED_MEMORY
-    assert launch.tokens == padded_rows(rows) >= rows
-    assert 1 <= launch.x_group <= launch.x_slots // 2, "a group would wait for slots that only its own first one frees"
+    assert made.tokens == padded_rows(rows) >= rows
+    assert 1 <= made.x_group <= made.x_stages // 2, "a group would wait for stages that only its own first one frees"
 
 
 @pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B, TINY])
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_exchange_has_room_for_every_result(rows: int, sizes: dict[str, int]) -> None:
     """Places lie one after the other, each where vectors of four words may begin, and CTAs together empty all of an area."""
-    launch = plan(live=rows, ctas=132, eps=EPS, **sizes)
-    exchange, owners = launch.exchange, launch.hidden // 64
-    assert all(product.ctas * 64 * launch.tokens <= exchange.squares for product in launch.products[::2])
-    assert exchange.squares + owners * launch.tokens <= exchange.scaled
-    assert exchange.scaled + launch.tokens * launch.hidden // 2 <= exchange.stage
-    assert exchange.gated + launch.tokens * sizes["inner"] // 2 <= exchange.ctas * exchange.share
-    assert exchange.area(1) - exchange.area(0) == exchange.words - exchange.area(1) == exchange.ctas * exchange.share
-    places = (exchange.area(0), exchange.share, exchange.squares, exchange.scaled, exchange.stage, exchange.gated)
+    made = plan(live=rows, ctas=132, eps=EPS, **sizes)
+    mailbox, reducers = made.mailbox, made.hidden // 64
+    assert all(product.ctas * 64 * made.tokens <= mailbox.squares for product in made.products[::2])
+    assert mailbox.squares + reducers * made.tokens <= mailbox.scaled
+    assert mailbox.scaled + made.tokens * made.hidden // 2 <= mailbox.projection
+    assert mailbox.gated + made.tokens * sizes["inner"] // 2 <= mailbox.ctas * mailbox.share
+    assert mailbox.area(1) - mailbox.area(0) == mailbox.words - mailbox.area(1) == mailbox.ctas * mailbox.share
+    places = (mailbox.area(0), mailbox.share, mailbox.squares, mailbox.scaled, mailbox.projection, mailbox.gated)
     assert not any(place % 4 for place in places)
 
 
@@ -167,7 +169,7 @@ def test_an_exchange_of_other_shapes_is_refused() -> None:
 
     def run(call: dict[str, Any]) -> Any:
         exchange = jax.new_ref(chain_exchange(jnp.zeros(other["stream"].shape), call["down"]))
-        return launch(*arrays(call), None, exchange, eps=EPS, ctas=132)
+        return launch_products(*arrays(call), None, exchange, eps=EPS, ctas=132)
 
     with h200(), pytest.raises(ValueError, match="the exchange must have"):
         jax.eval_shape(run, call)
@@ -188,13 +190,13 @@ def test_refusals_name_their_reason(rows: int, changes: dict[str, int], reason: 
 def test_other_dtypes_are_refused() -> None:
     call = make(2, TINY, dtype=jnp.float16)
     with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float16"):
-        launch(*arrays(call), None, None, eps=EPS, ctas=2)
+        launch_products(*arrays(call), None, None, eps=EPS, ctas=2)
     call = make(2, TINY)
     for name, dtype in (("following", jnp.float16), ("post_norm", jnp.float32), ("next_norm", jnp.float32)):
         with pytest.raises(NotImplementedError, match=rf"takes bfloat16 throughout, .*{jnp.dtype(dtype)}"):
-            launch(*arrays({**call, name: call[name].astype(dtype)}), None, None, eps=EPS, ctas=2)
+            launch_products(*arrays({**call, name: call[name].astype(dtype)}), None, None, eps=EPS, ctas=2)
     with pytest.raises(NotImplementedError, match=r"takes a stream in float32, .* not bfloat16"):
-        launch(*arrays({**call, "stream": call["stream"].astype(jnp.bfloat16)}), None, None, eps=EPS, ctas=2)
+        launch_products(*arrays({**call, "stream": call["stream"].astype(jnp.bfloat16)}), None, None, eps=EPS, ctas=2)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

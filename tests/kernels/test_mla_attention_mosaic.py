@@ -12,9 +12,10 @@ from dflash_kernels import NoImplementationError, mla_attention
 from dflash_kernels.attention.mla import launch as schedule
 from dflash_kernels.attention.mla.launch import Tuning, best_splits, longest_first, plan
 from dflash_kernels.attention.mla.mosaic_gpu import tuned
-from dflash_kernels.attention.mla.mosaic_gpu_tiles import Tiles
+from dflash_kernels.attention.mla.mosaic_gpu_sm90 import Tiles
 from dflash_kernels.attention.mla.reference import mla_attention_reference
 from dflash_kernels.mosaic_gpu import combine as merging
+from dflash_kernels.mosaic_gpu.thread_op import interpreted
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -175,7 +176,8 @@ def test_rows_of_two_tiles_are_dealt_alike() -> None:
     table, sizes = jnp.zeros((1, 4), jnp.int32), {"b": 1, "wg": 1, "rows": 2, "split": 2}
 
     def begin(*_: Any) -> jax.Array:
-        return Tiles(launch, None, None, table, seq_lens, q_lens, order, None, None, {"staged": None}).begin
+        with interpreted():
+            return Tiles(launch, None, None, table, seq_lens, q_lens, order, {}).begin
 
     for name, size in reversed(sizes.items()):
         begin = jax.vmap(begin, axis_name=name, axis_size=size, in_axes=None)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from dflash_kernels import mla_attention
 from dflash_kernels.attention.mla.triton import LARGE_SHARED_MEMORY, Tuning, mla_attention_triton
-from dflash_kernels.attention.paged.triton_schedule import SHARED_MEMORY
+from dflash_kernels.core.triton_call import SHARED_MEMORY
 
 from .attention_oracle import Case, make_case, oracle
 from .triton_tools import compiled, interpret, run_as_ampere

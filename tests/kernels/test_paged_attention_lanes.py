@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.attention.paged import mosaic_gpu_narrow_queries as of_queries
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_ops import LIFT, SHRUNK
 from dflash_kernels.mosaic_gpu import convert as below
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu import queries as of_queries
 from dflash_kernels.mosaic_gpu.layouts import in_key_order
+from dflash_kernels.mosaic_gpu.transposed import LIFT, SHRUNK
 
 THREAD = np.arange(128)
 LANE, WARP = THREAD % 32, THREAD // 32
@@ -215,11 +215,11 @@ def test_queries_of_two_bytes_are_rounded_once(dtype: Any, monkeypatch: pytest.M
     numbers = np.resize(numbers, -(-len(numbers) // 4) * 4).reshape(-1, 4)
     words = np.ascontiguousarray(numbers).view(np.uint32).astype(np.int64).T
     one, half = np.array([[1], [0.5]], np.float32).view(np.uint32).astype(np.int64)
-    upper, lower = of_queries._bytes(words[0], words[1], half, dtype == jnp.bfloat16)
-    found = [np.asarray(word, np.uint32).view(np.int8).reshape(-1, 4).astype(np.int64) for word in (upper, lower)]
+    hi, lo = of_queries._hi_lo(words[0], words[1], half, dtype == jnp.bfloat16)
+    found = [np.asarray(word, np.uint32).view(np.int8).reshape(-1, 4).astype(np.int64) for word in (hi, lo)]
     np.testing.assert_array_equal(256 * found[0] + found[1], np.rint(numbers.astype(np.float32) / 2))
     # The largest bfloat16 below 2^15, 32640, would have a lower byte of 128: 32639.
     largest = np.full(1, 0x46FF46FF, np.int64)
-    upper, lower = of_queries._bytes(largest, largest, one, True)
-    assert (upper == 0x7F7F7F7F).all()
-    assert (lower == 0x7F7F7F7F).all()
+    hi, lo = of_queries._hi_lo(largest, largest, one, True)
+    assert (hi == 0x7F7F7F7F).all()
+    assert (lo == 0x7F7F7F7F).all()

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, paged_attention
-from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, best_splits, plan
+from dflash_kernels.attention.paged.launch import Tuning, plan
 from dflash_kernels.attention.paged.mosaic_gpu import tuned
 from dflash_kernels.attention.paged.reference import paged_attention_reference
+from dflash_kernels.attention.split_kv import best_splits
+from dflash_kernels.core.device import HALF_SHARED_MEMORY
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -182,7 +184,7 @@ def test_schedule() -> None:
     for t in (1, 16):
         assert [planned(b, t).splits for b in (64, 8, 1)] == [1, 2, 16]
         assert planned(64, t).direct
-        assert [planned(b, t).once for b in (64, 8, 1)] == [False, True, True]
+        assert [planned(b, t).evict_first for b in (64, 8, 1)] == [False, True, True]
         launch = planned(8, t)
         shared = 64 * 128 * (2 + 4) + launch.stages * launch.keys * 128 * 4
         assert shared + 512 <= HALF_SHARED_MEMORY

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import paged_attention
-from dflash_kernels.attention.paged.launch import HALF_SHARED_MEMORY, Tuning, plan_narrow
+from dflash_kernels.attention.paged.launch import Tuning, plan_narrow
+from dflash_kernels.core.device import HALF_SHARED_MEMORY
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -155,7 +156,7 @@ def test_schedule() -> None:
         assert used <= HALF_SHARED_MEMORY
         assert launch.stages >= 4
         assert launch.direct == (b == 64)
-        assert launch.once
+        assert launch.evict_first
     assert plan_narrow(Tuning(), b=1, tokens=40, **shape, **MASK).row_blocks == 3
     assert plan_narrow(Tuning(), b=1, tokens=16, **shape | {"head_dim": 256}, **MASK).rows == 32
 

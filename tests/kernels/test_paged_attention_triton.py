@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels.attention.paged.reference import paged_attention_reference
-from dflash_kernels.attention.paged.triton import paged_attention_triton
-from dflash_kernels.attention.paged.triton_schedule import Tuning
+from dflash_kernels.attention.paged.triton import Tuning, paged_attention_triton
 
 from .attention_oracle import Case, make_case, oracle
 from .triton_tools import interpret, run_as_ampere

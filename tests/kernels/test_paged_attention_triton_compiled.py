@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels.attention.paged.triton import paged_attention_triton
-from dflash_kernels.attention.paged.triton_schedule import SHARED_MEMORY, Tuning, plan
+from dflash_kernels.attention.paged.triton import Tuning, paged_attention_triton, plan
+from dflash_kernels.core.triton_call import SHARED_MEMORY
 
 from .attention_oracle import make_case
 from .triton_tools import compiled

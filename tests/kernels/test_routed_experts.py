@@ -137,7 +137,7 @@ def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, in
         assert routed_experts_refusal(tokens, taken, jnp.bfloat16, experts=count, hidden=hidden, inner=inner) is None
         program = jax.jit(lambda call: routed_experts(**call, implementation="mosaic_gpu")).trace(made)
         assert program.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 1
-    assert plan(tokens, taken, count, hidden, inner, 132).slots >= 6
+    assert plan(tokens, taken, count, hidden, inner, 132).stages >= 6
 
 
 @pytest.mark.parametrize(

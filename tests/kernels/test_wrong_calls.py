@@ -1,13 +1,23 @@
-"""What people get wrong in calls of products, norms, experts and formats: each is a sentence, and none is a silent answer."""
+"""What people get wrong in calls of any op: each is a sentence that names the argument and says what came, none is a silent answer.
+
+Properties over every op: what is no array, axes too many and numbers of another kind in place of each array of a valid call, one by
+one; windows, soft caps and counts that mean nothing. What ops take is in `CALLS`, here and in test_attention_wrong_calls.py.
+"""
 
 import inspect
+import re
 from typing import Any
 
 import dflash_kernels
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import Array
+
+from .test_attention_wrong_calls import CALLS as ATTENTION
+from .test_attention_wrong_calls import WRITES
 
 POOL, TABLE = jnp.ones((8, 1, 4, 24)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
 STARTS, LENS, ROWS = jnp.zeros(2, jnp.int32), jnp.array([3, 4], jnp.int32), jnp.ones((3, 6))
@@ -48,42 +58,111 @@ CALLS: dict[str, dict[str, Any]] = {
     "latent_gather": {**PIECES, "rows": 7},
     "latent_expand": {**PIECES, "w_uk": jnp.ones((2, 5, 16)), "w_uv": jnp.ones((2, 6, 16)), "rows": 8},
 }  # fmt: skip
-ARRAYS = [(op, name) for op, call in CALLS.items() for name, value in call.items() if isinstance(value, Array)]
-FIXED = [(op, name) for op, name in ARRAYS if not op.startswith(("quantize_", "latent_pack", "latent_enc", "merge"))]
+ALL = {**CALLS, **ATTENTION, **WRITES}
+# Ops whose rows have any number of axes, and what messages call some arrays.
+ANY_ROWS = ("quantize_tensor", "quantize_groups", "quantize_nvfp4", "latent_pack", "latent_encode")
+CALLED = {
+    "qkv": "projection", "kv": "projection", "cu_q_lens": "cu_kv_lens", "k_pages": "pages|pools", "v_pages": "pages|pools",
+    "latent_pages": "pages", **dict.fromkeys(CALLS["merge_states"], "outputs and lse"),
+}  # fmt: skip
+NO_ARRAY = st.sampled_from([None, [1.0, 2.0], "x", 3])
+# Numbers of a kind that no such array holds: one in its place has to be refused, whatever it is.
+NO_FLOATS = [jnp.int32, jnp.uint32, jnp.bool_, jnp.complex64]
+NO_PAGES = [*NO_FLOATS, jnp.uint16, jnp.float8_e5m2]
+NO_INTEGERS = [jnp.float32, jnp.bfloat16, jnp.bool_, jnp.complex64]
+MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")
+COUNTED = [("latent_gather", "rows"), ("latent_expand", "rows"), ("stream_norm", "rows"), ("mixture", "taken")]
+few = settings(derandomize=True, deadline=None, max_examples=6)
+
+
+def arrays_of(op: str) -> dict[str, Array]:
+    return {name: value for name, value in ALL[op].items() if isinstance(value, Array)}
 
 
 def refused(op: str, changes: dict[str, Any], message: str) -> None:
     # The function itself: in test runs a shape checker around it would speak first.
     with pytest.raises(ValueError, match=message):
-        inspect.unwrap(getattr(dflash_kernels, op))(**CALLS[op] | changes)
+        inspect.unwrap(getattr(dflash_kernels, op))(**ALL[op] | changes)
 
 
-@pytest.mark.parametrize(("op", "name"), [pair for pair in ARRAYS if pair[1] != "count"])
-def test_an_array_that_is_none(op: str, name: str) -> None:
-    refused(op, {name: np.asarray(CALLS[op][name]).tolist()}, f"{name} must be an array .*, not a list")
-    refused(op, {name: None}, f"{name} must be an array .*, not a NoneType")
+def named(op: str, name: str, value: Any, came: str) -> None:
+    """A call with `value` is refused in a sentence that names the argument and says what came."""
+    refused(op, {name: value}, rf"(?s)\b({name}|{CALLED.get(name, name)})\b.*{re.escape(came)}")
 
 
-@pytest.mark.parametrize(("op", "name"), FIXED)
-def test_an_axis_too_many(op: str, name: str) -> None:
-    refused(op, {name: CALLS[op][name][None]}, rf"{name} must be an array \[.*\], not \(1, ?")
+@pytest.mark.parametrize("op", ALL)
+@few
+@given(data=st.data())
+def test_what_is_no_array_is_named(op: str, data: st.DataObject) -> None:
+    for name in arrays_of(op):
+        if name != "count":  # which may be a plain number
+            # Both of `cos` and `sin` may be None in a write of heads, one of them may not.
+            value = data.draw(
+                NO_ARRAY.filter(lambda value, name=name: value is not None or name not in ("cos", "sin")), name
+            )
+            named(op, name, value, f"not a {type(value).__name__}")
 
 
-@pytest.mark.parametrize(("op", "name"), [pair for pair in ARRAYS if pair != ("latent_gather", "latent_pages")])
-def test_numbers_of_another_kind(op: str, name: str) -> None:
-    given = CALLS[op][name]
-    counts = jnp.issubdtype(given.dtype, jnp.integer) and name != "values"
-    other, message = (jnp.float32, "must hold integers") if counts else (jnp.int32, "must (be|hold) ")
-    refused(op, {name: given.astype(other)}, f"{name} {message}.*, not {jnp.dtype(other)}")
+@pytest.mark.parametrize("op", [op for op in ALL if op not in ANY_ROWS])
+@few
+@given(data=st.data())
+def test_axes_too_many_are_named(op: str, data: st.DataObject) -> None:
+    for name, array in arrays_of(op).items():
+        more = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=2), name)
+        shape = (*more, *array.shape)
+        named(op, name, jnp.broadcast_to(array, shape), f"{shape}")
+
+
+@pytest.mark.parametrize("op", ALL)
+@few
+@given(data=st.data())
+def test_numbers_of_another_kind_are_named(op: str, data: st.DataObject) -> None:
+    for name, array in arrays_of(op).items():
+        if (op, name) == ("latent_gather", "latent_pages"):  # which holds anything
+            continue
+        counts = jnp.issubdtype(array.dtype, jnp.integer) and name != "values"
+        kinds = NO_INTEGERS if counts else NO_PAGES if "pages" in name else NO_FLOATS
+        kind = data.draw(st.sampled_from(kinds), name)
+        named(op, name, array.astype(kind), str(jnp.dtype(kind)))
+
+
+@pytest.mark.parametrize("op", MASKED)
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    side=st.integers(max_value=-1),
+    other=st.none() | st.integers(0, 99),
+    fraction=st.floats(0.1, 9.9).filter(lambda number: number != int(number)),
+    cap=st.floats(max_value=0.0) | st.just(np.nan),
+)
+def test_options_of_attention_are_named(op: str, side: int, other: int | None, fraction: float, cap: float) -> None:
+    for window in ((side, other), (other, side), (side, side), (fraction, other), abs(side), (1, 2, 3), "ab"):
+        refused(op, {"window": window}, "window .* must be a pair")
+    refused(op, {"soft_cap": cap}, "soft_cap .* must be positive, or None")
+    refused(op, {"sinks": [0.0] * 4}, r"sinks must be an array \[N\], not a list")
 
 
 @pytest.mark.parametrize(
-    ("op", "name"),
-    [("latent_gather", "rows"), ("latent_expand", "rows"), ("stream_norm", "rows"), ("mixture", "taken")],
-)
-def test_a_number_that_counts_nothing(op: str, name: str) -> None:
-    for number in (-1, 2.0, True):
-        refused(op, {name: number}, f"{name} must be a whole number, 0 or more, not {number}")
+    ("op", "changes", "message"),
+    [
+        *((op, {"q": ATTENTION[op]["q"][..., :0, :]}, "entry or more|do not fit") for op in ATTENTION),
+        *(
+            (op, {"page_table": ATTENTION[op]["page_table"][:, :0]}, r"page_table \(2, 0\) must have one entry")
+            for op in ATTENTION
+            if op != "ragged_attention"
+        ),
+        ("paged_attention", {"q": jnp.ones((2, 0, 4, 16))}, "q .* must have one entry or more"),
+        ("grouped_linear", {"x": jnp.ones((0, 6))}, "0 rows do not make 2 blocks"),
+    ],
+)  # fmt: skip
+def test_nothing_at_all_is_named(op: str, changes: dict[str, Any], message: str) -> None:
+    refused(op, changes, message)
+
+
+@pytest.mark.parametrize(("op", "name"), COUNTED)
+@few
+@given(number=st.integers(max_value=-1) | st.floats() | st.booleans() | st.none())
+def test_a_number_that_counts_nothing(op: str, name: str, number: Any) -> None:
+    refused(op, {name: number}, rf"{name} must be a whole number, 0 or more, not {re.escape(repr(number))}")
 
 
 def test_bytes_of_packed_rows() -> None:
@@ -95,7 +174,6 @@ def test_no_rows_at_all() -> None:
     packed = dflash_kernels.latent_pack(jnp.ones((0, 136)), kv_lora_rank=128)
     assert packed.shape == (0, 148)
     assert dflash_kernels.latent_unpack(packed, kv_lora_rank=128).shape == (0, 136)
-    refused("grouped_linear", {"x": jnp.ones((0, 6))}, "0 rows do not make 2 blocks")
 
 
 def test_a_count_that_is_a_plain_number() -> None:

@@ -80,3 +80,18 @@ print(len(xla_bridge._backends))
 def test_every_public_name_is_there():
     assert all(getattr(dflash_jax, name) is not None for name in dflash_jax.__all__)
     assert sorted(dflash_jax.__all__) == dir(dflash_jax)
+
+
+def test_former_names_are_the_same_objects():
+    from dflash_convert import hf_reader
+
+    from dflash_jax import cli, tokenizer
+    from dflash_jax.checkpoints import huggingface
+    from dflash_jax.cli import commands
+    from dflash_jax.text import tokenizer as text_tokenizer
+
+    assert all(getattr(hf_reader, name) is getattr(huggingface, name) for name in hf_reader.__all__)
+    assert all(getattr(tokenizer, name) is getattr(text_tokenizer, name) for name in tokenizer.__all__)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--no-such-option"])
+    assert ended.value.code == commands.USAGE

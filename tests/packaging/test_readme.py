@@ -15,7 +15,7 @@ import pytest
 from dflash_convert import cli as convert_cli
 
 import dflash_jax as dj
-from dflash_jax.cli.main import COMMANDS
+from dflash_jax.cli.commands import COMMANDS
 from dflash_jax.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]

@@ -69,7 +69,7 @@ class ColumnBlocks:
 
 
 def in_column_blocks(matrix: Shaped[Array, "F D"]) -> ColumnBlocks:
-    """A copy in column blocks.
+    """Stores a matrix in column blocks of 64, a copy.
 
     Raises:
       ValueError: the columns are not so many whole blocks.
@@ -81,7 +81,7 @@ def in_column_blocks(matrix: Shaped[Array, "F D"]) -> ColumnBlocks:
 
 
 def row_by_row(weight: Any) -> Any:
-    """A matrix as a row-major array, however it is stored."""
+    """The row-major array of a matrix, however it is stored."""
     return weight.matrix() if isinstance(weight, ColumnBlocks) else weight
 
 

@@ -7,6 +7,10 @@ from typing import Any
 from dflash_kernels.core.device import Target, target
 
 OLDEST = 80  # compute capability: Triton's pipelines start with Ampere's asynchronous copies
+MULTIPROCESSORS = 108  # of an A100, where the device does not say
+# Bytes of shared memory that a program may have on every GPU since Ampere (GeForce cards have least).
+SHARED_MEMORY = 99 * 1024
+FIRST_WITH_FLOAT8 = 89  # compute capability
 VERSION = "0.3."  # later ones call kernels in another way
 
 

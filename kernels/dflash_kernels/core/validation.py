@@ -38,8 +38,11 @@ def check_latent_pages(latent_pages: Array, width: int | None = None) -> None:
 
 
 def check_sequences(sequences: int, **of_each: Any) -> None:
-    """Arrays of integers by name that have a number for each sequence, and `page_table [B, W]`; None where a call has none."""
-    given = {name: array for name, array in of_each.items() if array is not None}
+    """Arrays of integers by name that have a number for each sequence, and `page_table [B, W]`; None where a call has none, but for
+    the page table and `seq_lens`.
+    """
+    required = "page_table", "seq_lens"
+    given: dict[str, Any] = {name: array for name, array in of_each.items() if array is not None or name in required}
     check_axes(**{name: (array, "B W" if name == "page_table" else "B") for name, array in given.items()})
     if sequences < 1 or any(array.shape[0] != sequences for array in given.values()):
         came = ", ".join(f"{name} {array.shape}" for name, array in given.items())

@@ -1,1 +1,1 @@
-"""Several ops of a layer in one launch."""
+"""Fused ops: several ops of a decoder layer in one launch."""

@@ -1,4 +1,4 @@
-"""The arrays of attention from a projection on, which `qkv_attention` and `attention_chain` hand to their implementations."""
+"""Arguments of attention from a QKV projection on, as `qkv_attention` and `attention_chain` hand them to implementations."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from dflash_kernels.core.validation import check_axes, check_floats, check_integ
 
 
 class Heads(NamedTuple):
-    """Pools, what is written to them and asked of them, and where; see `attention_chain`."""
+    """KV pools, QKV projection, page table, lengths, RoPE angles and norms of attention; see `attention_chain`."""
 
     k_pages: Shaped[Array, "P K p H"]
     v_pages: Shaped[Array, "P K p H"]
@@ -58,7 +58,7 @@ class Heads(NamedTuple):
             )
 
     def inputs(self) -> dict[str, Array]:
-        """All but the pools, as kernels call and take them."""
+        """Kernel inputs by name, without the pools."""
         floats = {"cos": self.cos, "sin": self.sin}
         ints = {"table": self.page_table, "seq_lens": self.seq_lens, "q_lens": self.q_lens}
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.matmul.tiling import CONSUMERS, Plan
-from dflash_kernels.mosaic_gpu.layouts import tiled
+from dflash_kernels.mosaic_gpu.layouts import store, tiled
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
@@ -191,7 +191,7 @@ class _Cta:
         rows, number = self._row(self.cta) + own_row, lax.div(self.cta, plan.m_tiles)
         number = number if plan.split_m else number * CONSUMERS + wg
         for out, part in zip(self.outs, best, strict=True):
-            out.at[number, pl.ds(rows, plan.wg_m)][...] = part
+            store(out.at[number, pl.ds(rows, plan.wg_m)], part)
 
     def _mainloop(self, wave, rows, w_rows):
         """A consumer's accumulator `[wg_m, wg_w]` of one tile."""
@@ -236,7 +236,7 @@ class _Cta:
             result = gate * root * (up * root)
         target = out.at[part, rows, columns] if plan.epilogue == "split_k" else out.at[rows, columns]
         if not plan.staged:
-            target[...] = result.astype(out.dtype)
+            store(target, result.astype(out.dtype))
             return
         staged = self.buffers["out_sm"].at[self.wg]
         staged[...] = result.astype(out.dtype)

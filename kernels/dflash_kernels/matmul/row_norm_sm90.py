@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from dflash_kernels.mosaic_gpu.layouts import store
 from dflash_kernels.mosaic_gpu.rows import VECTOR, float8_words, load_row, rms_norm, row_kernel
 from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
@@ -63,7 +64,7 @@ def add_norm_float8(
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
         added, normed = _add_norm_row(parts, before, weight, row, eps)
-        residual.at[row][...] = added
+        store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype), *_float8_types(*residual.shape)
@@ -114,4 +115,4 @@ def _store_float8(row: Any, words: Any, scales: Any, index: Any) -> None:
     """Writes one row, float32, scaled so that its largest number is float8's largest."""
     largest = jnp.maximum(jnp.abs(row).max(), ROW_FLOOR)
     scales[index] = largest * (1 / E4M3_MAX)
-    words.at[index][...] = float8_words(row * (E4M3_MAX / largest))
+    store(words.at[index], float8_words(row * (E4M3_MAX / largest)))

@@ -1,4 +1,4 @@
-"""Combine: partial attention results of a split sequence put together by their log-sum-exp.
+"""Combine: partial attention results of a split sequence combined by their log-sum-exp.
 
 A split leaves its output, normalized over its own keys, and its natural lse, -inf where it has none. There are four ways to
 combine: a launch of its own or XLA's (`combine_rows`, `combine_fragments`, `combine_latent`, `combine_xla`), the last CTA that
@@ -35,24 +35,26 @@ from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import packed
-from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.softmax import LOG2E, counted, finite, rescaled
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, matrix, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import row as row_vector
 
 LANES = 128  # threads of a warpgroup
 _ORDERED = "ld.volatile.global"  # asked for where it stands in the code
 _UNIT = 512  # bytes: eight rows of sixteen columns
-_ROWS_AT_ONCE, _LOADS_AT_ONCE, _LOGITS_AT_ONCE = 8, 24, 8  # of a thread, while it adds up parts
+_ROWS_AT_ONCE, _LOADS_AT_ONCE, _LOGITS_AT_ONCE = 8, 24, 8  # of a thread, while it adds up splits
 _VOTE = (
     "{ .reg .pred mine, last, anyones; .reg .b32 before; setp.eq.b32 mine, $1, 0; mov.b32 before, 0;"
     " @mine atom.acq_rel.gpu.global.add.u32 before, [$2], 1; setp.eq.and.b32 last, before, $3, mine;"
     " bar.red.or.pred anyones, $4, 128, last; selp.b32 $0, 1, 0, anyones; }"
 )
-EARLY = 32  # parts
+EARLY = 32  # splits
 RESIDENT = 1100  # CTAs of one warpgroup with so much on its way
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitHeads:
-    """Shapes of splits in a mailbox: `tokens * group` query rows of a KV head, in `splits` parts.
+    """Shapes of splits in a mailbox: `tokens * group` query rows of a KV head in `splits` splits.
 
     `interleaved`: outputs lie with their columns interleaved, as what they are multiplied with is.
     """
@@ -85,7 +87,7 @@ def combined_lse(
     tokens: int,
     group: int,
 ) -> Float[Array, "B T N"]:
-    """Natural-log sum of exponentials over all parts and the sink; -inf in rows past `q_lens`."""
+    """Natural-log sum of exponentials over all splits and the sink; -inf in rows past `q_lens`."""
     b, kv_heads, _, _ = parts_lse.shape
     lse = jax.nn.logsumexp(parts_lse[..., : tokens * group], axis=2).reshape(b, kv_heads, tokens, group)
     lse = jnp.moveaxis(lse, 1, 2).reshape(b, tokens, -1)
@@ -111,11 +113,10 @@ def combine_xla(
     if sinks is not None:
         logits.append(jnp.broadcast_to(jnp.tile(sinks.reshape(kv_heads, group), tokens), (b, kv_heads, rows)))
     logits = [jnp.broadcast_to(one[..., None], (b, kv_heads, rows, head_dim)) for one in logits]
-    top = functools.reduce(jnp.maximum, logits)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
+    top = finite(functools.reduce(jnp.maximum, logits))
     weights = [jnp.exp(logit - top) for logit in logits]
     total = functools.reduce(jnp.add, weights)
-    # Empty parts were never written: what lies there is skipped, not weighted.
+    # Empty splits were never written: what lies there is skipped, not weighted.
     kept = [jnp.where(weights[split] > 0, parts[:, :, split, :rows] * weights[split], 0.0) for split in range(splits)]
     out = functools.reduce(jnp.add, kept) / jnp.where(total > 0, total, 1.0)
     out = jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2)
@@ -139,7 +140,7 @@ def combine_rows(
 ) -> Float[Array, "B T N H"]:
     """One CTA for each query row, or two heads' rows where a row is half a warpgroup wide.
 
-    All parts are loaded before the first is used, so a CTA waits for memory once.
+    All splits are loaded before the first is used, so a CTA waits for memory once.
     """
     b, kv_heads, splits, _, head_dim = parts.shape
     at_once = max(LANES // head_dim, 1)
@@ -162,7 +163,7 @@ def combine_rows(
             for step in range(1, at_once):
                 later = lax.iota(jnp.int32, width) >= step * head_dim
                 factor = jnp.where(later, jnp.broadcast_to(factors[step][split], out.shape), factor)
-            # Empty parts were never written: what lies there is skipped, not weighted.
+            # Empty splits were never written: what lies there is skipped, not weighted.
             out += jnp.where(factor != 0, value * factor, 0.0)
         out_ref[batch, lax.div(block, jnp.int32(blocks)), head, lax.rem(block, jnp.int32(blocks))] = out.astype(dtype)
 
@@ -184,24 +185,16 @@ def combine_fragments(
     group: int,
     dtype: Any,
 ) -> Float[Array, "B T N H"]:
-    """`combine_rows` of parts that `store_fragments` wrote: a thread has four columns of a row.
-
-    One sequence of 4,096 keys takes 10.46 us with 16 queries, and 10.94 with both in token order; with parts in float16 10.44.
-    """
+    """`combine_rows` of splits that `store_fragments` wrote: a thread has four columns of a row."""
     b, kv_heads, _, rows, head_dim = parts.shape
     units = rows // 8 * (head_dim // 16)
 
     def body(parts_ref, lse_ref, *rest):
         sinks_ref, out_ref = rest if sinks is not None else (None, *rest)
         batch, head, block = lax.axis_index("b"), lax.axis_index("head"), lax.axis_index("block")
-        given = [parts_ref.at[batch, head], lse_ref.at[batch, head], out_ref.at[batch].at[:, head]]
-        given += [] if sinks_ref is None else [sinks_ref.at[head]]
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * len(given)))
-        def merge(_ctx, block, *refs):
-            _combine_fragments(block, *refs, rows=tokens * group)
-
-        merge(block, *given)
+        of_head = None if sinks_ref is None else sinks_ref.at[head]
+        given = parts_ref.at[batch, head], lse_ref.at[batch, head], out_ref.at[batch].at[:, head], of_head
+        _combine_fragments(block, *given, rows=tokens * group)
 
     out = plgpu.kernel(
         body,
@@ -212,26 +205,31 @@ def combine_fragments(
     return out.reshape(b, tokens, kv_heads * group, head_dim)
 
 
-def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
-    """Weight of each part of one row: scalars that add up to 1, less the sink's share."""
-    top = functools.reduce(jnp.maximum, logits if sink is None else [*logits, sink])
-    top = jnp.where(top == -jnp.inf, 0.0, top)
+def _weights(logits: list[Array], sink: Array | None = None) -> tuple[list[Array], Array, Array, Array]:
+    """Of one row: weight of each split, their offset, their sum with the sink's, and what makes the weights add up to 1."""
+    top = finite(functools.reduce(jnp.maximum, logits if sink is None else [*logits, sink]))
     weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits]
     total = functools.reduce(jnp.add, weights if sink is None else [*weights, jnp.exp2((sink - top) * LOG2E)])
-    share = 1 / jnp.where(total == 0, 1.0, total)
+    return weights, top, total, 1 / jnp.where(total == 0, 1.0, total)
+
+
+def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
+    """Weight of each split of one row: scalars that add up to 1, less the sink's share."""
+    weights, _, _, share = _weights(logits, sink)
     return [weight * share for weight in weights]
 
 
-def store_fragments(target, tile, first_row, rows: int) -> None:
-    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, whose first `rows` exist.
+@thread_op(args=(GLOBAL, MATRIX, SCALAR))
+def store_fragments(target, tile, first_row) -> None:
+    """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, as far as it has rows.
 
-    `first_row` and `rows` are multiples of eight.
+    `first_row` and R are multiples of eight.
     """
     lane, warp = th.lane_and_warp()
-    head_dim = th.shape_and_strides(target)[1][0]
+    (rows, _), (head_dim, _) = th.shape_and_strides(target)
     base, places = th.add(th.address(target), th.widen_index(th.mul(lane, 16))), []
     for half in range(2):
-        row = th.add(th.add(first_row.registers.item(), th.mul(warp, 16)), 8 * half)
+        row = th.add(th.add(first_row, th.mul(warp, 16)), 8 * half)
         places.append((th.below(row, rows), th.add(base, th.widen_index(th.mul(row, 4 * head_dim)))))
     # Rows take turns, eight columns after eight columns.
     held = [tile.registers[index] for index in np.ndindex(tile.registers.shape)]
@@ -243,12 +241,13 @@ def store_fragments(target, tile, first_row, rows: int) -> None:
             th.when(exists, "st.global.v4.f32 [$0], {$1, $2, $3, $4};", place, *four)
 
 
-def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: int) -> None:
-    """Four units of a KV head, a warp each, all of whose parts are asked for before the first is used.
+@thread_op(args=(SCALAR, *[GLOBAL] * 4))
+def _combine_fragments(block, parts, lses, target, sinks, *, rows: int) -> None:
+    """Four units of a KV head, a warp each, all of whose splits are asked for before the first is used.
 
     Args:
       block: int32 scalar, which four units.
-      parts: `[splits, R, H]` float32 in global memory, each normalised; lses: `[splits, R or more]`, natural, -inf where empty.
+      parts: `[splits, R, H]` float32 in global memory, each normalized; lses: `[splits, R or more]`, natural, -inf where empty.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
       sinks: `[G]` float32 in global memory, or None.
     """
@@ -258,7 +257,7 @@ def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: i
     dtype, lse_stride = ir.MemRefType(target.type).element_type, th.shape_and_strides(lses)[1][0]
     lane, warp = th.lane_and_warp()
     across, last = head_dim // 16, held // 8 * (head_dim // 16) - 1
-    unit = th.add(th.mul(block.registers.item(), 4), warp)
+    unit = th.add(th.mul(block, 4), warp)
     inside = arith.cmpi(arith.CmpIPredicate.sle, unit, utils.c(last, i32))
     unit = arith.minsi(unit, utils.c(last, i32))
     row = th.add(th.mul(th.div(unit, across), 8), th.div(lane, 4))
@@ -274,21 +273,19 @@ def _combine_fragments(block, parts, lses, target, sinks: Any = None, *, rows: i
             th.load(th.add(th.address(sinks), th.widen_index(th.mul(of_group, 4))), op=_ORDERED, kind="f32")[0]
         )
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
-    top = functools.reduce(arith.maximumf, logits)
-    top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
-    weights = [th.exp(arith.subf(logit, top)) for logit in logits]
-    total = functools.reduce(arith.addf, weights)
-    share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+    offset = _finite(functools.reduce(arith.maximumf, logits), lowest, zero)
+    weights = [th.exp(arith.subf(logit, offset)) for logit in logits]
+    share = _inverse(functools.reduce(arith.addf, weights), zero, one)
     sums: list[Any] = [zero] * 4
     for weight, values in zip(weights, found, strict=False):
         factor = arith.mulf(weight, share)
         some = arith.cmpf(arith.CmpFPredicate.UNE, factor, zero)
-        # Empty parts were never written: what lies there is skipped, not weighted.
+        # Empty splits were never written: what lies there is skipped, not weighted.
         added = [arith.select(some, arith.mulf(factor, value), zero) for value in values]
         sums = [arith.addf(a, b) for a, b in zip(sums, added, strict=True)]
     exists = arith.andi(inside, th.below(row, rows))
-    offset = th.add(th.add(th.mul(token, token_stride), th.mul(of_group, group_stride)), column)
-    address = th.add(th.address(target), th.mul(th.widen_index(offset), 2))
+    of_element = th.add(th.add(th.mul(token, token_stride), th.mul(of_group, group_stride)), column)
+    address = th.add(th.address(target), th.mul(th.widen_index(of_element), 2))
     for start in range(2):
         pair = vector.from_elements(ir.VectorType.get((2,), f32), sums[2 * start : 2 * start + 2])
         word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), dtype), pair), i32)
@@ -299,15 +296,15 @@ def combine_latent(
     parts: Float[Array, "B splits padded R"], stats: Float[Array, "B splits kinds wide"], rows: int, dtype: Any,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B rows R"], Float[Array, "B rows"]]:  # fmt: skip
-    """Output and natural lse of all parts, one CTA for each query row, or for several of a large batch.
+    """Output and natural lse of all splits, one CTA for each query row, or for several of a large batch.
 
-    Of the stats the first is a part's natural lse, the next two, if there are any, the factors of the left and the right half of
+    Of the stats the first is a split's natural lse, the next two, if there are any, the factors of the left and the right half of
     its columns. Parts of lse -inf were never written: what lies there is not used.
     """
     b, splits, _, rank = parts.shape
 
     def factor_of(stats_ref, batch, split, row, weight):
-        """Of a part's columns, in the sum."""
+        """Of a split's columns, in the sum."""
         if stats.shape[2] == 1:
             return jnp.broadcast_to(weight, (rank,))
         left, right = (jnp.broadcast_to(weight * stats_ref[batch, split, half, row], (rank,)) for half in (1, 2))
@@ -326,16 +323,12 @@ def combine_latent(
         logits = [[stats_ref[batch, split, 0, first + step] for split in range(splits)] for step in range(at_once)]
         for step in range(at_once):
             row = first + step
-            top = functools.reduce(jnp.maximum, logits[step])
-            top = jnp.where(top == -jnp.inf, 0.0, top)
-            weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits[step]]
-            total = functools.reduce(jnp.add, weights)
-            share = 1 / jnp.where(total == 0, 1.0, total)
+            weights, top, total, share = _weights(logits[step])
             out = jnp.zeros((rank,), jnp.float32)
             for split, weight in enumerate(weights):
                 value = early[step][split] if split < EARLY else parts_ref[batch, split, row]
                 factor = factor_of(stats_ref, batch, split, row, weight * share)
-                # What lies in an empty part is skipped, not weighted.
+                # What lies in an empty split is skipped, not weighted.
                 out += jnp.where(factor != 0, value.astype(jnp.float32) * factor, 0.0)
             out_ref[batch, row] = out.astype(dtype)
             total_ref[batch, row] = jnp.where(total == 0, -jnp.inf, top + jnp.log2(total) * (1 / LOG2E))
@@ -357,18 +350,24 @@ def rows_at_once(b: int, splits: int, rows: int) -> int:
     return at_once
 
 
-def combine_last(own, target, parts, lses, arrived, item, part, count, rows: int) -> None:
-    """Writes the output where the part is the only one; else leaves it to whoever finishes last, who adds up in the parts' order.
+def _kept_split(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
+    """The interpreter has no counters that CTAs share: splits are combined afterwards."""
+    del target, lses, arrived, part, count
+    parts.at[item][...] = own[pl.ds(0, rows)]
+
+
+@thread_op(args=(*[GLOBAL] * 5, *[SCALAR] * 3), interpret=_kept_split)
+def combine_last(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
+    """Writes the output where the split is the only one; else the last CTA to finish combines all, in the splits' order.
 
     Args:
-      own: `[64, H]` float32 in shared memory, normalised.
+      own: `[64, H]` float32 in shared memory, normalized.
       target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
       parts: `[I, R, H]` float32 in global memory; lses: `[I, 64]`, natural, the own row written already.
       arrived: counter of the sequence's head, 0 between calls.
-      item, part, count: place of this part in `parts`, and among the sequence's, and how many those are.
+      item, part, count: place of this split in `parts`, and among the sequence's, and how many those are.
     """
     quads = _Quads(target, rows)
-    item, part, count = (value.registers.item() for value in (item, part, count))
     utils.warpgroup_barrier()
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(1, th.i32()))):
         for row in quads.rows():
@@ -428,7 +427,7 @@ class _Quads:
 
 
 def _weigh(own, lses, row, first, count, rows: int) -> None:
-    """Weights of all parts in their sum, `[parts, 64]` float32, to shared memory that held the own part; a thread has one row."""
+    """Weights of all splits in their sum, `[splits, 64]` float32, to shared memory that held the own one; a thread has one row."""
     f32 = ir.F32Type.get()
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
     rounds = th.div(th.add(count, _LOGITS_AT_ONCE - 1), _LOGITS_AT_ONCE)
@@ -464,7 +463,7 @@ def _weigh(own, lses, row, first, count, rows: int) -> None:
 
 
 def _add_up(quads: _Quads, rows, parts, own, first, count) -> None:
-    """Some rows of all parts times their weights, as many loads on their way as registers hold."""
+    """Some rows of all splits times their weights, as many loads on their way as registers hold."""
     f32, at_once = ir.F32Type.get(), min(_LOADS_AT_ONCE // len(rows), 16)
     zero = utils.c(0.0, f32)
 
@@ -500,7 +499,13 @@ def _weight(address, there):
 
 
 def _finite(top, lowest, zero):
+    """0 for a row that no split has anything of, whose weights are then 0 instead of NaN."""
     return arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+
+
+def _inverse(total, zero, one):
+    """Of a sum of weights; 1 where there is none."""
+    return arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
 
 
 def _arrive(arrived, thread, last: Any):
@@ -520,8 +525,16 @@ def _lse(lses, index, row, rows: int, there):
     return th.load(place, kind="f32", there=there, otherwise="0xff800000")[0]
 
 
-def combine_cluster(part, lse, target, rows: int, parts: int) -> None:
-    """Every CTA of the cluster merges some rows of all, four columns in each thread; none leaves before all are read."""
+@thread_op(args=(GLOBAL,) * 3)
+def combine_cluster(part, lse, target, *, rows: int, parts: int) -> None:
+    """Combines the splits that the CTAs of a cluster hold in their shared memories, each CTA some of the rows.
+
+    A thread has four columns. No CTA leaves before all are read.
+
+    Args:
+      part: `[64, H]` float32, normalized; lse: `[64]`, natural, -inf where the split holds nothing.
+      target: `[T, G, H]` in global memory, of whose rows `t * G + g` the first `rows` exist.
+    """
     i32, f32 = th.i32(), ir.F32Type.get()
     (_, group, head_dim), (token_stride, group_stride, _) = th.shape_and_strides(target)
     dtype = ir.MemRefType(target.type).element_type
@@ -540,22 +553,21 @@ def combine_cluster(part, lse, target, rows: int, parts: int) -> None:
         place = th.add(held, th.add(th.mul(row_held, 4 * head_dim), th.mul(column, 16)))
         logits = [_load_peer(th.add(held_lse, th.mul(row_held, 4)), other, 1)[0] for other in range(parts)]
         loaded = [_load_peer(place, other, 4) for other in range(parts)]
-        top = functools.reduce(arith.maximumf, logits)
-        top = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+        offset = _finite(functools.reduce(arith.maximumf, logits), lowest, zero)
         total, sums = zero, [zero] * 4
         for logit, values in zip(logits, loaded, strict=True):
-            weight = th.exp(arith.subf(logit, top))
+            weight = th.exp(arith.subf(logit, offset))
             some = arith.cmpf(arith.CmpFPredicate.OGT, weight, zero)
-            # Empty parts were never written: what lies there is skipped, not weighted.
+            # Empty splits were never written: what lies there is skipped, not weighted.
             kept = [arith.select(some, value, zero) for value in values]
             sums = [arith.addf(one_sum, arith.mulf(weight, value)) for one_sum, value in zip(sums, kept, strict=True)]
             total = arith.addf(total, weight)
-        share = arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
+        share = _inverse(total, zero, one)
         quad = vector.from_elements(ir.VectorType.get((4,), f32), [arith.mulf(value, share) for value in sums])
         rounded = utils.bitcast(arith.truncf(ir.VectorType.get((4,), dtype), quad), ir.VectorType.get((2,), i32))
         token = th.div(row, group)
-        offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
-        address = th.add(base, th.mul(th.widen_index(th.add(offset, th.mul(column, 4))), 2))
+        of_row = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
+        address = th.add(base, th.mul(th.widen_index(th.add(of_row, th.mul(column, 4))), 2))
         low, high = (vector.extract(rounded, [], [i]) for i in range(2))
         th.when(th.below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
     _cluster_barrier()
@@ -577,6 +589,10 @@ def _load_peer(address, rank: int, count: int):
     )  # fmt: skip
 
 
+@thread_op(
+    args=(MATRIX, ROW, ROW, GLOBAL),
+    returns=lambda tile, row_max, *_: [matrix(tile.shape), *[row_vector(row_max.shape[0])] * 2],
+)
 def swap_with_peer(tile, top, total, memory):
     """Gives the cluster's other CTA a tile and two numbers of every row, and returns what that gives.
 
@@ -619,20 +635,46 @@ def _like(array, numbers):
     return mgpu.FragmentedArray(_registers=held, _layout=array.layout, _is_signed=None)
 
 
-def store_split(target, lses, tile, lse, column: int, rows: int) -> None:
-    """Leaves the first rows of a matrix instruction's result in `target [rows, H]`, from a column on, for `combine_mailbox`.
+def _store_split_interpreted(parts: Any, lses: Any, blocks: list[Any], lse: Any) -> None:
+    rows, first = parts.shape[0], 0
+    lses[...] = lse
+    for block in blocks:
+        width = block.shape[1]
+        parts.at[:, pl.ds(first, width)][...] = block[:rows]
+        first += width
 
-    With `lse`, one number for each row, also these in `lses [64]`.
+
+def store_split(parts: Any, lses: Any, blocks: list[Any], lse: Any) -> None:
+    """Leaves a split for `combine_mailbox`: its first rows in `parts [rows, H]`, one number for each row in `lses [64]`.
+
+    Args:
+      blocks: columns after columns, matrix instructions' results.
     """
-    base, pitch = th.address(target), th.shape_and_strides(target)[1][0]
-    for position, place in zip(tile.layout.thread_idxs(tile.shape), np.ndindex(tile.registers.shape), strict=True):
-        row, first = (arith.index_cast(th.i32(), index) for index in position)
-        pair = tile.registers[place]
-        low, high = (vector.extract(pair, [], [i]) for i in range(2))
-        address = th.add(base, th.mul(th.widen_index(th.add(th.mul(row, pitch), th.add(first, column))), 4))
-        th.when(th.below(row, rows), "st.relaxed.gpu.global.v2.f32 [$0], {$1, $2};", address, low, high)
-    if lse is None:
-        return
+    _store_split(parts, lses, blocks, lse, rows=parts.shape[0])
+
+
+@thread_op(
+    args=(GLOBAL, GLOBAL, MATRIX, ROW),
+    interpret=lambda parts, lses, blocks, lse, *, rows: _store_split_interpreted(parts, lses, blocks, lse),
+)
+def _store_split(parts: Any, lses: Any, blocks: list[Any], lse: Any, *, rows: int) -> None:
+    columns = 0
+    for index, block in enumerate(blocks):
+        base, pitch = th.address(parts), th.shape_and_strides(parts)[1][0]
+        for position, place in zip(
+            block.layout.thread_idxs(block.shape), np.ndindex(block.registers.shape), strict=True
+        ):
+            row, first = (arith.index_cast(th.i32(), at) for at in position)
+            pair = block.registers[place]
+            low, high = (vector.extract(pair, [], [i]) for i in range(2))
+            address = th.add(base, th.mul(th.widen_index(th.add(th.mul(row, pitch), th.add(first, columns))), 4))
+            th.when(th.below(row, rows), "st.relaxed.gpu.global.v2.f32 [$0], {$1, $2};", address, low, high)
+        columns += block.shape[1]
+        if index == 0:
+            _store_split_lse(lses, lse, rows)
+
+
+def _store_split_lse(lses: Any, lse: Any, rows: int) -> None:
     for position, place in zip(lse.layout.thread_idxs(lse.shape), np.ndindex(lse.registers.shape), strict=True):
         row = arith.index_cast(th.i32(), position[0])
         value = lse.registers[place]
@@ -642,19 +684,40 @@ def store_split(target, lses, tile, lse, column: int, rows: int) -> None:
         th.when(th.below(row, rows), "st.relaxed.gpu.global.f32 [$0], $1;", address, value)
 
 
-def combine_mailbox(shapes: SplitHeads, parts, lses, target, first_item, sequence, head, split, busy) -> None:
-    """Adds up all parts of some rows of a head, weighted, in the parts' order, and writes them as bfloat16 to `target`.
+def _combine_interpreted(
+    parts: Any, lses: Any, target: Any, first_item: Any, sequence: Any, head: Any, split: Any, busy: Any, *,
+    shapes: SplitHeads,
+) -> None:  # fmt: skip
+    @pl.when(split == 0)
+    def _():
+        there = lax.broadcasted_iota(jnp.int32, (shapes.splits, shapes.rows), 0) < busy
+        held_lses = lses.at[pl.ds(first_item, shapes.splits)][...][:, : shapes.rows]
+        held_lses = jnp.where(there, held_lses, -jnp.inf)
+        held = parts.at[pl.ds(first_item, shapes.splits)][...]
+        row_max = held_lses.max(axis=0)
+        weights = jnp.exp(held_lses - jnp.where(row_max == -jnp.inf, 0.0, row_max))
+        row_sum = weights.sum(axis=0)
+        out = jnp.where(there[..., None], weights[..., None] * held, 0.0).sum(axis=0)
+        out = out / jnp.where(row_sum > 0, row_sum, 1.0)[:, None]
+        width = shapes.group * shapes.head_dim
+        place = target.at[pl.ds(sequence * shapes.tokens, shapes.tokens), pl.ds(head * width, width)]
+        place[...] = out.reshape(shapes.tokens, width).astype(target.dtype)
+
+
+@thread_op(args=(*[GLOBAL] * 3, *[SCALAR] * 5), interpret=_combine_interpreted)
+def combine_mailbox(
+    parts: Any, lses: Any, target: Any, first_item: Any, sequence: Any, head: Any, split: Any, busy: Any, *,
+    shapes: SplitHeads,
+) -> None:  # fmt: skip
+    """Combines all splits of some rows of a head, in the splits' order, and writes them as bfloat16 to `target`.
 
     Reads what `store_split` leaves until no word is EMPTY, and makes the words EMPTY again.
 
     Args:
-      parts: `[items, rows, H]`, float32 bits, normalised; lses: `[items, 64]`, natural.
+      parts: `[items, rows, H]`, float32 bits, normalized; lses: `[items, 64]`, natural.
       target: `[B * T, N * H / 2]` words.
-      first_item: of the head; split: which of its CTAs this is; busy: how many of its parts have keys, int32 scalars.
+      first_item: of the head; split: which of its CTAs this is; busy: how many of its splits have keys, int32 scalars.
     """
-    first_item, sequence, head, split, busy = (
-        value.registers.item() for value in (first_item, sequence, head, split, busy)
-    )
     lane, _ = th.lane_and_warp()
     for exists, row, column, address in _quads(shapes, target, sequence, head, split):
         of_lse = th.add(th.mul(first_item, ROWS), row)
@@ -685,10 +748,10 @@ def _store_interleaved(exists, address, column, low, high) -> None:
         th.when(exists, f"st.relaxed.gpu.global.b16 [$0 + {4 * index}], $1;", address, half)
 
 
-def empty_heads(shapes: SplitHeads, target, sequence, head, split) -> None:
+@thread_op(args=(GLOBAL, *[SCALAR] * 3))
+def empty_heads(target: Any, sequence: Any, head: Any, split: Any, *, shapes: SplitHeads) -> None:
     """Makes the words EMPTY that `combine_mailbox` has written."""
-    places = (value.registers.item() for value in (sequence, head, split))
-    for exists, _, _, address in _quads(shapes, target, *places):
+    for exists, _, _, address in _quads(shapes, target, sequence, head, split):
         th.when(exists, "st.relaxed.gpu.global.v2.b32 [$0], {$1, $1};", address, utils.c(EMPTY, th.i32()))
 
 
@@ -713,10 +776,10 @@ def _quads(shapes: SplitHeads, target, sequence, head, split):
 
 
 def _take_parts(shapes: SplitHeads, lse, values, busy) -> list[list]:
-    """A row's lse and a thread's four columns of the first `busy` parts, as soon as all are there; -inf and anything of the others.
+    """A row's lse and a thread's four columns of the first `busy` splits, as soon as all are there; -inf for the others.
 
     Args:
-      lse, values: addresses in the first part.
+      lse, values: addresses in the first split.
     """
     count, f32 = shapes.splits, ir.F32Type.get()
     strides = _strides(shapes)
@@ -750,21 +813,55 @@ def _empty_parts(shapes: SplitHeads, lse, values, busy, lane) -> None:
 
 
 def _strides(shapes: SplitHeads) -> tuple[int, int]:
-    """Bytes from one part's lse and values to the next one's."""
+    """Bytes from one split's lse and values to the next one's."""
     return 4 * ROWS, 4 * shapes.rows * shapes.head_dim
 
 
 def _weighted(found: list[list]) -> list:
-    """The sum of parts, each its lse and four columns; zeros where no part holds anything."""
+    """The sum of splits, each its lse and four columns; zeros where no split holds anything."""
     f32 = ir.F32Type.get()
     lowest, zero, one = (utils.c(value, f32) for value in (-math.inf, 0.0, 1.0))
-    top = functools.reduce(arith.maximumf, [lse for lse, *_ in found])
-    base = arith.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, lowest), zero, top)
+    offset = _finite(functools.reduce(arith.maximumf, [lse for lse, *_ in found]), lowest, zero)
     total, sums = zero, [zero] * 4
     for lse, *values in found:
-        weight = th.exp(arith.subf(lse, base))
+        weight = th.exp(arith.subf(lse, offset))
         total = arith.addf(total, weight)
         sums = [arith.addf(a, arith.mulf(weight, b)) for a, b in zip(sums, values, strict=True)]
-    some = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
-    share = arith.divf(one, arith.select(some, total, one))
+    share = _inverse(total, zero, one)
     return [arith.mulf(value, share) for value in sums]
+
+
+def exchange_halves(acc, row_max, row_sum, rank, memory):
+    """Exchanges half of the columns, maxima and sums with the cluster's other CTA over distributed shared memory.
+
+    What one has of the other's columns goes straight from its registers to the other's shared memory.
+
+    Args:
+      acc: `[64, H]`, not normalized; row_max, row_sum: `[64]`.
+      rank: 0 or 1, which half of the columns is the own one.
+      memory: float32 `[128 * (H / 4 + 4)]` in shared memory, which the other CTA writes to.
+
+    Returns:
+      The own half `[64, H / 2]`; the peer's of the same columns, its maxima and its sums.
+    """
+    half = acc.shape[1] // 2
+    low, high = acc[:, :half], acc[:, half:]
+    first = lax.broadcast_in_dim(rank == 0, low.shape, ())
+    mine, theirs = jnp.where(first, low, high), jnp.where(first, high, low)
+    return mine, swap_with_peer(theirs, row_max, row_sum, memory)
+
+
+def combine_halves(mine, peer, live):
+    """Normalized output of two splits, each its columns, its maxima and its sums; 0 in rows that are not live.
+
+    `live`: which rows count, a function of their sums.
+    """
+    (acc, row_max, row_sum), (other, other_max, other_sum) = mine, peer
+    offset = finite(jnp.maximum(row_max, other_max))
+    kept, added = jnp.exp2(row_max - offset), jnp.exp2(other_max - offset)
+    total = row_sum * kept + other_sum * added
+    some = live(total)
+    inverse = jnp.where(some, 1.0 / counted(total, some), 0.0)
+    out = rescaled(acc, kept * inverse) + rescaled(other, added * inverse)
+    # Not a product alone: rows past the live ones may hold NaN.
+    return jnp.where(lax.broadcast_in_dim(inverse, acc.shape, [0]) != 0, out, 0.0)

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.layouts import tile_of
+from dflash_kernels.mosaic_gpu.layouts import TILED, in_key_order, in_value_order, swizzled, tile_of, tiled
 from dflash_kernels.mosaic_gpu.thread_op import matrix, thread_op
 
 FLOAT8_SHIFT = (
@@ -39,6 +41,11 @@ _LARGEST = (
     *(f"and.b32 t, ${word}, 0x7fff7fff; max.u16x2 m, m, t;" for word in (6, 7, 8)),
     "shr.u32 t, m, 16; and.b32 m, m, 0xffff; max.u32 m, m, t; redux.sync.max.u32 m, m, 0xffffffff; shr.u32 m, m, 7;",
 )
+_TILE = 64  # columns of a swizzled tile of float8
+_WIDEN = (
+    "{ .reg .b16 a, b, c, d; .reg .b32 e, f, g, h; mov.b32 {a, b}, $1; mov.b32 {c, d}, $2; cvt.rn.f16x2.e4m3x2 e, a;"
+    " cvt.rn.f16x2.e4m3x2 f, b; cvt.rn.f16x2.e4m3x2 g, c; cvt.rn.f16x2.e4m3x2 h, d; st.shared.v4.b32 [$0], {e, f, g, h}; }"
+)
 _LINE = 128  # bytes of a swizzled row: 128 columns of float8, 64 of float16
 _COLUMNS = 4  # of a thread
 
@@ -47,10 +54,10 @@ def keys(tile, start: int, stop: int) -> Any:
     """Columns `start` to `stop`, multiples of 32, of a `[64, H]` tile of keys: float16, matrix layout, the keys' order."""
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
     steps = loads.steps[start // 32 : stop // 32]
-    return _assembled(
+    return _here(_assembled(
         _loaded(tile, loads.opcode, steps), steps, (64, stop - start), lambda word: _pairs(word, narrow, False, False),
         ir.F16Type.get(), start // 8,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def values(tile, finite: bool) -> Any:
@@ -59,10 +66,10 @@ def values(tile, finite: bool) -> Any:
     int8 comes as `(value + 128) * 2^-24`.
     """
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=True)
-    return _assembled(
+    return _here(_assembled(
         _loaded(tile, loads.opcode, loads.steps), loads.steps, loads.shape,
         lambda word: _pairs(word, narrow, True, finite), ir.F16Type.get(),
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 @thread_op(args=lambda tile: (tile_of(tile),), returns=lambda tile: matrix(tile.shape, jnp.bfloat16))
@@ -70,7 +77,49 @@ def widened_rows(tile) -> Any:
     """A `[64, H]` tile in shared memory as bfloat16, float8 times 2^-120, its columns in parity order."""
     narrow, loads = ir.MemRefType(tile.type).element_type, _loads(tile, across=False)
     loaded = _loaded(tile, loads.opcode, loads.steps)
-    return _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
+    return _here(
+        _assembled(loaded, loads.steps, loads.shape, lambda word: _bfloat16_pairs(word, narrow), ir.BF16Type.get())
+    )
+
+
+def _here(wide) -> Any:
+    """Widened where it stands in the code, not where it is used."""
+    return mgpu.optimization_barrier(wide)
+
+
+def _latent_keys(tile, *, first: int, count: int):
+    return in_key_order(tile[...].astype(jnp.float32))[:, first : first + count]
+
+
+@thread_op(
+    args=lambda tile, **_: (tile_of(tile),), returns=lambda _, first, count: matrix((ROWS, count), jnp.float16),
+    interpret=_latent_keys,
+)  # fmt: skip
+def latent_keys(tile, *, first: int, count: int):
+    """`count` columns from `first` on, multiples of 32, of a `[64, C]` tile of float8: float16 `[64, count]` in the keys' order."""
+    (_, columns), width = th.rows_and_columns(tile), th.swizzle(tile)
+    loads = key_loads(columns, width, first, count, th.opaque_lane_and_warp)
+    return _assembled(_loaded(tile, *loads[1:]), loads.steps, loads.shape, _neighbours, ir.F16Type.get())
+
+
+def _latent_values(tile, *, first: int, count: int, finite: bool):
+    del finite
+    wide = tile[...].astype(jnp.float32)
+    return in_value_order(jnp.where(jnp.isnan(wide), 480.0, wide).T[first : first + count])
+
+
+@thread_op(
+    args=lambda tile, **_: (tile_of(tile),), returns=lambda _, first, count, finite: matrix((count, ROWS), jnp.float16),
+    interpret=_latent_values,
+)  # fmt: skip
+def latent_values(tile, *, first: int, count: int, finite: bool):
+    """`count` columns from `first` on, multiples of 64, of a `[64, C]` tile of float8, transposed: float16 `[count, 64]` in the
+    product's order of rows. With `finite` a NaN reads as 480.
+    """
+    (_, columns), width = th.rows_and_columns(tile), th.swizzle(tile)
+    loads = value_loads(columns, width, first, count, th.opaque_lane_and_warp)
+    pairs = _finite_across if finite else _across
+    return _assembled(_loaded(tile, *loads[1:]), loads.steps, loads.shape, pairs, ir.F16Type.get())
 
 
 class Loads(NamedTuple):
@@ -101,46 +150,54 @@ def _assembled(
     loaded: list[Any], steps: list[Any], shape: tuple[int, int], pairs: Callable[[Any], tuple[Any, ...]], dtype: Any,
     first_column: int = 0,
 ) -> Any:  # fmt: skip
-    """The matrix of all words, of which `first_column` is the first group of eight columns. Widened here, not where it is used."""
+    """The matrix of all words, of which `first_column` is the first group of eight columns."""
     pair, registers = ir.VectorType.get((2,), dtype), np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
     for words, (_, places) in zip(loaded, steps, strict=True):
         for word, of_word in zip(words, places, strict=True):
             for (row, column, half), value in zip(of_word, pairs(word), strict=True):
                 registers[row, column - first_column, 0, 0, half, 0, 0, 0, 0] = utils.bitcast(value, pair)
-    wide = mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-    return mgpu.optimization_barrier(wide)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def key_loads(head_dim: int, width: int) -> Loads:
-    """Each load: rows 0 to 7 and 8 to 15 of the warp's, for two neighbouring chunks."""
-    lane, warp = th.lane_and_warp()
+def key_loads(
+    head_dim: int, width: int, first: int = 0, count: int | None = None, place: Callable[[], Any] | None = None
+):
+    """How `count` columns from `first` on are loaded as keys, multiples of 32: rows 0 to 7 and 8 to 15 of the warp's, for two
+    neighbouring chunks at a time. `place`: gives lane and warp.
+    """
+    lane, warp = (place or th.lane_and_warp)()
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
     group_of_8 = th.add(th.mul(warp, 2), th.rem(matrix, 2))
     start = th.add(th.mul(group_of_8, 8 * head_dim), th.mul(row, width))
     chunk = th.xor(th.mul(th.div(matrix, 2), th.CHUNK), th.swizzle_of(row, width))
-    steps = []
-    for first in range(0, head_dim // th.CHUNK, 2):
-        across, inside = divmod(first * th.CHUNK, width)
+    count, steps = head_dim if count is None else count, []
+    for column in range(0, count, 2 * th.CHUNK):
+        across, inside = divmod(first + column, width)
         offset = th.add(th.add(start, across * 8 * width), th.xor(chunk, inside))
-        places = [[(0, 2 * (first + i // 2) + pair, i % 2) for pair in range(2)] for i in range(4)]
+        places = [[(0, column // 8 + 2 * (i // 2) + pair, i % 2) for pair in range(2)] for i in range(4)]
         steps.append((offset, places))
-    return Loads((64, head_dim), "", steps)
+    return Loads((64, count), "", steps)
 
 
-def value_loads(head_dim: int, width: int) -> Loads:
-    """Each load: 32 keys of the chunk of 16 channels that is the warp's in 64."""
-    lane, warp = th.lane_and_warp()
+def value_loads(
+    head_dim: int, width: int, first: int = 0, count: int | None = None, place: Callable[[], Any] | None = None
+):
+    """How `count` columns from `first` on are loaded as values, multiples of 64, transposed: 32 keys of the chunk of 16 channels
+    that
+    is the warp's in 64 at a time.
+    """
+    lane, warp = (place or th.lane_and_warp)()
     matrix, row = th.div(lane, 8), th.rem(lane, 8)
     start = th.add(th.mul(matrix, 8 * head_dim), th.mul(row, width))
     swizzle, own = th.swizzle_of(row, width), th.mul(warp, th.CHUNK)
-    steps = []
-    for tile in range(head_dim // 64):
-        across, inside = divmod(tile * 64, width)
+    count, steps = head_dim if count is None else count, []
+    for tile in range(count // 64):
+        across, inside = divmod(first + tile * 64, width)
         chunk = th.xor(th.add(own, inside), swizzle)
         for keys in range(2):
             offset = th.add(th.add(start, keys * 32 * head_dim + across * 8 * width), chunk)
             steps.append((offset, [[(tile, 4 * keys + i, parity) for parity in range(2)] for i in range(4)]))
-    return Loads((head_dim, 64), ".trans", steps)
+    return Loads((count, 64), ".trans", steps)
 
 
 def byte_pairs(across: bool) -> tuple[tuple[int, int], ...]:
@@ -174,6 +231,37 @@ def _pairs(word, narrow, across: bool, finite: bool) -> tuple[Any, ...]:
     )
 
 
+def _neighbours(word) -> tuple[Any, ...]:
+    """Bytes 0 and 1 of four, and 2 and 3, as pairs of float16."""
+    return _two_words(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        word,
+    )
+
+
+def _across(word) -> tuple[Any, ...]:
+    """Bytes 0 and 2, and 1 and 3: a word lies across two keys."""
+    return _two_words(
+        "{ .reg .b32 turned; .reg .b16 low, high; prmt.b32 turned, $2, 0, 0x3120; mov.b32 {low, high}, turned;"
+        " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        word,
+    )
+
+
+def _finite_across(word) -> tuple[Any, ...]:
+    """The same without NaN: each byte below eight copies of its sign, at a float16's places the value times 2^-8."""
+    return _two_words(
+        "{ .reg .b32 even, odd, by; prmt.b32 even, $2, 0, 0xa280; prmt.b32 odd, $2, 0, 0xb391; mov.b32 by, 0x5c005c00;"
+        " shl.b32 even, even, 7; shl.b32 odd, odd, 7; and.b32 even, even, 0xbf80bf80; and.b32 odd, odd, 0xbf80bf80;"
+        " mul.rn.f16x2 $0, even, by; mul.rn.f16x2 $1, odd, by; }",
+        word,
+    )
+
+
+def _two_words(ptx: str, word) -> tuple[Any, ...]:
+    return tuple(utils.inline_ptx(ptx, word, result_types=[th.i32()] * 2))
+
+
 def _bfloat16_pairs(word, narrow) -> tuple[Any, Any]:
     """Bytes 0 and 2 of four, and bytes 1 and 3, as pairs of bfloat16."""
     i32 = th.i32()
@@ -197,8 +285,19 @@ def _bfloat16_pairs(word, narrow) -> tuple[Any, Any]:
     )  # type: ignore  # fmt: skip
 
 
-def widen_tile(source, target) -> None:
-    """All 128 threads of a warpgroup: `source [64, 128]` float8_e4m3fn to `target [2, 64, 64]` float16, both in swizzled tiles.
+def _widen_tile_interpreted(source: Any, target: Any) -> None:
+    wide, width = source[...].astype(target.dtype), target.shape[1]
+    for block in range(target.shape[0] // ROWS):
+        target.at[pl.ds(block * ROWS, ROWS)][...] = wide[:, block * width : (block + 1) * width]
+    plgpu.commit_smem()
+
+
+@thread_op(
+    args=lambda source, target: (plgpu.RefType(tiled(source.dtype)), plgpu.RefType(TILED)),
+    interpret=_widen_tile_interpreted,
+)
+def widen_tile(source: Any, target: Any) -> None:
+    """`source [64, 128]` float8_e4m3fn to `target [2 * 64, 64]` float16, a block of columns below the other, both swizzled.
 
     Eight threads that go to memory together have 16 columns each, of two rows whose swizzles leave them no bank in common. At the
     end matrix instructions may read the target, and copies may fill the source.
@@ -227,6 +326,41 @@ def widen_tile(source, target) -> None:
             utils.inline_ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *four, has_side_effects=True)
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
     utils.warpgroup_barrier()
+
+
+def _widened_rows(source, target) -> None:
+    numbers = plgpu.load(source, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+    plgpu.commit_smem()
+    target[...] = numbers.astype(target.dtype)
+
+
+@thread_op(
+    args=lambda source, target: tuple(plgpu.RefType(swizzled(ref.dtype, _TILE)) for ref in (source, target)),
+    interpret=_widened_rows,
+)
+def widen_rows(source, target) -> None:
+    """Writes rows of float8_e4m3fn as float16; `target` may lie where `source` does.
+
+    A warp converts tiles of 8 rows and 64 columns one after the other, a thread 16 numbers of one row, without bank conflicts.
+    """
+    rows, columns = th.rows_and_columns(source)
+    lane, warp = th.opaque_lane_and_warp()
+    row, chunk = th.div(lane, 4), th.rem(lane, 4)
+    # The chunk of 16 columns that lies there, and both chunks of 8 that it becomes.
+    first = th.mul(th.xor(chunk, th.rem(th.div(row, 2), 4)), 2)
+    start = th.add(th.address(source, space=3), th.add(th.mul(warp, 8 * _TILE), th.mul(lane, th.CHUNK)))
+    end = th.add(th.address(target, space=3), th.add(th.mul(warp, 16 * _TILE), th.mul(row, 2 * _TILE)))
+    ends = [th.add(end, th.mul(th.xor(th.add(first, i), row), th.CHUNK)) for i in range(2)]
+    loaded = [
+        th.load(th.add(start, 4 * 8 * _TILE * tile), 4, op="ld.shared")
+        for tile in range(rows * columns // (4 * 8 * _TILE))
+    ]
+    utils.warpgroup_barrier()
+    for tile, words in enumerate(loaded):
+        for i, place in enumerate(ends):
+            utils.inline_ptx(
+                _WIDEN, th.add(place, 4 * 16 * _TILE * tile), *words[2 * i : 2 * i + 2], has_side_effects=True
+            )
 
 
 def narrowed(values, scale):

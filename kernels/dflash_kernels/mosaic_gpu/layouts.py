@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, thread_op
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of two bytes a number
 
@@ -70,7 +70,7 @@ def _stored_transposed(target, first_feature, tile, *, rows: int, tokens: int) -
     target.at[pl.ds(0, tokens), pl.ds(first_feature, rows)][...] = transposed
 
 
-def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, interpret: Any = None) -> None:
+def store_transposed(target, first_feature, tile, *, rows: int, tokens: int) -> None:
     """`target[token, first_feature + row] = tile[row, token]`, rounded to the target's dtype.
 
     Args:
@@ -79,7 +79,7 @@ def store_transposed(target, first_feature, tile, *, rows: int, tokens: int, int
       tile: `[64, N]` in the layout of a matrix instruction's result.
       rows, tokens: what of the tile counts, the first ones of each.
     """
-    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens, interpret=interpret)
+    _store_transposed(target, first_feature, tile.astype(target.dtype), rows=rows, tokens=tokens)
 
 
 @thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_stored_transposed)
@@ -97,6 +97,22 @@ def _store_transposed(target, first_feature, tile, *, rows: int, tokens: int) ->
             memref.store(value, target, [position[1], arith.addi(feature0, position[0])])
 
     tile.foreach(put)
+
+
+def store(place: Any, value: jax.Array) -> None:
+    """Stores registers to global memory, however few bytes a thread has.
+
+    JAX 0.12 refuses by default what 0.11 stores: fewer than four bytes a thread, or parts of a 32-byte sector.
+
+    Args:
+      place: a Ref's `.at[...]`.
+      value: as many numbers, of the Ref's dtype.
+    """
+    unaligned = getattr(plgpu, "store", None)  # new in JAX 0.12
+    if unaligned is None or interpreting():
+        place[...] = value
+    else:
+        unaligned(place, value, optimized=False)
 
 
 def rows_of(ref, layout):

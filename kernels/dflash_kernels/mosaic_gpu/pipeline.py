@@ -1,5 +1,6 @@
-"""Ring of tiles in shared memory between a producer and its consumers: stages, full and empty barriers, in CUTLASS' terms."""
+"""Pipelines between who fills shared memory and who uses it: the ring of stages in CUTLASS' terms, barriers, copies by one warp."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.thread_op import thread_op
+from dflash_kernels.mosaic_gpu.thread_op import interpreting, thread_op
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,12 @@ class Ring:
         return rem(step, self.stages)
 
     def producer_acquire(self, step: Any, stage: Any) -> None:
-        """Waits until the stage is empty; it is before its first use."""
-        pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
+        """Waits until the stage is empty, as it is before its first use."""
+        self.await_empty(step >= self.stages, stage)
+
+    def await_empty(self, used: Any, stage: Any) -> None:
+        """`producer_acquire` for whoever knows otherwise whether the stage has been used."""
+        pl.when(used)(lambda: plgpu.barrier_wait(self.empty.at[stage]))
 
     def consumer_wait(self, stage: Any) -> None:
         """Waits until the stage is full."""
@@ -59,6 +64,16 @@ def rem(a: Any, b: int) -> Any:
 def div(a: Any, b: int) -> Any:
     """Quotient of int32 scalars, towards 0."""
     return lax.div(a, jnp.int32(b))
+
+
+def by_one_warp(task: Callable[[], None], condition: Any = None) -> None:
+    """Runs a task that starts copies, if the condition holds, by the first warp: a warpgroup would arrive at each barrier thread by
+    thread, and wait for all.
+    """
+    if interpreting():
+        task() if condition is None else pl.when(condition)(task)
+    else:
+        plgpu.warp_map(lambda warp: pl.when(warp == 0 if condition is None else (warp == 0) & condition)(task))
 
 
 @thread_op(interpret=lambda: None)

@@ -4,13 +4,16 @@ A fragment of the matrix layout gives the thread of warp w, row r of 8 and colum
 `+ 8`, columns `2 c` and `2 c + 1`.
 """
 
+import functools
 import math
+from typing import Any
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import math as mlir_math
 
 from dflash_kernels.core.device import WARP, WARPGROUP
 
@@ -141,6 +144,36 @@ def below(a, bound: int):
     return arith.cmpi(arith.CmpIPredicate.slt, a, utils.c(bound, i32()))
 
 
+def compare(a, relation: str, b):
+    """Of integers; `relation` "eq", "slt", "sge" and so on, "ult" and "uge" without sign."""
+    return arith.cmpi(getattr(arith.CmpIPredicate, relation), a, constant(b, a))
+
+
+def every(*conditions):
+    return functools.reduce(arith.andi, conditions)
+
+
+def select(condition, a, b):
+    return arith.select(condition, a, b)
+
+
+def least(a, b):
+    """The smaller one of two integers with sign."""
+    return arith.minsi(a, constant(b, a))
+
+
+def unsigned_max(a, b):
+    return arith.maxui(a, b)
+
+
+def unsigned_min(a, b):
+    return arith.minui(a, b)
+
+
+def bit_and(a, b):
+    return arith.andi(a, constant(b, a))
+
+
 def under(a, bound: int):
     """`below` of numbers without a sign."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))
@@ -170,6 +203,85 @@ def rem(a, b: int):
     return arith.remui(a, constant(b, a))
 
 
+def fadd(a, b):
+    return arith.addf(a, b)
+
+
+def fsub(a, b):
+    return arith.subf(a, b)
+
+
+def fmul(a, b):
+    return arith.mulf(a, b)
+
+
+def fdiv(a, b):
+    return arith.divf(a, b)
+
+
+def rsqrt(value):
+    return mlir_math.rsqrt(value)
+
+
+def real(value: float):
+    """A float32."""
+    return utils.c(value, ir.F32Type.get())
+
+
+def as_real(word):
+    """The float32 whose bits a word is."""
+    return utils.bitcast(word, ir.F32Type.get())
+
+
+def bits(value):
+    """The integer of a number's bits."""
+    return arith.bitcast(ir.IntegerType.get_signless(utils.bitwidth(value.type)), value)
+
+
+def as_word(condition):
+    """1 where a condition holds, else 0."""
+    return arith.extui(i32(), condition)
+
+
+def index_word(index):
+    """A place in a fragment, as `foreach` gives it, in 32 bits."""
+    return arith.index_cast(i32(), index)
+
+
+def shuffle_xor(value, distance: int):
+    """The value of the thread whose lane differs from the own one by `distance`, exclusively ored."""
+    return utils.shfl_bfly(value, distance)
+
+
+def inline(ptx: str, *operands, returns=None, **options) -> Any:
+    """PTX with side effects; `returns`: type of a result, or of each of several."""
+    return utils.inline_ptx(ptx, *operands, result_types=returns, has_side_effects=True, **options)
+
+
+def commit_shared() -> None:
+    """Matrix instructions and TMA that begin afterwards find what the warpgroup's threads have stored in shared memory before."""
+    mgpu.commit_shared()
+
+
+def warpgroup_barrier() -> None:
+    utils.warpgroup_barrier()
+
+
+def branch(condition):
+    """What is written inside runs where the condition holds."""
+    return utils.when(condition)
+
+
+def one_thread():
+    """What is written inside runs in one thread of the warpgroup."""
+    return utils.single_thread(scope=utils.ThreadSubset.WARPGROUP)
+
+
+def fori(count, carry: list):
+    """Decorator: runs `body(index, carry)` `count` times; the loop's last carry is the name's attribute `results`."""
+    return utils.fori(count, carry)
+
+
 def shift_left(a, bits: int):
     return arith.shli(a, utils.c(bits, a.type))
 
@@ -196,3 +308,7 @@ def i32():
 
 def i64():
     return ir.IntegerType.get_signless(64)
+
+
+def f32():
+    return ir.F32Type.get()

@@ -54,11 +54,11 @@ def _ask_for_rows(source, first_row, *, rows: int, columns: int) -> list[Any]:
         offset = th.mul(token, token_stride)
         offset = th.add(offset, th.mul(th.sub(th.add(first, row), th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        found.append(th.as_array(th.load_if(exists, address, _ORDERED)))
-    return found
+        found.append(th.load_if(exists, address, _ORDERED))
+    return [th.as_array(words) for words in found]
 
 
-def _put_rows_interpreted(asked, source, target, first_row) -> None:
+def _put_rows_interpreted(source, target, first_row, asked) -> None:
     del asked
     plain = source[...].reshape(-1, source.shape[2])
     more = target.shape[1] - plain.shape[1]
@@ -67,15 +67,15 @@ def _put_rows_interpreted(asked, source, target, first_row) -> None:
 
 
 @thread_op(
-    args=lambda asked, source, target, first_row: (WORDS.layout, None, tile_of(target), None),
-    interpret=_put_rows_interpreted,
+    args=lambda source, target, *_: (None, tile_of(target), None, WORDS.layout), interpret=_put_rows_interpreted
 )  # fmt: skip
-def put_rows(asked, source, target, first_row) -> None:
+def put_rows(source, target, first_row, asked) -> None:
     """What `ask_for_rows` of `source` has asked for, to `target [64, H or more]` in shared memory; then all threads may read it."""
     del source, first_row
+    found = [th.as_words(array) for array in asked]
     width, (_, columns), place = th.swizzle(target), th.rows_and_columns(target), th.address(target, space=3)
-    for words, (row, column) in zip(asked, _chunks(columns), strict=True):
-        th.when(th.below(row, ROWS), _STORE, th.add(place, th.within(row, column, columns, width)), *th.as_words(words))
+    for words, (row, column) in zip(found, _chunks(columns), strict=True):
+        th.when(th.below(row, ROWS), _STORE, th.add(place, th.within(row, column, columns, width)), *words)
     mgpu.commit_shared()
 
 
@@ -105,11 +105,11 @@ def ask_for_scaled(source, first_row, *, count: int) -> list[Any]:
         token = th.div(row, group)
         offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(offset), 2), th.widen_index(column)))
-        found += [th.as_array(th.load_if(inside, th.add(address, i * th.CHUNK), _ORDERED)) for i in range(2)]
-    return found
+        found += [th.load_if(inside, th.add(address, i * th.CHUNK), _ORDERED) for i in range(2)]
+    return [th.as_array(words) for words in found]
 
 
-def _put_scaled_interpreted(asked, source, target, factors, memory, first_row, rows):
+def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, asked):
     del asked, memory
     count = factors.shape[0]
     plain = source[...].reshape(-1, source.shape[2])
@@ -136,14 +136,12 @@ def _put_scaled_interpreted(asked, source, target, factors, memory, first_row, r
 
 
 @thread_op(
-    args=lambda asked, source, target, *_: (
-        WORDS.layout, GLOBAL, tile_of(target), GLOBAL, GLOBAL, SCALAR, SCALAR,
-    ),
-    returns=lambda asked, source, target, *_: FACTOR if target.dtype == jnp.int8 else None,
+    args=lambda source, target, *_: (GLOBAL, tile_of(target), GLOBAL, GLOBAL, SCALAR, SCALAR, WORDS.layout),
+    returns=lambda source, target, *_: FACTOR if target.dtype == jnp.int8 else None,
     interpret=_put_scaled_interpreted,
-)  # fmt: skip
-def put_scaled(asked, source, target, factors, memory, first_row, rows):
-    """What was asked for of `source` to shared memory, times powers of two that bring a largest number to between 2^14 and 2^15.
+)
+def put_scaled(source, target, factors, memory, first_row, rows, asked):
+    """What `ask_for_scaled` of `source` has asked for to shared memory, scaled: a largest number comes to between 2^14 and 2^15.
 
     Args:
       target: `[N, H]` float16, given rows `first_row` and on in the keys' order, each row times its own power, those of float16 as

@@ -1,20 +1,26 @@
-"""Row kernels: one warpgroup a row, which it keeps in registers."""
+"""Rows in registers: kernels with one warpgroup a row, loads, the RMS norm, float8 words, reductions."""
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import vector as vectors
 
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.mosaic_gpu.convert import interleaved_float8
-from dflash_kernels.mosaic_gpu.thread_op import kernel, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
 
+type Reduction = Literal["add", "max", "min"]
+WARPS = 4  # of a warpgroup
 VECTOR = 4  # neighbouring numbers of one thread
 
 
@@ -70,3 +76,29 @@ def _strided(width: int, vector: int) -> Any:
 def float8_words(row: Any) -> Any:
     """A row of float32 as int32 words of four float8 numbers, columns interleaved. NaN stays, others saturate."""
     return interleaved_float8(row, _strided(row.shape[0] // VECTOR, 1).to_mgpu())
+
+
+def _reduced(row, target, scratch, line, place, *, kind, vector) -> None:
+    target[line, place] = {"add": row.sum, "max": row.max, "min": row.min}[kind]()
+
+
+@thread_op(
+    args=lambda row, *_, **options: (_strided(row.shape[0], options["vector"]), GLOBAL, GLOBAL, SCALAR, SCALAR),
+    interpret=_reduced,
+)
+def reduce_into(row: Any, target: Any, scratch: Any, line: Any, place: Any, *, kind: Reduction, vector: int) -> None:
+    """Writes the sum, maximum or minimum of a row of float32 to `target[line, place]`, several warpgroups at a time.
+
+    Pallas's own reductions share one place in memory.
+
+    Args:
+      row: `vector` neighbouring numbers a thread of one warpgroup.
+      target: `[lines, places]` float32 in shared memory.
+      scratch: `[lines, WARPS]` float32 in shared memory, a line for each warpgroup.
+      line, place: int32 scalars.
+    """
+    line, place = (arith.index_cast(ir.IndexType.get(), value) for value in (line, place))
+    found = row.reduce(kind, 0, utils.memref_slice(scratch, line)).registers.item()
+    if isinstance(found.type, ir.VectorType):
+        found = vectors.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+    memref.store(found, target, [line, place])

@@ -82,14 +82,13 @@ def thread_op(
       context: the function's first argument is Mosaic's launch context.
 
     Returns:
-      A decorator. The operation takes the operands by position and everything static by keyword; the plain function is its
-      attribute `threads`. The keyword `interpret`, if given, says instead of `interpreting()` which form is wanted.
+      A decorator. The operation takes the operands by position and everything static by keyword.
     """
 
     def declare(threads: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(threads)
         def op(*operands: Any, **options: Any) -> Any:
-            if options.pop("interpret", None) is not None or interpreting():
+            if interpreting():
                 if interpret is None:
                     raise NotImplementedError(f"{threads.__name__} has no form for Pallas' interpreter")
                 return interpret(*operands, **options)
@@ -105,7 +104,6 @@ def thread_op(
 
             return inlined(*(operand for operand, _ in given))
 
-        op.threads = threads  # type: ignore[attr-defined]
         return op
 
     return declare

@@ -159,6 +159,16 @@ def _add_hint() -> None:
     operations = ir.InsertionPoint.current.block.operations
     copy: Any = operations[len(operations) - 1]
     policy = utils.c(_EVICT_FIRST, ir.IntegerType.get_signless(64))
+    if isinstance(copy, llvm.InlineAsmOp):  # JAX 0.12 writes its copies as PTX
+        operands, text = list(copy.operands_), ir.StringAttr(copy.asm_string).value
+        hinted = text.replace("::complete_tx::bytes ", "::complete_tx::bytes.L2::cache_hint ")
+        assert hinted != text, text
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [*operands, policy], f"{hinted.rstrip(';')}, ${len(operands)};",
+            ir.StringAttr(copy.constraints).value + ",l", has_side_effects=True,
+        )  # fmt: skip
+        copy.erase()
+        return
     nvvm.cp_async_bulk_tensor_shared_cluster_global(
         copy.dstMem,
         copy.tmaDescriptor,
@@ -213,15 +223,22 @@ def copy_rows(source, column, target, *, rows: int) -> None:
     utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
 
-def copied(later: int, interpret: Any = None) -> None:
+def copied(later: int) -> None:
     """Waits for all copies that this warpgroup started with `copy_rows` but those of the `later` last calls."""
-    _wait_for_rows(later=later, interpret=interpret)
+    _wait_for_rows(later=later)
 
 
 @thread_op(interpret=lambda later: plgpu.commit_smem())
 def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+
+@thread_op(interpret=lambda: None)
+def order_copies() -> None:
+    """Copies that begin afterwards find what the warpgroup's threads have stored in global memory before."""
+    utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+    utils.warpgroup_barrier()
 
 
 @thread_op(args=(GLOBAL,), interpret=lambda rows: None)

@@ -15,7 +15,6 @@ then do harm. Among the keys it may stay, because scores of unused rows are repl
 # pyright: reportCallIssue=false
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,18 +31,10 @@ from dflash_kernels.core.device import MATRIX_ROWS as KEYS
 from dflash_kernels.mosaic_gpu import convert
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import in_column_order, in_key_order, in_value_order, tile_of
-from dflash_kernels.mosaic_gpu.thread_op import COLUMN, GLOBAL, MATRIX, NUMBER, SCALAR, interpreting, matrix, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, GLOBAL, MATRIX, NUMBER, SCALAR, matrix, thread_op
 
 # What int8 values have more, and are multiplied with, as float16 without an exponent: whoever adds them up takes it off again.
 LIFT, SHRUNK = 128.0, 2.0**-24
-
-
-def by_one_warp(condition, task: Callable[[], None]) -> None:
-    """Runs copies, if the condition holds: a warpgroup would arrive at each barrier thread by thread, and wait for all."""
-    if interpreting():
-        pl.when(condition)(task)
-    else:
-        plgpu.warp_map(lambda warp: pl.when((warp == 0) & condition)(task))
 
 
 def _entry(row, index):

@@ -1,1 +1,1 @@
-"""The norms at a model's two ends, each with the move that lies beside it."""
+"""RMS norms at a model's two ends: with the embedding lookup, and of a transposed residual stream."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""RMS norms at a model's two ends: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def embed_norm(
     eps: float,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
-    """Rows of a table and their root-mean-square norms times `weight`. Ids outside the table give some row of it.
+    """Embedding lookup with RMS norm: rows of a table, and their norms times `weight`. Ids outside the table give some row of it.
 
     Args:
       implementation: a name, names to try in order, or None for the best that takes the call.
@@ -48,7 +48,7 @@ def stream_norm(
     eps: float,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M D"]:
-    """The first `rows` columns of a residual stream as `layer_chain` keeps it, in weight's dtype, normed as in `embed_norm`.
+    """RMS norm of a transposed residual stream: its first `rows` columns, as `layer_chain` keeps it, as rows in weight's dtype.
 
     Arguments and errors: see `embed_norm`.
     """

@@ -1,4 +1,4 @@
-"""The definitions in jnp."""
+"""The definitions in plain jnp."""
 
 import jax
 import jax.numpy as jnp

@@ -1,1 +1,1 @@
-"""Eight- and four-bit forms of an activation, for a layer whose output the next matrix reads quantised."""
+"""Quantization of activations to float8 and NVFP4, for a layer whose output the next matrix reads quantized."""

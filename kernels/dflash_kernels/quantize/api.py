@@ -1,6 +1,6 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call.
+"""Quantization of activations: shapes, dtypes and errors; the first implementation that supports the call runs.
 
-All three put every row on its own scale or on a given one: what padding rows hold does not reach the others.
+Every row is on its own scales or on a given one: what padding rows hold does not reach the others.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def quantize_tensor(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*rows D"]:
-    """float8_e4m3fn on one given scale: `x * (1 / scale)`, saturated at 448 (infinity too); NaN stays NaN.
+    """Static per-tensor quantization to float8_e4m3fn: `x * (1 / scale)`, saturated at 448 (infinity too); NaN stays NaN.
 
     Args:
       scale: float32, above 0. A value reads back as itself times `scale`.
@@ -54,9 +54,10 @@ def quantize_groups(
     power_of_two: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows G"]]:
-    """float8_e4m3fn with a scale for each `group` neighbouring numbers of a row: `x / scale`, largest value at 448.
+    """Group-wise dynamic quantization to float8_e4m3fn: `x / scale`, a scale for each `group` neighbours of a row.
 
-    A group that holds a NaN has scale NaN, and reads back as NaN throughout. A group with an infinity has scale infinity.
+    The largest value of a group comes to 448. A group that holds a NaN has scale NaN, and reads back as NaN throughout. A
+    group with an infinity has scale infinity.
 
     Args:
       group: 64 and 128 are in use; any divisor of D.
@@ -84,7 +85,7 @@ def quantize_nvfp4(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[UInt8[Array, "*rows D/2"], Shaped[Array, "*rows D/16"]]:
-    """NVFP4: four-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), an e4m3 scale for every 16 neighbours of a row.
+    """NVFP4 quantization: four-bit floats (0, 0.5, 1, 1.5, 2, 3, 4, 6 and negatives), an e4m3 scale for each 16 neighbours.
 
     A block's scale is e4m3 of `global_scale * (largest absolute value / 6)`, its codes those of `x * (global_scale / scale)`; a
     code reads back as its value times `scale / global_scale`. A block whose scale rounds to 0 is all zeros. A NaN, which four bits
@@ -111,7 +112,7 @@ def quantize_nvfp4(
 
 
 def swizzle_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "m g 32 4 4"]:
-    """Block scales in tiles of 128 rows by 4 columns, as the matrix units of newer GPUs read them; zeros where a tile sticks out.
+    """Swizzles NVFP4 block scales to tiles of 128 rows by 4 columns, as newer GPUs' matrix units read them; ragged tiles get zeros.
 
     The scale of row i and column j comes to `[i // 128, j // 4, i % 32, i % 128 // 32, j % 4]`.
     """

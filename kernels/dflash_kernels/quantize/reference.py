@@ -1,4 +1,4 @@
-"""The definitions in jnp. Arithmetic is float32, rounding to nearest with ties to even, whatever the input's dtype."""
+"""The definitions in plain jnp. Arithmetic is float32, rounding to nearest with ties to even, whatever the input's dtype."""
 
 import jax
 import jax.numpy as jnp

@@ -1,1 +1,1 @@
-"""Sampling with min_p, top_k and top_p: which tokens stay, and the one that noise chooses among them."""
+"""Min-p, top-k and top-p sampling by the Gumbel-max trick."""

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""Sampling with filters: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -25,16 +25,17 @@ def filtered_choice(
     top_p: Float[Array, "R"],
     implementation: str | Sequence[str] | None = None,
 ) -> Int[Array, "R"]:
-    """The place in each row of the largest `logits / temperature + noise` among those that min_p, then top_k, then top_p leave.
+    """Min-p, top-k and top-p sampling: in each row the index of the largest `logits / temperature + noise` that the filters keep.
 
-    With Gumbel noise a sample from the filtered law; ties with the last one that stays stay, of equal sums the first is taken.
+    Filters apply in this order. With Gumbel noise the result is a sample from the filtered distribution (the Gumbel-max trick).
+    Ties with the last kept logit are kept; of equal sums the first is taken.
 
     Args:
-      logits: refused ones are -inf; no NaN, one finite in each row.
+      logits: masked ones are -inf; no NaN, one finite in each row.
       temperature: 0 takes the largest logit, without filters and noise.
-      min_p: least probability, as a share of the largest; 0 for all.
+      min_p: least probability relative to the largest; 0 for all.
       top_k: 0 for all.
-      top_p: 1 or more for all; the most probable place stays in any case.
+      top_p: 1 or more for all; the most probable token is kept in any case.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:

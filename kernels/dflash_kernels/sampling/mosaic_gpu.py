@@ -1,4 +1,4 @@
-"""Sampling on Hopper: what the kernel takes."""
+"""Sampling on Hopper: what the kernel supports, and its launch."""
 
 import functools
 from typing import Any
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
 
-MOST = 2**24
+MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
 
 
 def filtered_choice_mosaic_gpu(
@@ -40,8 +40,8 @@ def launch(
         raise NotImplementedError(
             f"takes bfloat16 rows of a multiple of {kernel.VECTOR}, {kernel.CHUNK} at least, not {logits.dtype} of {size}"
         )
-    if size > MOST:
-        raise NotImplementedError(f"takes rows of at most {MOST}, whose places float32 holds, not {size}")
+    if size > MOST_TOKENS:
+        raise NotImplementedError(f"takes rows of at most {MOST_TOKENS}, whose places float32 holds, not {size}")
     wide = [given.astype(jnp.float32) for given in (noise, temperature, jnp.log(min_p), top_p)]
     noise, temperature, log_min_p, top_p = wide
     options: Any = {"interpret": interpret, **({} if warpgroups is None else {"warpgroups": warpgroups})}

@@ -1,12 +1,10 @@
-"""The Hopper kernel: one CTA a row, which it reads from the L2 again for every pass over it, but for what a pass cannot need.
+"""The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax; one CTA a row.
 
-All filters leave what is not below some number. It is searched for among the numbers that bfloat16 has, two bits with each pass.
-The first pass keeps the largest number of each of some thousand places: what enough of these reach, enough of the row do, so that
-a search in registers leaves few bits to passes over the row. It also keeps the largest number of every chunk: chunks without one
-that may stay are never looked at again, and most are such where a few tokens stay, which is what filters are for.
-
-Cycles of one, eight and 32 sequences of Qwen3-4B on H200s, at temperature 0.7 with top_p 0.8 and top_k 20: 3.02, 4.26 and 11.0 ms;
-3.07, 4.40 and 11.4 where every pass is over the whole row, 3.13, 4.99 and 13.6 with XLA's operations (`search`).
+Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
+is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
+some thousand places: what enough of these reach, enough of the row do, so that a search in registers leaves few bits to passes over
+the row. It also keeps the largest number of every chunk: chunks without one that may be kept are never looked at again, and most
+are such where a few tokens are kept, which is what filters are for.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -20,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.sampling.mosaic_gpu_sums import WARPS, Kind, reduce_into
+from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 
 WARPGROUPS = 8  # of a CTA
 VECTOR = 8  # neighbouring entries of one thread
@@ -41,12 +40,10 @@ def choose(
     most = -(-logits.shape[1] // (CHUNK * warpgroups * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
 
     def body(*refs: Any, **buffers: Any) -> None:
-        if interpret is not None:
-            buffers["scratch"] = None
         _Row(warpgroups, *refs, **buffers).run()
 
     body.__name__ = "filtered_choice"  # what profilers show
-    kernel = plgpu.kernel(
+    launch = kernel(
         body, out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), grid=(logits.shape[0],), grid_names=("row",),
         num_threads=warpgroups, thread_name="wg",
         scratch_types={
@@ -56,14 +53,13 @@ def choose(
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return kernel(logits, noise, temperature, log_min_p, top_k, top_p)
+    return launch(logits, noise, temperature, log_min_p, top_k, top_p)
 
 
 class _Row:
-    """The work on one row. Every warpgroup knows every scalar."""
+    """The program of one CTA, for one row. Every warpgroup knows every scalar."""
 
     def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, **buffers):
         self.warpgroups, self.out = warpgroups, out
@@ -132,7 +128,7 @@ class _Row:
         lax.fori_loop(0, self.chunks, place, None)
 
         def keep(most, x, number, _):
-            reduce_into("max", _whole(x).astype(jnp.float32), self.largest, self.wg, number, self.scratch, _STRIDED)
+            self._reduce("max", _whole(x).astype(jnp.float32), self.largest, number)
             return jnp.maximum(most, x)
 
         return self._over(_full(jnp.float32(-jnp.inf)), keep)
@@ -201,11 +197,11 @@ class _Row:
         first = (chunk * self.warpgroups + self.wg) * CHUNK
         return first, jnp.minimum(first, self.size - CHUNK)
 
-    def _met(self, kind: Kind, chunks: Sequence) -> list:
+    def _met(self, kind: Reduction, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""
         combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         for place, chunk in enumerate(chunks):
-            reduce_into(kind, chunk, self.sums, self.wg, place, self.scratch, _STRIDED)
+            self._reduce(kind, chunk, self.sums, place)
         self._meet()
         found = []
         for place in range(len(chunks)):
@@ -215,6 +211,10 @@ class _Row:
             found.append(one)
         self._meet()  # before anyone writes again
         return found
+
+    def _reduce(self, kind: Reduction, chunk, target, place) -> None:
+        """A chunk's sum or the like to the warpgroup's line of `target`."""
+        reduce_into(chunk, target, self.scratch, self.wg, place, kind=kind, vector=VECTOR)
 
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.met)

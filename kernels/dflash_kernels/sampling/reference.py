@@ -1,4 +1,4 @@
-"""The definition in jnp."""
+"""The definition in plain jnp."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def filter_logits(
     top_p: Float[Array, "*#R 1"],
     rounded: Any,
 ) -> Float[Array, "*R V"]:
-    """`scaled_logits` that min_p, then top_k, then top_p leave; -inf elsewhere. `rounded`: dtype that holds every logit."""
+    """Min-p, then top-k, then top-p: `scaled_logits` of what they keep, -inf elsewhere. `rounded`: dtype that holds all logits."""
     if rounded != jnp.float32:
         # XLA may leave a rounding out, and elsewhere not: then another token would be the last one that stays.
         logits = jax.lax.reduce_precision(logits, 8, jnp.finfo(rounded).nmant)
@@ -43,7 +43,7 @@ def filter_logits(
 
 
 def scaled_logits(logits: Float[Array, "*R V"], temperature: Float[Array, "*#R 1"]) -> Float[Array, "*R V"]:
-    """Less the largest of the row and over the temperature; as they are where that is 0."""
+    """Logits less the largest of their row, over the temperature; as they are where that is 0."""
     # Shifted before it is divided: at a very small temperature every logit would become infinite, and none the greatest.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     return jnp.where(temperature > 0, shifted / jnp.where(temperature > 0, temperature, 1.0), logits)

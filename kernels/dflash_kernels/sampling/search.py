@@ -1,7 +1,7 @@
-"""Which tokens min_p, top_k and top_p leave. No logits are sorted: the smallest that stays is searched for, digit by digit.
+"""Min-p, top-k and top-p by radix selection. No logits are sorted: the smallest kept one, the threshold, is found digit by digit.
 
-It is the largest number that enough tokens reach, where enough is `top_k` of them, or `top_p` of their probability. Logits are
-turned into whole numbers of the same order; a pass over a row tells how much reaches each of fifteen numbers, and so four more bits
+The threshold is the largest number that enough tokens reach, where enough is `top_k` of them, or `top_p` of their probability.
+Logits become integers of the same order; a pass over a row tells how much reaches each of fifteen integers, and so four more bits
 (radix selection, as in "Parallel Top-K Algorithms on GPU", SC 2023, section 2).
 """
 

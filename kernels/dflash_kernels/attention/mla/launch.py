@@ -1,20 +1,21 @@
-"""How a call of the Hopper kernel is cut into CTAs. Arithmetic on shapes only."""
+"""Tiling and split-KV of a latent attention call on Hopper: how it is cut into CTAs. Arithmetic on shapes only."""
 
 import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-STORED = jnp.float8_e4m3fn  # dtype of quantised rows
-ROWS = 64  # query rows of a CTA: the M of a Hopper matrix instruction
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+from dflash_kernels.core.device import MULTIPROCESSORS
+
+STORED = jnp.float8_e4m3fn  # dtype of 8-bit rows
 KEYS = 64  # keys of a tile
 RANK, ROTATED = 512, 64  # the widths that the kernel's registers and shared memory are laid out for
 PARTS = jnp.float16  # dtype of partial outputs, each row of each half under a factor of its own
-NARROW_ROWS = 16  # query rows of a CTA of one warpgroup, for quantised rows under few queries
+NARROW_ROWS = 16  # query rows of a CTA of one warpgroup, for 8-bit rows under few queries
 HALF = RANK // 2  # value columns of a warpgroup
-MULTIPROCESSORS = 132
 MOST_SPLITS = 66
-# Microseconds: of a CTA's beginning and end, of a tile of keys, of merging at all, and of the result of one CTA's part in it.
+# Microseconds: of a CTA's beginning and end, of a tile of keys, of combining at all, and of one CTA's split in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
 
 
@@ -23,8 +24,8 @@ class Tuning:
     """Choices that change speed and rounding only. None: chosen from the shapes.
 
     Attributes:
-      splits: parts each sequence's rows are dealt to.
-      min_tiles: fewest tiles of 64 keys worth a part of their own.
+      splits: CTAs that share a sequence's rows (split-KV).
+      min_tiles: fewest tiles of 64 keys worth a split.
     """
 
     splits: int | None = None
@@ -43,7 +44,7 @@ class Launch:
       tokens, heads, page_size, table_width: shapes of the call.
       rows: query rows of one sequence as they lie in memory, `tokens * heads` padded to a multiple of 8.
       row_tiles: CTAs that they are spread over. The last one starts early enough to be full.
-      splits: parts that a sequence's visible rows are dealt to; min_tiles: fewest tiles worth a part of their own.
+      splits: CTAs that share a sequence's visible rows; min_tiles: fewest tiles worth a split.
       quantised: rows are e4m3 numbers.
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
     """
@@ -115,7 +116,7 @@ def best_splits(ctas: int, longest: int) -> int:
     """Parts of a sequence that take least time, for `ctas` CTAs of whole sequences of `longest` rows, one at a time on each
     multiprocessor.
 
-    The times are measured on an H200. The results of a part are written and read again, 64 rows of it in about a thirtieth
+    The times are measured on an H200. The results of a split are written and read again, 64 rows of it in about a thirtieth
     of the time that a tile of keys takes.
     """
     tiles = max(-(-longest // KEYS), 1)

@@ -1,4 +1,4 @@
-"""Absorbed latent attention on Hopper: what the kernel takes, and the parts put together again."""
+"""Absorbed latent attention on Hopper: what the kernel takes, its launch, and the splits combined."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from dflash_kernels.attention.mla.launch import (
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
-FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
+FARTHEST = 1.5  # as in `choose`: the number of splits follows from the exact numbers of sequences, rows and keys
 
 
 def mla_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
@@ -48,7 +48,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, latent_pages, kv_lora_rank, scale)
-    exact, sizes = described(q, latent_pages, page_table, causal)
+    exact, sizes = tuning_key(q, latent_pages, page_table, causal)
     tuning = tuning or choose("attention/mla", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, latent_pages, page_table, seq_lens, q_lens, latent_scale, scale=scale, causal=causal, tuning=tuning,
@@ -56,8 +56,8 @@ def tuned(
     )  # fmt: skip
 
 
-def described(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by."""
+def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """Key of a call in the table of tuned choices: what must be the same, and sizes that may be near."""
     b, tokens, heads, _ = q.shape
     exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}
     page_size, table_width = latent_pages.shape[2], page_table.shape[1]

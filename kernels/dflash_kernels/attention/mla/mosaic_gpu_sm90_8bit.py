@@ -1,14 +1,16 @@
-"""The Hopper kernel for float8 rows under few queries: products turned round, so that a row is widened on its way to them only.
+"""The Hopper kernel for float8 rows under few queries: transposed products, so that a row is widened on its way to them only.
 
 A CTA is one warpgroup, two to a multiprocessor. Scores are `[64 keys, 16 query rows]` and the output `[512, 16]`: the latents are
-the first operand of both products, which may lie in registers, where bytes widen to float16. See the kernel for one-byte pages
-of `paged_attention`, whose steps these are, for the order of columns and for the base that weights are taken from.
+the first operand of both products, which may lie in registers, where bytes widen to float16 (`mosaic_gpu/transposed.py` says in
+which order of columns). Weights are taken from an offset that is raised only when two of a thread's weights add up to too much.
 """
 
 # Pallas declares ACC less public than it documents it.
 # pyright: reportPrivateImportUsage=false
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,20 +19,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.mla import mosaic_gpu_latents as latents
 from dflash_kernels.attention.mla.launch import KEYS, NARROW_ROWS, RANK, ROTATED, STORED, Launch
-from dflash_kernels.attention.paged import mosaic_gpu_narrow_ops as ops
-from dflash_kernels.attention.paged.mosaic_gpu_part import Part
+from dflash_kernels.mosaic_gpu import convert, softmax, transposed
 from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.mask import spread
+from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Work, paged_kv
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, interpreting, kernel
 
-# As there: what the highest score weighs when a base is raised, what weights may add up to, a base below every score.
+# What the highest score weighs when an offset is raised, what weights may add up to, an offset below every score.
 RAISED_TO, LIMIT, _NOTHING_SEEN = 2**5, 2**15, -1e30
 _STAGES = 2
 _WIDTH = RANK + ROTATED
 _THIRD, _QUARTER = _WIDTH // 3, RANK // 4
-_MATRIX = plgpu.Layout.WGMMA
-_COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one value for each query row
 
 
 def attention(
@@ -40,7 +41,7 @@ def attention(
     """Runs the kernel.
 
     Args:
-      launch: shapes and schedule.
+      launch: shapes and tiling.
       q: `[B, 16, R + r]` float16, columns in the keys' order (`in_key_order`); the first `launch.tokens * launch.heads` rows count.
       latent_pages: `[P, 1, p, R + r]` float8_e4m3fn. Rows at or past `seq_lens` may hold anything.
       factor: float32 `[1]` that the output is multiplied with.
@@ -48,17 +49,18 @@ def attention(
       dtype: of the output.
 
     Returns:
-      Output `[B, rows, R]` where `launch.direct`, else float32 partial outputs `[B, splits, rows, R]`, each normalised, whose empty
+      Output `[B, rows, R]` where `launch.direct`, else float32 partial outputs `[B, splits, rows, R]`, each normalized, whose empty
       splits are not written; natural lse `[B, splits, 1, 16]` float32, -inf where empty.
     """
     b, rows = q.shape[0], (launch.tokens, launch.heads)
     shape = (b, *rows, RANK) if launch.direct else (b, launch.splits, *rows, RANK)
-    names = ("q", "k", "factor", "table", "seq_lens", "q_lens", "o", "lse")
+    names: tuple[str, ...] = ("q", "k", "factor", "table", "seq_lens", "q_lens", "o", "lse")
 
     def body(*refs, **buffers):
-        _Block(launch, dict(zip(names, refs, strict=True)), buffers, interpret).run()
+        named: dict[str, Any] = dict(zip(names, refs, strict=True))
+        _attend(Cta(named, buffers, paged_kv(_Launch(launch), named, buffers), launch))
 
-    out, lse = plgpu.kernel(
+    out, lse = kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct(shape, dtype if launch.direct else jnp.float32),
@@ -81,153 +83,182 @@ def attention(
 
 
 class _Launch:
-    """What `Part` reads of a launch, for one key head and no window."""
+    """What `paged_kv` reads of a launch, for one key head and no window."""
 
-    stages, keys, kv_heads, heads_at_once, window, items, once = _STAGES, KEYS, 1, 1, (None, None), 0, False
+    stages, keys, kv_heads, window, items, evict_first = _STAGES, KEYS, 1, (None, None), 0, False
     block_rows = rows = NARROW_ROWS
 
     def __init__(self, launch: Launch):
         self.group, self.splits = launch.heads, launch.splits
-        for name in ("tokens", "page_size", "table_width", "min_tiles", "causal", "copies", "direct", "scale"):
-            setattr(self, name, getattr(launch, name))
+        self.page_size, self.table_width, self.min_tiles = launch.page_size, launch.table_width, launch.min_tiles
+        self.causal, self.copies = launch.causal, launch.copies
 
 
-class _Block(Part):
-    """One CTA's work."""
+@dataclass(frozen=True)
+class Cta:
+    """What the parts of a CTA's program share: arrays and buffers by name, the producer of tiles, the launch."""
 
-    def __init__(self, launch, refs, buffers, interpret):
-        super().__init__(_Launch(launch), refs, buffers)
-        self.interpret, self.unit = interpret, launch.scale * LOG2E
+    refs: dict[str, Any]
+    buffers: dict[str, Any]
+    kv: PagedKV
+    launch: Launch
 
-    def run(self):
-        @pl.when(self.begin < self.end)
+    @property
+    def work(self) -> Work:
+        return self.kv.work
+
+    @property
+    def scale_log2(self) -> float:
+        return self.launch.scale * LOG2E
+
+
+def _attend(cta: Cta) -> None:
+    """The program of a CTA."""
+    work, kv = cta.work, cta.kv
+
+    @pl.when(work.begin < work.end)
+    def _():
+        plgpu.copy_gmem_to_smem(cta.refs["q"].at[work.place.sequence], cta.buffers["q_sm"], cta.buffers["q_in"])
+        kv.fill_ring(("k",), kv.ring_pages())
+        quarter = plgpu.layout_cast(jnp.zeros((_QUARTER, NARROW_ROWS), jnp.float32), MATRIX)
+        row_sum = plgpu.layout_cast(jnp.zeros((KEYS, NARROW_ROWS), jnp.float32), MATRIX)
+        offset = plgpu.layout_cast(jnp.full((NARROW_ROWS,), _NOTHING_SEEN, jnp.float32), COLUMN)
+        plgpu.barrier_wait(cta.buffers["q_in"])
+        _epilogue(cta, *work.walk(functools.partial(_step, cta), (offset, row_sum, *[quarter] * 4)))
+
+    @pl.when(work.begin >= work.end)
+    def _():
+        _write_lse(cta, plgpu.layout_cast(jnp.full((NARROW_ROWS,), -jnp.inf, jnp.float32), COLUMN))
+        if cta.launch.direct:
+            for quarter in range(4):
+                _write(cta, quarter, plgpu.layout_cast(jnp.zeros((_QUARTER, NARROW_ROWS), jnp.float32), MATRIX))
+
+
+# Mainloop
+
+
+def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
+    """One tile of keys: scores, weights, values. The running sum of weights stays apart in every thread."""
+    kv, (offset, row_sum, *sums) = cta.kv, carry
+    stage = kv.stage(tile)
+    following = tile + _STAGES
+    coming = kv.pages(following)
+    shared, held = cta.buffers["p_sm"].at[lax.rem(tile, jnp.int32(2))], cta.buffers["k_sm"].at[stage]
+    plgpu.barrier_wait(cta.buffers["k_in"].at[stage])
+    exponents = _scores(cta, held) * cta.scale_log2
+    if masked:
+        exponents = jnp.where(_mask(cta, tile), exponents, -jnp.inf)
+
+    def raised(offset, row_sum, added, *sums):
+        """Offset so that the highest score so far weighs `RAISED_TO`; rescales accumulators and sum."""
+        del added
+        higher = jnp.maximum(offset, exponents.max(axis=0) - math.log2(RAISED_TO))
+        alpha = jnp.exp2(offset - higher)
+        weights = jnp.exp2(exponents - _per_row(higher))
+        transposed.publish(weights, shared, limit=LIMIT)
+        sums = (quarter * lax.broadcast_in_dim(alpha, quarter.shape, [1]) for quarter in sums)
+        added = transposed.sum_weights(weights)
+        return higher, transposed.add_sums(row_sum * _per_row(alpha), added), *sums
+
+    def as_it_is(offset, row_sum, added, *sums):
+        return offset, transposed.add_sums(row_sum, added), *sums
+
+    weights = jnp.exp2(exponents - _per_row(offset))
+    over = transposed.publish(weights, shared, limit=LIMIT)
+    added = transposed.sum_weights(weights)
+    offset, row_sum, *sums = lax.cond(over, raised, as_it_is, offset, row_sum, added, *sums)
+
+    def refill():
+        # Everybody has read the values.
+        plgpu.commit_smem()
+
+        @pl.when(following < cta.work.end)
         def _():
-            plgpu.copy_gmem_to_smem(self.refs["q"].at[self.b], self.buffers["q_sm"], self.buffers["q_in"])
-            self.fill_ring(("k",), self.ring_pages())
-            quarter = plgpu.layout_cast(jnp.zeros((_QUARTER, NARROW_ROWS), jnp.float32), _MATRIX)
-            total = plgpu.layout_cast(jnp.zeros((KEYS, NARROW_ROWS), jnp.float32), _MATRIX)
-            base = plgpu.layout_cast(jnp.full((NARROW_ROWS,), _NOTHING_SEEN, jnp.float32), _COLUMN)
-            plgpu.barrier_wait(self.buffers["q_in"])
-            self._finish(*self.walk(self._step, (base, total, *[quarter] * 4)))
+            kv.fill("k", following, coming)
 
-        @pl.when(self.begin >= self.end)
-        def _():
-            self._write_lse(plgpu.layout_cast(jnp.full((NARROW_ROWS,), -jnp.inf, jnp.float32), _COLUMN))
-            if self.launch.direct:
-                for quarter in range(4):
-                    self._write(quarter, plgpu.layout_cast(jnp.zeros((_QUARTER, NARROW_ROWS), jnp.float32), _MATRIX))
+    return offset, row_sum, *_add_values(sums, held, shared, masked, refill)
 
-    def _step(self, tile, carry, *, masked):
-        """One tile of keys: scores, weights, values. The running sum of weights stays apart in every thread."""
-        stage, (base, total, *sums) = self.stage(tile), carry
-        following = tile + _STAGES
-        coming = self.pages(following)
-        shared, held = self.buffers["p_sm"].at[lax.rem(tile, jnp.int32(2))], self.buffers["k_sm"].at[stage]
-        plgpu.barrier_wait(self.buffers["k_in"].at[stage])
-        exponents = self._scores(held) * self.unit
-        if masked:
-            exponents = jnp.where(self._mask(tile), exponents, -jnp.inf)
 
-        def raised(base, total, added, *sums):
-            """Base so that the highest score so far weighs `RAISED_TO`, and everything that counts from it."""
-            del added
-            higher = jnp.maximum(base, exponents.max(axis=0) - math.log2(RAISED_TO))
-            kept = jnp.exp2(base - higher)
-            weights = jnp.exp2(exponents - self._spread(higher))
-            ops.publish(weights, shared, LIMIT, self.interpret)
-            sums = (quarter * lax.broadcast_in_dim(kept, quarter.shape, [1]) for quarter in sums)
-            added = ops.sum_weights(weights, self.interpret)
-            return higher, ops.add_sums(total * self._spread(kept), added, self.interpret), *sums
+def _scores(cta: Cta, tile: Any) -> Any:
+    queries = cta.buffers["q_sm"]
+    if interpreting():
+        keys = convert.latent_keys(tile, first=0, count=_WIDTH)
+        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
-        def as_it_is(base, total, added, *sums):
-            return base, ops.add_sums(total, added, self.interpret), *sums
+    # No more than two thirds of the columns have room in registers.
+    def multiply(product):
+        for third in range(3):
+            if third == 2:
+                plgpu.wgmma_wait(1)
+            keys = convert.latent_keys(tile, first=third * _THIRD, count=_THIRD)
+            plgpu.wgmma(product, keys, queries.at[:, pl.ds(third * _THIRD, _THIRD)].transpose((1, 0)))
+        return product[...]
 
-        weights = jnp.exp2(exponents - self._spread(base))
-        over = ops.publish(weights, shared, LIMIT, self.interpret)
-        added = ops.sum_weights(weights, self.interpret)
-        base, total, *sums = lax.cond(over, raised, as_it_is, base, total, added, *sums)
+    return pl.run_scoped(multiply, plgpu.ACC((KEYS, NARROW_ROWS), jnp.float32))
 
-        def refill():
-            # Everybody has read the values.
-            plgpu.commit_smem()
 
-            @pl.when(following < self.end)
-            def _():
-                self.fill("k", following, coming)
+def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: Any) -> list[Any]:
+    def values(quarter):
+        # Only where rows are unused can they hold NaN.
+        return convert.latent_values(tile, first=quarter * _QUARTER, count=_QUARTER, finite=masked)
 
-        return base, total, *self._add_values(sums, held, shared, masked, refill)
+    if interpreting():
+        weights = weights[...].astype(jnp.float32)
+        highest = lax.Precision.HIGHEST
+        sums = [acc + jnp.dot(values(i), weights, precision=highest) for i, acc in enumerate(sums)]
+        refill()
+        return sums
 
-    def _scores(self, tile):
-        queries = self.buffers["q_sm"]
-        if self.interpret is not None:
-            keys = latents.keys(tile, 0, _WIDTH, self.interpret)
-            return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    # A quarter widens while the one before is multiplied.
+    def multiply(sums):
+        for quarter, total in enumerate(sums):
+            if quarter > 1:
+                plgpu.wgmma_wait(1)
+            plgpu.wgmma(total, values(quarter), weights)
+        refill()
 
-        # No more than two thirds of the columns have room in registers.
-        def multiply(product):
-            for third in range(3):
-                if third == 2:
-                    plgpu.wgmma_wait(1)
-                keys = latents.keys(tile, third * _THIRD, _THIRD, None)
-                plgpu.wgmma(product, keys, queries.at[:, pl.ds(third * _THIRD, _THIRD)].transpose((1, 0)))
-            return product[...]
+    return pl.run_state(multiply)([plgpu.ACC.init(quarter) for quarter in sums])
 
-        return pl.run_scoped(multiply, plgpu.ACC((KEYS, NARROW_ROWS), jnp.float32))
 
-    def _add_values(self, sums, tile, weights, masked, refill):
-        def values(quarter):
-            # Only where rows are unused can they hold NaN.
-            return latents.values(tile, quarter * _QUARTER, _QUARTER, self.interpret, finite=masked)
+def _per_row(of_rows: Any) -> Any:
+    """One value for each query row over a tile of scores."""
+    return spread(of_rows, (KEYS, NARROW_ROWS), 0)
 
-        if self.interpret is not None:
-            weights = weights[...].astype(jnp.float32)
-            highest = lax.Precision.HIGHEST
-            sums = [acc + jnp.dot(values(i), weights, precision=highest) for i, acc in enumerate(sums)]
-            refill()
-            return sums
 
-        # A quarter widens while the one before is multiplied.
-        def multiply(sums):
-            for quarter, total in enumerate(sums):
-                if quarter > 1:
-                    plgpu.wgmma_wait(1)
-                plgpu.wgmma(total, values(quarter), weights)
-            refill()
+def _tokens(cta: Cta) -> Any:
+    """Query token of each row: there is one block of rows."""
+    rows = plgpu.layout_cast(lax.iota(jnp.int32, NARROW_ROWS), COLUMN)
+    return lax.div(rows, jnp.int32(cta.launch.heads))
 
-        return pl.run_state(multiply)([plgpu.ACC.init(quarter) for quarter in sums])
 
-    def _spread(self, of_rows):
-        """One value for each query row over a tile of scores."""
-        return lax.broadcast_in_dim(of_rows, (KEYS, NARROW_ROWS), [1])
+def _mask(cta: Cta, tile: Any) -> Any:
+    keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (KEYS, NARROW_ROWS), 0), MATRIX)
+    start = tile * KEYS
+    if not cta.launch.causal:
+        return keys < cta.work.kv_len - start
+    return keys < _per_row(cta.work.limits(_tokens(cta))[1] - start)
 
-    def _tokens(self):
-        """Query token of each row."""
-        rows = plgpu.layout_cast(lax.iota(jnp.int32, NARROW_ROWS), _COLUMN)
-        return lax.div(rows, jnp.int32(self.launch.group))
 
-    def _mask(self, tile):
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (KEYS, NARROW_ROWS), 0), _MATRIX)
-        start = tile * KEYS
-        if not self.launch.causal:
-            return keys < self.kv_len - start
-        return keys < self._spread(self.limits(self._tokens())[1] - start)
+# Epilogue
 
-    def _finish(self, base, total, *sums):
-        """Normalises and writes."""
-        total = total.sum(axis=0)
-        live = (self._tokens() < self.q_len) & (total != 0)
-        counted = jnp.where(live, total, 1.0)
-        self._write_lse(jnp.where(live, (base + jnp.log2(counted)) * (1 / LOG2E), -jnp.inf))
-        factor = jnp.where(live, self.refs["factor"][0] / counted, 0.0)
-        for quarter, acc in enumerate(sums):
-            spread = lax.broadcast_in_dim(factor, acc.shape, [1])
-            # Not a product alone: rows past the live ones may hold NaN.
-            self._write(quarter, jnp.where(spread != 0, acc * spread, 0.0))
 
-    def _write_lse(self, lse):
-        self.refs["lse"].at[self.b, self.split, 0][...] = lse
+def _epilogue(cta: Cta, offset: Any, row_sum: Any, *sums: Any) -> None:
+    """Normalizes and writes."""
+    row_sum = row_sum.sum(axis=0)
+    live = (_tokens(cta) < cta.work.q_len) & (row_sum != 0)
+    counted = softmax.counted(row_sum, live)
+    _write_lse(cta, softmax.natural_lse(offset, counted, live))
+    factor = jnp.where(live, cta.refs["factor"][0] / counted, 0.0)
+    for quarter, acc in enumerate(sums):
+        _write(cta, quarter, softmax.scaled(acc, factor, axis=1))
 
-    def _write(self, quarter, out):
-        target = self.refs["o"].at[self.b] if self.launch.direct else self.refs["o"].at[self.b, self.split]
-        columns = target.at[:, :, pl.ds(quarter * _QUARTER, _QUARTER)]
-        ops.store(out, columns, jnp.int32(0), self.launch.tokens * self.launch.group, None, self.interpret)
+
+def _write_lse(cta: Cta, lse: Any) -> None:
+    cta.refs["lse"].at[cta.work.place.sequence, cta.work.place.split, 0][...] = lse
+
+
+def _write(cta: Cta, quarter: int, out: Any) -> None:
+    place, o = cta.work.place, cta.refs["o"]
+    target = o.at[place.sequence] if cta.launch.direct else o.at[place.sequence, place.split]
+    columns = target.at[:, :, pl.ds(quarter * _QUARTER, _QUARTER)]
+    transposed.store(out, columns, jnp.int32(0), None, rows=cta.launch.tokens * cta.launch.heads)

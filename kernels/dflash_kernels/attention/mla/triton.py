@@ -1,4 +1,7 @@
-"""Absorbed latent attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its schedule, and its launch."""
+"""Absorbed latent attention through jax-triton, for NVIDIA GPUs from Ampere on: what it takes, its tiling, and its launch.
+
+The kernel itself lies in `triton_kernel.py`, since Triton, which that imports, is an extra.
+"""
 
 import dataclasses
 import functools
@@ -8,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.attention.paged.launch import best_splits
-from dflash_kernels.attention.paged.triton_merge import merged
-from dflash_kernels.attention.paged.triton_schedule import FIRST_WITH_FLOAT8, MULTIPROCESSORS, SHARED_MEMORY
+from dflash_kernels.attention.split_kv import best_splits, combine_splits
 from dflash_kernels.core.device import Target
-from dflash_kernels.core.triton_call import jax_triton, power_of_two, usable_target
+from dflash_kernels.core.triton_call import (
+    FIRST_WITH_FLOAT8,
+    MULTIPROCESSORS,
+    SHARED_MEMORY,
+    jax_triton,
+    power_of_two,
+    usable_target,
+)
 
 LARGEST_RANK = 512
 # Shared memory of a program on GPUs for data centres, where most of the others have `SHARED_MEMORY`.
@@ -24,7 +32,7 @@ class Tuning:
     """Choices that change speed and rounding only. None: chosen from the shapes and the device.
 
     Attributes:
-      splits: parts each sequence's pages are dealt to.
+      splits: programs that share a sequence's pages (split-KV).
       rows: query rows of a program, a power of two from 16.
       keys: keys of a tile, a power of two from 16.
       stages: depth of the compiler's pipeline: tiles are double buffered from 5.
@@ -105,7 +113,7 @@ def _attend(
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]
-    return merged(out, lse, q.dtype)
+    return combine_splits(out, lse, q.dtype)
 
 
 def plan(

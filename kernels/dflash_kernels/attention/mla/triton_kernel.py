@@ -12,7 +12,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from dflash_kernels.attention.paged.triton_kernel import LN2, LOG2E, widen
+from dflash_kernels.attention.triton_helpers import LN2, LOG2E, widen
 
 
 @triton.jit

@@ -1,17 +1,16 @@
-"""How a call of the Hopper kernel is cut into CTAs. Arithmetic on shapes only."""
+"""Tiling and split-KV of a paged attention call on Hopper: how it is cut into CTAs. Arithmetic on shapes only."""
 
 import dataclasses
-import math
 from typing import Any
 
-ROWS = 64  # query rows of a warpgroup: the M of a Hopper matrix instruction
-MULTIPROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
-# Of a CTA that shares its multiprocessor with a second one: half of 228 KiB, less the KiB that the system keeps.
-HALF_SHARED_MEMORY = 113 * 1024
+from dflash_kernels.attention.split_kv import best_splits
+from dflash_kernels.core.device import HALF_SHARED_MEMORY, MULTIPROCESSORS, SHARED_MEMORY
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+
 BARRIERS = 512  # bytes, more than any launch has
-MOST_SPLITS = 32
 SWAPPED = 128  # threads of a CTA that swap with the other one's
+# Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
+KERNEL_COMBINES = 8
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 
@@ -20,12 +19,12 @@ class Tuning:
     """Choices that change speed and rounding only. None: chosen from the shapes.
 
     Attributes:
-      splits: parts each sequence's pages are dealt to.
-      stages: tiles of keys and values in flight in a CTA.
+      splits: CTAs that share a sequence's pages (split-KV).
+      stages: of the ring of keys and values.
       keys: keys of a tile, 64 or 128.
-      min_tiles: fewest tiles worth a part of their own.
-      merge: who puts the parts together afterwards, "kernel" or "xla".
-      together: let the CTAs of a sequence's parts, a cluster of up to eight, put them together themselves.
+      min_tiles: fewest tiles worth a split.
+      merge: who combines the splits afterwards, "kernel" or "xla".
+      together: a cluster of up to eight, the CTAs of a sequence's splits, combines them itself.
     """
 
     splits: int | None = None
@@ -51,15 +50,15 @@ class Launch:
 
     Attributes:
       tokens, group, head_dim, page_size, table_width, kv_heads: shapes of the call.
-      warpgroups: of one CTA, which share its keys and values; rows: query rows of each.
+      warpgroups: of one CTA, which share its keys and values; rows: query rows of each (M).
       row_blocks: CTAs that the rows of one KV head are spread over.
       keys: keys of a tile; stages: tiles in flight.
-      splits: parts that a sequence's visible pages are dealt to; min_tiles: fewest tiles worth a part of their own.
+      splits: CTAs that share a sequence's visible pages; min_tiles: fewest tiles worth a split.
       direct: write the output itself (one split, no sinks) rather than float32 partial results.
-      together: CTAs of a cluster write the output, put together from the parts in their shared memories.
-      items: parts are as a `PagedSchedule` says, so many of them; the last CTA of a sequence's puts them together. 0 without one.
-      once: pages are copied with the hint that they are read once.
-      by_lanes: parts are written as threads hold them (`mosaic_gpu_parts`).
+      together: CTAs of a cluster write the output, combined from the splits in their shared memories.
+      items: work items of a `PagedSchedule`; the last CTA of a sequence's to finish combines its splits. 0 without one.
+      evict_first: pages are copied with a hint that they are read once.
+      fragments: splits are stored as the fragments that threads hold (`combine.store_fragments`).
     """
 
     tokens: int
@@ -83,17 +82,17 @@ class Launch:
     alibi_sqrt: bool = False
     together: bool = False
     items: int = 0
-    once: bool = False
-    by_lanes: bool = False
+    evict_first: bool = False
+    fragments: bool = False
 
     @property
-    def settles(self) -> bool:
-        """Whether the launch puts the parts together itself."""
+    def combines(self) -> bool:
+        """Whether the launch combines the splits itself."""
         return self.together or self.items > 0
 
     @property
     def pair(self) -> bool:
-        """Whether a cluster of two puts the parts together."""
+        """Whether a cluster of two exchanges halves and writes the output."""
         return self.together and self.splits == 2
 
     @property
@@ -131,17 +130,15 @@ def plan(
         splits = best_splits(
             ctas, MULTIPROCESSORS, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS)
         )
-    # A part that starts or ends inside a token's group of rows has no place in the output until it is merged, and a token's rows
-    # can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
+    # A block that starts or ends inside a token's group of rows has no place in the output until splits are combined, and a token's
+    # rows can only be copied from where TMA can read: every 128 bytes of shared memory, two bytes an element.
     whole_tokens = tiles == 1 or ROWS % group == 0
     if not takes_items(tokens * group, head_dim, has_sinks):
         items = 0
     direct = not items and splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
-    # What parts leave in the cache stays there: eight sequences of 4,096 keys and 16 queries take 36.9 us instead of 38.1. Where
-    # there are none the hint gains nothing (64 sequences 271 us, 267 without), but with pages of one byte (eight sequences with 16
-    # queries 31.3 us instead of 33.5).
-    once = not direct
-    # Measured: pairs gain where the parts are large, clusters of four and of eight lose, also one sequence's.
+    # Splits on their way to being combined stay in the L2 then; where there are none the hint gains nothing (docs/attention.md).
+    evict_first = not direct
+    # Measured: pairs gain where splits are large, larger clusters lose (docs/attention.md).
     possible = 2 <= splits <= MOST_TOGETHER and not has_sinks and tiles == 1 and head_dim in (64, 128)
     together = (
         not items
@@ -150,20 +147,19 @@ def plan(
     )
     stages = tuning.stages
     if stages is None:
-        # Parts leave from registers, but room for one makes two stages of what would be three, which are slower: one sequence of
-        # 4,096 keys and 16 queries takes 11.5 us with three and 11.15 with two, eight with one query 38.3 and 37.8.
+        # Splits leave from registers, but room for one makes two stages of what would be three, which are slower.
         queries = warpgroups * ROWS * width * (4 if direct else 6) + (keys * width * 4 if width > head_dim else 0)
         budget = HALF_SHARED_MEMORY if per_multiprocessor == 2 else SHARED_MEMORY
         stages = max(min((budget - queries - BARRIERS) // (keys * head_dim * 4), 4), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits,
-        min_tiles=tuning.min_tiles, direct=direct, together=together, items=items, once=once, **mask,
+        min_tiles=tuning.min_tiles, direct=direct, together=together, items=items, evict_first=evict_first, **mask,
     )  # fmt: skip
 
 
 def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:
-    """Whether the parts of calls of that kind can be put together by their own CTAs."""
+    """Whether the splits of calls of that kind can be combined by their own CTAs."""
     return rows <= ROWS and head_dim in (64, 128) and not has_sinks
 
 
@@ -171,7 +167,7 @@ def plan_narrow(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
     has_sinks: bool, **mask: Any,
 ) -> Launch:  # fmt: skip
-    """Cuts a call over one-byte pages into CTAs of one warpgroup, two to a multiprocessor."""
+    """Cuts a call over 8-bit pages into CTAs of one warpgroup, two to a multiprocessor."""
     # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
     rows = min(-(-tokens * group // 16) * 16, ROWS if head_dim <= 128 else ROWS // 2)
     row_blocks = -(-tokens * group // rows)
@@ -182,29 +178,11 @@ def plan_narrow(
         )
     stages = tuning.stages
     if stages is None:
-        # Queries, weights and 1 KiB for sums beside the ring. For 64 sequences of 4,096 keys and 16 queries (three stages 179 us,
-        # four 164) a tile of values more gains nothing, asking the L2 for tiles ahead of the ring costs 15 us, a CTA that takes two
-        # heads one after the other 10: there a GPU is at its 700 W and lowers its clock.
+        # Queries, weights and 1 KiB for sums beside the ring; what was tried besides is in docs/attention.md.
         budget = HALF_SHARED_MEMORY - BARRIERS - 1024 - rows * (head_dim * 2 + 4 + 3 * 64 * 2)
         stages = max(min(budget // (64 * (head_dim * 2 + 4)), 6), 2)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=1, rows=rows, row_blocks=row_blocks, keys=64, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=splits == 1 and not has_sinks, once=True, **mask,
+        direct=splits == 1 and not has_sinks, evict_first=True, **mask,
     )  # fmt: skip
-
-
-def best_splits(ctas: int, slots: int, longest: int, keys: int, rows: int) -> int:
-    """Parts of a sequence that cost least, for `ctas` CTAs of whole sequences and as many evenly loaded `slots`.
-
-    A wave of CTAs that leaves slots empty wastes them; a part costs the bytes of its float32 result, written and read, against
-    those of the keys and values of `longest` tokens; parts at all cost a second launch.
-    """
-    most = max(min(MOST_SPLITS, longest // keys), 1)
-
-    def cost(splits: int) -> float:
-        waves = ctas * splits / slots
-        merging = 0.0 if splits == 1 else 0.05 + 2.0 * splits * rows / longest
-        return math.ceil(waves) / waves + merging
-
-    return min(range(1, most + 1), key=cost)

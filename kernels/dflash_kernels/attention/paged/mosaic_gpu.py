@@ -1,4 +1,4 @@
-"""Paged attention on Hopper: what the kernel takes, heads folded into rows, and the parts put together again."""
+"""Paged attention on Hopper: what the kernels take, heads folded into rows, and the splits combined."""
 
 import dataclasses
 import functools
@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.attention.paged.launch import Tuning, plan, plan_narrow
+from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Tuning, plan, plan_narrow
 from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
 HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
-# Parts from which on a kernel of our own puts them together faster than XLA, whose fusion takes them one after the other.
-KERNEL_MERGES = 8
 FEW_ROWS = 8
-FARTHEST = 1.5  # as in `choose`: the number of parts follows from the exact numbers of sequences, rows and keys
+FARTHEST = 1.5  # as in `choose`: the number of splits follows from the exact numbers of sequences, rows and keys
 
 
 def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
@@ -53,7 +51,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
-    exact, sizes = described(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
+    exact, sizes = tuning_key(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
     tuning = tuning or choose("attention/paged", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
@@ -61,10 +59,10 @@ def tuned(
     )  # fmt: skip
 
 
-def described(
+def tuning_key(
     q: Array, k_pages: Array, page_table: Array, causal: bool, *, dealt: bool = False
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by; `dealt`: its parts are a schedule's."""
+    """Key of a call in the table of tuned choices; `dealt`: its splits are a schedule's work items."""
     b, tokens, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_pages.shape
     exact = {"dtype": str(q.dtype), "stored": str(k_pages.dtype), "head_dim": head_dim, "causal": causal}
@@ -83,11 +81,9 @@ def _attend(
     interpret: Any, **mask: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
-    from dflash_kernels.attention.paged import mosaic_gpu_items as dealing
-    from dflash_kernels.attention.paged import mosaic_gpu_pair as pairs
-    from dflash_kernels.attention.paged import mosaic_gpu_sm90 as wide
-    from dflash_kernels.attention.paged import mosaic_gpu_sm90_8bit as narrow
-    from dflash_kernels.mosaic_gpu import combine as merging
+    from dflash_kernels.attention.paged import mosaic_gpu_sm90 as sm90
+    from dflash_kernels.attention.paged import mosaic_gpu_sm90_8bit as sm90_8bit
+    from dflash_kernels.mosaic_gpu import combine
 
     b, tokens, n, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
@@ -100,7 +96,7 @@ def _attend(
     )  # fmt: skip
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs, and no hints.
-        launch = dataclasses.replace(launch, together=False, once=False)
+        launch = dataclasses.replace(launch, together=False, evict_first=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
@@ -109,33 +105,30 @@ def _attend(
         slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
     grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
     if launch.items and schedule is not None:
-        out, lse = dealing.attention_by_items(
+        out, lse = sm90.attention_by_items(
             launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
         )
-        return out.reshape(q.shape), merging.combined_lse(lse, q_lens, None, tokens, group)
+        return out.reshape(q.shape), combine.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
-    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_MERGES else "xla")
+    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")
     if k_scale is None or v_scale is None:
-        block = pairs.Pair if launch.pair else None
-        # Of few rows a part in token order is as quick: 9.7 us for one sequence of 4,096 keys, 9.8 by lanes.
+        # Of few rows a split in token order is as quick.
         if merge == "kernel" and not whole and interpret is None and rows > FEW_ROWS and head_dim % 16 == 0:
-            launch = dataclasses.replace(launch, by_lanes=True)
-        out, parts_lse = wide.attention(
-            launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret, block=block
-        )
+            launch = dataclasses.replace(launch, fragments=True)
+        out, parts_lse = sm90.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
     else:
-        out, parts_lse = narrow.attention(
+        out, parts_lse = sm90_8bit.attention(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
         )  # fmt: skip
     sinks = None if sinks is None else sinks.astype(jnp.float32)
-    lse = merging.combined_lse(parts_lse, q_lens, sinks, tokens, group)
+    lse = combine.combined_lse(parts_lse, q_lens, sinks, tokens, group)
     if whole:
         return out.reshape(q.shape), lse
-    if launch.by_lanes:
-        return merging.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    if merge == "xla" or not merging.combines_rows(group, head_dim):
-        return merging.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
-    return merging.combine_rows(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
+    if launch.fragments:
+        return combine.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    if merge == "xla" or not combine.combines_rows(group, head_dim):
+        return combine.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
+    return combine.combine_rows(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
 
 
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:

@@ -1,13 +1,20 @@
-"""The Hopper kernel: one CTA attends with one block of query rows to one part of one sequence's pages.
+"""The Hopper kernel for 16-bit pages: one CTA attends with one block of query rows to one split of one sequence's pages.
 
-A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, 64 rows to a warpgroup, so that every
-key and value is read once for all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32.
+A query row is one (token, head of the group) pair: row `t * group + g` of a KV head, 64 rows to a warpgroup, so that every key and
+value is read once for all query tokens. Scores stay in registers; the softmax is online, in base 2, in float32. The first
+warpgroup is the producer as well (`paged_kv`).
+
+Splits are combined in one of five ways. One split is the output itself (`direct`). Two of a cluster swap halves over distributed
+shared memory and write half of the columns each (`pair`). Those of a larger cluster are combined from the CTAs' shared memories
+(`together`). With a `PagedSchedule` the last CTA of a sequence's that finishes combines them (`items`). Otherwise they are left
+for a launch of its own (`combine`).
 """
 
-# Pallas declares what it inlines with the context that it passes itself.
-# pyright: reportCallIssue=false
+# Pallas declares ACC and its transforms less public than it documents them.
+# pyright: reportPrivateImportUsage=false
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,32 +23,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.launch import ROWS, Launch
-from dflash_kernels.attention.paged.mosaic_gpu_feed import Fed
-from dflash_kernels.attention.paged.mosaic_gpu_ops import (
-    ask_for_queries,
-    merge_cluster,
-    put_queries,
-    scratch,
-    store_part,
-    store_part_by_lanes,
-)
-from dflash_kernels.mosaic_gpu.mask import alibi_bias, spread
-from dflash_kernels.mosaic_gpu.softmax import LOG2E, precise_tanh
+from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
+from dflash_kernels.attention.paged.schedule import PagedSchedule
+from dflash_kernels.mosaic_gpu import epilogue, paged_kv, softmax
+from dflash_kernels.mosaic_gpu.combine import combine_cluster, combine_halves, combine_last, exchange_halves
+from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.mask import alibi_bias, places, spread
+from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Place, Work
+from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
+from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
 from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of
 
-_WGMMA = plgpu.Layout.WGMMA
-_ROW = plgpu.Layout.WGMMA.reduce(1)
+# Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
+_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 
 def attention(
     launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slopes: jax.Array | None, table: jax.Array,
-    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None, block: Any = None,
+    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
     Args:
-      launch: shapes and schedule; block: one CTA's work, `Block` or a class of its kind.
+      launch: shapes and tiling.
       q: `[B, T, K, G, H]`.
       k_pages, v_pages: `[P, K, p, H]`. Rows at or past `seq_lens` may hold anything.
       slopes: float32 `[K, row_blocks * block_rows]` ALiBi slope of each row, or None.
@@ -50,243 +55,307 @@ def attention(
 
     Returns:
       Output `[B, T, K, G, H]` where `launch.direct` or `launch.together`, else float32 partial outputs `[B, K, splits, rows, H]`,
-      each normalised, whose rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]`
+      each normalized, whose rows past the live ones and whose empty splits are not written; natural lse `[B, K, splits, rows]`
       float32, -inf where empty.
     """
     b, rows = q.shape[0], launch.row_blocks * launch.block_rows
-    # Rows of a part, which leaves in tiles of 8.
+    # Rows of a split, which leaves in tiles of 8.
     written = rows if launch.row_blocks > 1 else -(-launch.tokens * launch.group // 8) * 8
     if launch.direct or launch.together:
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
-
-    arrays = {"q": q, "k": k_pages, "v": v_pages, "slopes": slopes}
-    arrays |= {"table": table, "seq_lens": seq_lens, "q_lens": q_lens}
-    given = {name: array for name, array in arrays.items() if array is not None}
-
-    block = block or Block
+    given = _given(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
 
     def body(*refs, **buffers):
-        block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, interpret).run()
+        named = dict(zip([*given, "o", "lse"], refs, strict=True))
+        kv = paged_kv.paged_kv(launch, named, buffers, stride=_stride(launch))
+        cta = Cta(
+            launch, named, buffers, kv, named["lse"].at[kv.work.place.sequence, kv.work.head, kv.work.place.split]
+        )
+        (_attend_as_pair if launch.pair else _attend)(cta)
 
-    return plgpu.kernel(
+    return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
-        scratch_types=block.scratch(launch, q.dtype, interpret),
-        **grid(launch, b),
-        num_threads=launch.warpgroups, thread_name="wg",
-        # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-        interpret=interpret,
+        scratch_types=scratch(launch, q.dtype, interpret),
+        **paged_kv.grid(launch, b),
+        num_threads=launch.warpgroups, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
 
 
-def grid(launch: Launch, b: int) -> dict[str, Any]:
-    """A CTA for each part and block of rows, by name."""
-    heads = launch.row_blocks * launch.kv_heads
-    if launch.together:
-        cluster = {"cluster": (launch.splits,), "cluster_names": ("split",)}
-        return {"grid": (heads, b), "grid_names": ("heads", "b"), **cluster}
-    return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
+def attention_by_items(
+    launch: Launch, schedule: PagedSchedule, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    slopes: jax.Array | None, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs the kernel with the work items of a schedule, a CTA for each; arguments as for `attention`.
+
+    Returns:
+      Output `[B, T, K, G, H]` and natural lse `[B, K, 1, 64]` float32 of all splits together.
+    """
+    b, rows = q.shape[0], launch.tokens * launch.group
+    given = _given(
+        q=q, k=k_pages, v=v_pages, slopes=slopes, items=schedule.items, table=table, seq_lens=seq_lens, q_lens=q_lens
+    )
+    counters = (schedule.arrived,) if interpret is None else ()
+    names = [*given, *(["arrived"] if counters else []), "o", "lse", "parts"]
+
+    def body(*refs, **buffers):
+        named = dict(zip(names, refs, strict=True))
+        item, items = lax.axis_index("item"), named["items"]
+        count = items[item, 2]
+        place = Place(items[item, 0], items[item, 1], jnp.maximum(count, 1))
+        kv = paged_kv.paged_kv(launch, named, buffers, place=place)
+        cta = Cta(launch, named, buffers, kv, named["lse"].at[item, kv.work.head], item, count)
+        pl.when(count > 0)(functools.partial(_attend, cta))
+
+    out, lse, parts = kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype),
+            jax.ShapeDtypeStruct((launch.items, launch.kv_heads, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((launch.items, launch.kv_heads, rows, launch.head_dim), jnp.float32),
+        ),
+        scratch_types=scratch(launch, q.dtype, interpret),
+        grid=(launch.items, launch.kv_heads), grid_names=("item", "heads"),
+        num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
+    )(*given.values(), *counters)  # fmt: skip
+    whole = _whole_lse(schedule.items, lse, b)
+    return out if interpret is None else _combined(schedule.items, parts, lse, whole, q), whole[:, :, None]
 
 
-class Block(Fed):
-    """One CTA's work."""
+def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+    return {name: array for name, array in arrays.items() if array is not None}
 
-    scratch = staticmethod(scratch)
 
-    def run(self):
-        pages = self.first_reads()
+def _stride(launch: Launch) -> int:
+    """Without a window the CTAs of a pair take turns, so that each knows its first tiles before the sequence's length."""
+    return 2 if launch.pair and launch.window == (None, None) else 1
 
-        @pl.when(self.begin < self.end)
-        def _():
-            self._start(pages)
-            rows = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
-            total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), _ROW)
-            acc = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.width), jnp.float32), _WGMMA)
-            self._finish(*self.walk(self._step, (acc, rows, total)))
 
-        @pl.when(self.begin >= self.end)
-        def _():
-            self._nothing()
+def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA."""
+    buffers = paged_kv.ring(launch, dtype)
+    if interpret is not None:
+        buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
+    queries = (launch.warpgroups, ROWS, launch.width)
+    buffers["q_sm"] = plgpu.SMEM(queries, dtype, transforms=swizzled(dtype, launch.width))
+    if launch.pair:
+        # What the other CTA writes to.
+        buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
+        return buffers
+    return buffers | epilogue.scratch(launch, dtype)
 
-        if self.launch.together or self.launch.items:
-            self._settle()
 
-    def _settle(self):
-        """Puts the parts in shared memory together."""
-        buffers, rows = self.buffers, self.launch.tokens * self.launch.group
-        target = self.refs["o"].at[self.b].at[:, self.head]
-        merge_cluster(buffers["o_sm"].at[0], buffers["lse_sm"], target, rows, self.launch.splits)
+@dataclass(frozen=True)
+class Cta:
+    """What the parts of a CTA's program share.
 
-    def _start(self, pages):
-        """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
-        pl.when(self.wg == 0)(functools.partial(self.fill_ring, ("k", "v"), pages))
-        put_queries(self.queries, self._queries(), self.buffers["q_sm"].at[self.wg], self.first_row, self.interpret)
+    Attributes:
+      refs, buffers: arrays in global memory, and shared memory and barriers, by name.
+      kv: producer of keys and values.
+      lse_row: where the lse of the block's rows belongs.
+      item, count: number of the work item, and how many its sequence has; None without a schedule.
+    """
 
-    def first_reads(self):
-        """Pages of the ring's first tiles, with queries on their way to registers."""
-        self.hold_entries()
-        self.queries: list[Any] = self._ask_for_queries()
-        return self.ring_pages()
+    launch: Launch
+    refs: dict[str, Any]
+    buffers: dict[str, Any]
+    kv: PagedKV
+    lse_row: Any
+    item: Any = None
+    count: Any = None
 
-    def _ask_for_queries(self):
-        launch = self.launch
-        return ask_for_queries(
-            self._queries(), self.first_row, launch.tokens * launch.group, launch.width, self.interpret
-        )
+    @property
+    def work(self) -> Work:
+        return self.kv.work
 
-    def _queries(self):
-        return self.refs["q"].at[self.b].at[:, self.head]
+    @property
+    def queries(self) -> Any:
+        """`[T, G, H]` of the sequence's KV head."""
+        return self.refs["q"].at[self.work.place.sequence].at[:, self.work.head]
 
-    def _given_rows(self):
-        """Rows that each warpgroup has in a part of the output."""
-        if self.launch.row_blocks > 1:
-            return [ROWS] * self.launch.warpgroups
-        return [min(self.refs["o"].shape[3] - wg * ROWS, ROWS) for wg in range(self.launch.warpgroups)]
+    @property
+    def out(self) -> Any:
+        """`[T, G, H]` of the sequence's KV head, where the output itself is written."""
+        return self.refs["o"].at[self.work.place.sequence].at[:, self.work.head]
 
-    def _step(self, tile, carry, *, masked):
-        """One tile of keys: scores, online softmax, values."""
-        launch, (acc, top, total) = self.launch, carry
-        coming = self.pages(self.next_in_stage(tile))
-        scores = self._scores(self.tile("k", tile))
-        if not self.ahead:
-            self.refill("k", tile, coming)
-        if launch.soft_cap is None:
-            unit = launch.scale * LOG2E
-        else:
-            scores, unit = precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
-        if "slopes" in self.refs:
-            scores, unit = scores * unit + self._alibi(tile), 1.0
-        if masked:
-            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * unit)
-        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        kept = jnp.exp2(top - base)
-        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
-        total = total * kept + weights.sum(axis=1)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
-        weights = weights.astype(self.buffers["v_sm"].dtype)
-        values = self.tile("v", tile)
-        if masked:
-            self._clear_unused(values, tile)
-        staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
-        acc = add_values(acc, weights, values, staged)
-        if self.ahead:
-            self.refill_both(tile, coming)
-        else:
-            self.refill("v", tile, coming)
-        return acc, new_top, total
 
-    def _scores(self, keys):
-        return scores_of(self.buffers["q_sm"].at[self.wg], keys, self.launch.keys)
+def _attend(cta: Cta) -> None:
+    """The program of a CTA."""
+    work, asked = cta.work, _ask(cta)
 
-    def _row_tokens(self):
-        """Query token of each row of this warpgroup."""
-        rows = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW)
-        return lax.div(rows + self.first_row, jnp.int32(self.launch.group))
+    @pl.when(work.begin < work.end)
+    def _():
+        _prologue(cta, *asked)
+        acc, row_max, row_sum = work.walk(functools.partial(_step, cta), _nothing_seen(cta))
+        _epilogue(cta, acc, row_max, row_sum)
 
-    def _alibi(self, tile):
-        """ALiBi's share of a tile's scores, as exponents of two."""
-        shape = (ROWS, self.launch.keys)
-        slopes = plgpu.load(self.refs["slopes"].at[self.head, pl.ds(self.first_row, ROWS)], optimized=False)
-        slopes = plgpu.layout_cast(slopes, _ROW)
-        position = self.seq_len - self.q_len + self._row_tokens()
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
-        share = alibi_bias(keys - spread(position - tile * self.launch.keys, shape), self.launch.alibi_sqrt)
-        return share * spread(slopes * LOG2E, shape)
+    @pl.when(work.begin >= work.end)
+    def _():
+        _epilogue_of_nothing(cta)
 
-    def _mask(self, tile):
-        launch, shape = self.launch, (ROWS, self.launch.keys)
-        bounded = launch.causal or launch.window != (None, None)
-        low, high = self.limits(self._row_tokens()) if bounded else (0, self.kv_len)
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
-        mask = keys < spread(high - tile * self.launch.keys, shape)
-        if self.launch.window[0] is not None:
-            mask &= keys >= spread(low - tile * self.launch.keys, shape)
-        return mask
+    rows = cta.launch.tokens * cta.launch.group
+    if cta.launch.together:
+        combine_cluster(cta.buffers["o_sm"].at[0], cta.buffers["lse_sm"], cta.out, rows=rows, parts=cta.launch.splits)
+    elif cta.launch.items:
+        refs, arrived = cta.refs, None
+        if "arrived" in refs:
+            arrived = refs["arrived"].at[work.place.sequence * cta.launch.kv_heads + work.head]
+        combine_last(
+            cta.buffers["o_sm"].at[0], cta.out, refs["parts"].at[:, work.head], refs["lse"].at[:, work.head], arrived,
+            cta.item, work.place.split, cta.count, rows=rows,
+        )  # fmt: skip
 
-    def _clear_unused(self, values, tile):
-        """Zeroes the value rows past the sequence: their weight is 0, and 0 * NaN is NaN.
 
-        With two warpgroups both do it, without waiting for each other: they write the same bits.
-        """
-        live = self.kv_len - tile * self.launch.keys
+def _attend_as_pair(cta: Cta) -> None:
+    """The program of a CTA that has half of a sequence's tiles: it writes half of the columns, whether it has any tiles or not."""
+    work, asked = cta.work, _ask(cta)
+    pl.when(work.begin < work.end)(lambda: _prologue(cta, *asked))
+    acc, row_max, row_sum = work.walk(functools.partial(_step, cta), _nothing_seen(cta))
+    mine, peer = exchange_halves(acc, row_max, row_sum, work.place.split, cta.buffers["swapped_sm"])
+    live = work.live(row_sum, ROW)
+    cta.lse_row[...] = softmax.natural_lse(row_max, softmax.counted(row_sum, live), live)
+    out = combine_halves((mine, row_max, row_sum), peer, functools.partial(work.live, layout=ROW))
+    column, rows = work.place.split * mine.shape[1], cta.launch.tokens * cta.launch.group
+    epilogue.store_columns(cta.out, out.astype(cta.refs["o"].dtype), column, rows=rows)
 
-        @pl.when(live < self.launch.keys)
-        def _():
-            rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values.shape, 0), _WGMMA)
-            held = plgpu.layout_cast(values[...], _WGMMA)
-            values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
-            plgpu.commit_smem()
 
-    def _finish(self, acc, top, total):
-        """Normalises and writes this warpgroup's rows."""
-        live = (self._row_tokens() < self.q_len) & (total != 0)
-        inverse = jnp.where(live, 1.0 / jnp.where(live, total, 1.0), 0.0)
-        lse = jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf)
-        factor = lax.broadcast_in_dim(inverse, acc.shape, [0])
-        # Not a product alone: rows past the live ones may hold NaN.
-        self._write(jnp.where(factor != 0, acc * factor, 0.0)[:, : self.launch.head_dim], lse)
+# Prologue
 
-    def _nothing(self):
-        lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), _ROW)
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.launch.head_dim), jnp.float32), _WGMMA)
-        self._write(zeros if self.launch.direct else None, lse)
 
-    def _write(self, out, lse):
-        launch, o_sm = self.launch, self.buffers.get("o_sm")
-        if "lse" in self.refs:
-            self._lse_row().at[pl.ds(self.first_row, ROWS)][...] = lse
-        if launch.settles:
-            if launch.together:
-                self.buffers["lse_sm"][...] = lse
-            if out is not None:
-                o_sm.at[self.wg][...] = out
-            return
-        if out is None:
-            return
-        if not launch.direct and self.interpret is None:
-            store = store_part_by_lanes if launch.by_lanes else store_part
-            store(out, self.refs["o"].at[self.b, self.head, self.split], self.first_row)
-            return
-        o_sm.at[self.wg][...] = out.astype(o_sm.dtype)
+def _ask(cta: Cta) -> tuple[list[Any], list[Any]]:
+    """Queries on their way to registers, and pages of the ring's first tiles."""
+    launch = cta.launch
+    rows = ask_for_rows(cta.queries, cta.work.first_row, rows=launch.tokens * launch.group, columns=launch.width)
+    return rows, cta.kv.ring_pages()
+
+
+def _prologue(cta: Cta, rows: list[Any], pages: list[Any]) -> None:
+    """The first tiles of the ring and the queries. A row's garbage never leaves that row."""
+    pl.when(cta.work.warpgroup == 0)(functools.partial(cta.kv.fill_ring, ("k", "v"), pages))
+    put_rows(cta.queries, cta.buffers["q_sm"].at[cta.work.warpgroup], cta.work.first_row, rows)
+
+
+def _nothing_seen(cta: Cta) -> tuple[Any, Any, Any]:
+    row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+    row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+    return plgpu.layout_cast(jnp.zeros((ROWS, cta.launch.width), jnp.float32), MATRIX), row_max, row_sum
+
+
+# Mainloop
+
+
+def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, Any]:
+    """One tile of keys: scores, online softmax, values."""
+    launch, kv, (acc, row_max, row_sum) = cta.launch, cta.kv, carry
+    coming = kv.pages(kv.next_in_stage(tile))
+    scores = scores_of(cta.buffers["q_sm"].at[cta.work.warpgroup], _tile(cta, "k", tile), launch.keys)
+    kv.release("k", tile, coming)
+    if launch.soft_cap is None:
+        scale_log2 = launch.scale * LOG2E
+    else:
+        scores, scale_log2 = softmax.precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
+    if "slopes" in cta.refs:
+        scores, scale_log2 = scores * scale_log2 + _alibi(cta, tile), 1.0
+    if masked:
+        scores = jnp.where(cta.work.mask(tile, ROW), scores, -jnp.inf)
+    weights, alpha, row_max, row_sum = softmax.online_step(scores, row_max, row_sum, scale_log2)
+    acc = softmax.rescaled(acc, alpha)
+    weights = weights.astype(cta.buffers["v_sm"].dtype)
+    values = _tile(cta, "v", tile)
+    if masked:
+        _clear_unused(cta, values, tile)
+    staged = cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
+    acc = add_values(acc, weights, values, staged)
+    kv.release("v", tile, coming)
+    return acc, row_max, row_sum
+
+
+def _tile(cta: Cta, stream: str, tile: Any) -> Any:
+    """A tile of keys or values as matrix instructions take it, once it is there."""
+    held = cta.kv.wait(stream, tile)
+    if cta.launch.width == cta.launch.head_dim:
+        return held
+    paged_kv.pad_columns(held, cta.buffers[f"{stream}_wide"])
+    return cta.buffers[f"{stream}_wide"]
+
+
+def _alibi(cta: Cta, tile: Any) -> Any:
+    """ALiBi's share of a tile's scores, as exponents of two."""
+    work, shape = cta.work, (ROWS, cta.launch.keys)
+    slopes = plgpu.load(cta.refs["slopes"].at[work.head, pl.ds(work.first_row, ROWS)], optimized=False)
+    slopes = plgpu.layout_cast(slopes, ROW)
+    position = work.seq_len - work.q_len + work.tokens(ROW)
+    keys, _ = places(cta.launch.keys, ROWS)
+    share = alibi_bias(keys - spread(position - tile * cta.launch.keys, shape), cta.launch.alibi_sqrt)
+    return share * spread(slopes * LOG2E, shape)
+
+
+def _clear_unused(cta: Cta, values: Any, tile: Any) -> None:
+    """Zeroes the value rows past the sequence: their weight is 0, and 0 * NaN is NaN.
+
+    With two warpgroups both do it, without waiting for each other: they write the same bits.
+    """
+    live = cta.work.kv_len - tile * cta.launch.keys
+
+    @pl.when(live < cta.launch.keys)
+    def _():
+        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values.shape, 0), MATRIX)
+        held = plgpu.layout_cast(values[...], MATRIX)
+        values[...] = jnp.where(rows < live, held, jnp.zeros_like(held))
         plgpu.commit_smem()
-        if launch.direct:
-            self._write_tokens(o_sm.at[self.wg])
-        else:
-            for wg, rows in enumerate(self._given_rows()):
 
-                @pl.when(self.wg == wg)
-                def _(wg=wg, rows=rows):
-                    target = self.refs["o"].at[self.b, self.head, self.split, pl.ds(self.first_row, rows)]
-                    plgpu.copy_smem_to_gmem(o_sm.at[wg, pl.ds(0, rows)], target)
 
-        plgpu.wait_smem_to_gmem(0)
+# Epilogue
 
-    def _lse_row(self):
-        return self.refs["lse"].at[self.b, self.head, self.split]
 
-    def store(self, column, out):
-        """Columns of the output from `column` on, from registers."""
-        from dflash_kernels.attention.paged import mosaic_gpu_lanes as lanes
+def _epilogue(cta: Cta, acc: Any, row_max: Any, row_sum: Any) -> None:
+    """Normalizes and writes this warpgroup's rows."""
+    out, lse = softmax.finalize(acc, row_max, row_sum, cta.work.live(row_sum, ROW))
+    _write(cta, out[:, : cta.launch.head_dim], lse)
 
-        target, rows = self.refs["o"].at[self.b].at[:, self.head], self.launch.tokens * self.launch.group
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA, plgpu.Layout.WG_SPLAT(())))
-        def store(_ctx, target, out, column):
-            lanes.store_rows(target, out, column, rows)
+def _epilogue_of_nothing(cta: Cta) -> None:
+    """A split without keys."""
+    lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, cta.launch.head_dim), jnp.float32), MATRIX)
+    _write(cta, zeros if cta.launch.direct or cta.launch.items else None, lse)
 
-        store(target, out.astype(self.refs["o"].dtype), column)
 
-    def _write_tokens(self, rows):
-        """The output itself, one token's group of heads after the other. Tiles hold whole tokens, or there is only one tile."""
-        group = self.launch.group
-        first = lax.div(self.first_row, jnp.int32(group))
+def _write(cta: Cta, out: Any, lse: Any) -> None:
+    launch, work, o_sm = cta.launch, cta.work, cta.buffers["o_sm"]
+    cta.lse_row.at[pl.ds(work.first_row, ROWS)][...] = lse
+    if launch.combines:
+        if launch.together:
+            cta.buffers["lse_sm"][...] = lse
+        if out is not None:
+            o_sm.at[work.warpgroup][...] = out
+    elif out is None:
+        return
+    elif launch.direct or interpreting():
+        epilogue.write_through(launch, cta.refs, work, o_sm, out)
+    else:
+        epilogue.write_split(launch, cta.refs, work, out)
 
-        @pl.loop(0, jnp.minimum(self.launch.tokens - first, ROWS // group))
-        def _(token):
-            target = self.refs["o"].at[self.b, first + token, self.head]
-            plgpu.copy_smem_to_gmem(rows.at[pl.ds(token * group, group)], target)
+
+# Splits of a schedule, combined
+
+
+def _own(items: jax.Array, b: int) -> jax.Array:
+    """`[B, I, 1, 1]`, whether a split is a sequence's."""
+    return ((items[:, 0] == jnp.arange(b)[:, None]) & (items[:, 2] > 0))[..., None, None]
+
+
+def _whole_lse(items: jax.Array, lse: jax.Array, b: int) -> jax.Array:
+    """`[B, K, 64]` of splits' `[I, K, 64]`."""
+    return jax.nn.logsumexp(jnp.where(_own(items, b), lse, -jnp.inf), axis=1)
+
+
+def _combined(items: jax.Array, parts: jax.Array, lse: jax.Array, whole: jax.Array, q: jax.Array) -> jax.Array:
+    """What `combine_last` does, for the interpreter."""
+    offset = softmax.finite(whole)[:, None]
+    weights = jnp.where(_own(items, q.shape[0]), jnp.exp(lse - offset), 0.0)[..., : parts.shape[2], None]
+    out = jnp.where(weights > 0, weights * parts, 0.0).sum(axis=1)
+    b, tokens, kv_heads, group, head_dim = q.shape
+    return jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2).astype(q.dtype)

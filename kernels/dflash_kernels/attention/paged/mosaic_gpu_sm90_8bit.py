@@ -1,27 +1,29 @@
-"""The Hopper kernel for pages of one byte an element: products turned round, so that what is stored narrow widens at most once.
+"""The Hopper kernel for 8-bit pages: transposed products, so that what is stored in eight bits widens at most once.
 
-A CTA is one warpgroup. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand of a matrix instruction may
-lie in registers, where bytes widen, and only the second must be in shared memory, where queries and softmax weights are small.
-Bytes widen to float16, for which the hardware has an instruction or two; queries are brought into its range by a power of two of
-each row (`put_queries`), weights by the base that they are taken from. int8 keys need not widen: they multiply as they lie with
-queries of two bytes, the upper ones as one set of rows and the lower ones as another, all in one unit: one of each row would be 30
-of a tile's 440 instructions, 1.5 % of the time of 64 sequences with 4,096 keys and 16 queries.
+A CTA is one warpgroup, two to a multiprocessor. Scores are `[64 keys, N query rows]` and the output `[H, N]`: the first operand
+of a matrix instruction may lie in registers, where bytes widen, and only the second must be in shared memory, where queries and
+softmax weights are small (`mosaic_gpu/transposed.py`). Bytes widen to float16, for which the hardware has an instruction or two;
+queries are brought into its range by a power of two of each row (`queries.put_scaled`), weights by the offset that they are taken
+from. int8 keys need not widen: they multiply as they lie with queries of two bytes, the hi ones as one set of rows and the lo
+ones as another, under one scale for all rows.
 
-The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. A base is kept
+The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. An offset is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
 
 int8 values multiply as float16 without an exponent, 128 too large, and outputs are less 128 in the end. Weights are added up before
-they are rounded, so they are off by up to 2^-12 of 128 more than with values that are less 128 in registers; those would take 32 of
-a tile's 413 instructions, 3 % of the time of 64 sequences with 4,096 keys and 16 queries.
-
-For float8 fewer instructions were no gain there: keys as they lie with queries of two float8 each (317 of 330, and sums of 14 bits)
-took as long, and so did a base and a unit that the product of keys and queries already had (309, one matrix instruction more).
+they are rounded, so they are off by up to 2^-12 of 128 more than with values that are less 128 in registers, which cost
+instructions.
 
 A tile's values multiply while the next tile's weights are made (FlashAttention-3's order within a warpgroup, arXiv:2407.08608
-section 3.2), and two CTAs share a multiprocessor.
+section 3.2). Measurements, and what was tried besides, are in docs/attention.md.
 """
 
+# Pallas declares ACC and its transforms less public than it documents them.
+# pyright: reportPrivateImportUsage=false
+
+import functools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,18 +32,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged import mosaic_gpu_narrow_ops as ops
-from dflash_kernels.attention.paged import mosaic_gpu_narrow_start as start
 from dflash_kernels.attention.paged.launch import Launch
-from dflash_kernels.attention.paged.mosaic_gpu_narrow_scores import COLUMN, MATRIX, Scored
+from dflash_kernels.mosaic_gpu import queries, softmax, transposed
 from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.mask import alibi_bias, places, spread
+from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Work, paged_kv
+from dflash_kernels.mosaic_gpu.pipeline import by_one_warp
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
 
-# Weight of the highest score when a base is raised, and what two weights may add up to until it is raised again: float16 ends at
+# Weight of the highest score when an offset is raised, and what two weights may add up to until it is raised again: float16 ends at
 # 2^16, and below 2^-14 it has fewer bits.
 RAISED_TO = 2**5
 LIMIT = 2**15
-# A base that every score exceeds by more. Not -inf: less itself that is NaN.
+# An offset that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
 _WEIGHTS = 3  # tiles of weights, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one
 
@@ -51,7 +55,7 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     ring = plgpu.SMEM(
         (launch.stages, launch.keys, launch.head_dim), dtype, transforms=swizzled(dtype, launch.head_dim)
     )  # fmt: skip
-    rows, multiplied = start.query_rows(dtype, launch.rows)
+    rows, multiplied = queries.query_rows(dtype, launch.rows)
     buffers: dict[str, Any] = {
         "q_sm": plgpu.SMEM((rows, launch.head_dim), multiplied, transforms=swizzled(multiplied, launch.head_dim)),
         "q_factor_sm": plgpu.SMEM((launch.rows,), jnp.float32),
@@ -74,7 +78,7 @@ def attention(
     """Runs the kernel.
 
     Args:
-      launch: shapes and schedule.
+      launch: shapes and tiling.
       q: `[B, T, K, G, H]` bfloat16 or float16.
       k_pages, v_pages: `[P, K, p, H]` float8_e4m3fn or int8. Rows at or past `seq_lens` may hold anything.
       k_scale: float32 `[K]` with float8, `[P, K, p]` with int8.
@@ -85,7 +89,7 @@ def attention(
 
     Returns:
       Output `[B, T, K, G, H]` in q's dtype where `launch.direct`, else float32 partial outputs `[B, K, splits, T * G, H]`, each
-      normalised, those of empty splits not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
+      normalized, those of empty splits not written; natural lse `[B, K, splits, rows]` float32, -inf where empty.
     """
     b, rows = q.shape[0], launch.row_blocks * launch.rows
     if launch.direct:
@@ -98,9 +102,12 @@ def attention(
     given = {name: array for name, array in arrays.items() if array is not None}
 
     def body(*refs, **buffers):
-        _Block(launch, dict(zip([*given, "o", "lse"], refs, strict=True)), buffers, k_pages.dtype, interpret).run()
+        named, stored = dict(zip([*given, "o", "lse"], refs, strict=True)), k_pages.dtype
+        streams = ("k", "v", "k_scale") if stored == jnp.int8 else ("k", "v")
+        buffers |= {f"{stream}_in": buffers["tile_in"] for stream in streams}
+        _attend(Cta(launch, named, buffers, paged_kv(launch, named, buffers, one_warp=True), streams, stored))
 
-    out, lse = plgpu.kernel(
+    out, lse = kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
         scratch_types=scratch(launch, k_pages.dtype),
@@ -114,135 +121,210 @@ def attention(
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
 
 
-class _Block(Scored):
-    """One CTA's work."""
+@dataclass(frozen=True)
+class Cta:
+    """What the parts of a CTA's program share.
 
-    def ring_pages(self):
-        launch, tiles = self.launch, self.launch.page_size // self.launch.keys
-        if tiles == 0:
-            return super().ring_pages()
-        entries = [lax.div(self.begin + stage, jnp.int32(tiles)) for stage in range(launch.stages)]
-        row = self.refs["table"].at[self.b]
-        return [[start.entry(row, jnp.minimum(entry, launch.table_width - 1), self.interpret)] for entry in entries]
+    Attributes:
+      refs, buffers: arrays in global memory, and shared memory and barriers, by name.
+      kv: producer of the `streams`: keys, values and scales of int8 keys.
+      stored: dtype of the pages.
+    """
 
-    def run(self):
-        launch, queries = self.launch, self.refs["q"].at[self.b].at[:, self.head]
-        # Asked for before the first copies, behind which it would wait.
-        pages, asked = self.ring_pages(), start.ask_for_queries(queries, self.first_row, launch.rows, self.interpret)
+    launch: Launch
+    refs: dict[str, Any]
+    buffers: dict[str, Any]
+    kv: PagedKV
+    streams: tuple[str, ...]
+    stored: Any
 
-        @pl.when(self.begin < self.end)
-        def _():
-            ops.by_one_warp(self.begin < self.end, lambda: self.fill_ring(self.streams, pages), self.interpret)
-            common = start.put_queries(
-                asked, queries, self.buffers["q_sm"], self.buffers["q_factor_sm"], self.buffers["columns_sm"],
-                self.first_row, jnp.minimum(self.q_len, launch.tokens) * launch.group, self.interpret,
-            )  # fmt: skip
-            unit = launch.scale * (1.0 if launch.soft_cap else LOG2E)
-            self.unit = (
-                common * unit if self.dtype == jnp.int8 else self._factors() * (self.refs["k_scale"][self.head] * unit)
-            )
-            acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
-            carry = (acc, *self._first(), jnp.int32(0), self.pages(self.begin + launch.stages))
-            acc, base, total, place, _ = self.walk(self._step, carry, skip=1)
-            acc = self._start_values(acc, self.end - 1, place, finite=True)
-            self._finish(ops.finish(acc, self.interpret), base, total)
+    @property
+    def work(self) -> Work:
+        return self.kv.work
 
-        @pl.when(self.begin >= self.end)
-        def _():
-            self._write_lse(plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), COLUMN))
-            if launch.direct:
-                self._write(plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX))
+    def per_row(self, of_rows: Any) -> Any:
+        """One value for each query row over a tile of scores; one for all rows stays a scalar."""
+        return spread(of_rows, (self.launch.keys, self.launch.rows), 0)
 
-    def _factors(self):
-        return plgpu.layout_cast(self.buffers["q_factor_sm"][...], COLUMN)
 
-    def _start_scores(self, tile):
-        return ops.start_scores(self.buffers["k_sm"].at[self.stage(tile)], self.buffers["q_sm"], self.interpret)
+def _attend(cta: Cta) -> None:
+    """The program of a CTA."""
+    launch, work, kv, source = cta.launch, cta.work, cta.kv, _queries(cta)
+    # Asked for before the first copies, behind which it would wait.
+    pages, asked = _ring_pages(cta), queries.ask_for_scaled(source, work.first_row, count=launch.rows)
 
-    def _start_values(self, acc, tile, place, *, finite: bool):
-        """Adds a tile of values times the weights that were published for it. Only where rows are unused can they hold NaN."""
-        values = ops.values(self.buffers["v_sm"].at[self.stage(tile)], self.interpret, finite=finite)
-        return ops.start_values(acc, values, self.buffers["p_sm"].at[place], self.interpret)
+    @pl.when(work.begin < work.end)
+    def _():
+        by_one_warp(lambda: kv.fill_ring(cta.streams, pages), work.begin < work.end)
+        common = queries.put_scaled(
+            source, cta.buffers["q_sm"], cta.buffers["q_factor_sm"], cta.buffers["columns_sm"], work.first_row,
+            jnp.minimum(work.q_len, launch.tokens) * launch.group, asked,
+        )  # fmt: skip
+        scale_log2 = _scale_log2(cta, common)
+        acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
+        carry = (acc, *_first(cta, scale_log2), jnp.int32(0), kv.pages(work.begin + launch.stages))
+        acc, offset, row_sum, place, _ = work.walk(functools.partial(_step, cta, scale_log2), carry, skip=1)
+        acc = _start_values(cta, acc, work.end - 1, place, finite=True)
+        _epilogue(cta, transposed.finish(acc), offset, row_sum)
 
-    def _first(self):
-        """Base and sum of weights after the first tile's scores."""
-        plgpu.barrier_wait(self.buffers["tile_in"].at[0])
-        nothing = plgpu.layout_cast(jnp.full((self.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
-        if self.dtype == jnp.int8:
-            nothing += self._factors()  # NaN for a row that is not finite
-        return self._raised(self.begin, nothing, 0, masked=True)
+    @pl.when(work.begin >= work.end)
+    def _():
+        _write_lse(cta, plgpu.layout_cast(jnp.full((launch.rows,), -jnp.inf, jnp.float32), COLUMN))
+        if launch.direct:
+            _write(cta, plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX))
 
-    def _raised(self, tile, base, place, *, masked: bool):
-        """Base so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; sums of its weights, published."""
-        scores = ops.finish_scores(self._start_scores(tile), self.interpret)
-        scores = self.exponents(scores, tile, masked)
-        top = ops.over_keys(scores, base, self.buffers["columns_sm"], self.interpret, highest=True)
-        base = jnp.maximum(base, top - math.log2(RAISED_TO))
-        weights = jnp.exp2(scores - self.spread(base))
-        ops.publish(weights, self.buffers["p_sm"].at[place], LIMIT, self.interpret)
-        return base, ops.sum_weights(weights, self.interpret)
 
-    def _step(self, tile, carry, *, masked):
-        """One tile's scores and weights, made while the values of the tile before multiply; that tile's places are filled again.
+# Prologue
 
-        The running sum of weights stays apart in every thread.
-        """
-        acc, base, total, before, coming = carry
-        place = jnp.where(before == _WEIGHTS - 1, 0, before + 1)
-        plgpu.barrier_wait(self.buffers["tile_in"].at[self.stage(tile)])
-        scores = self._start_scores(tile)
-        following = tile - 1 + self.launch.stages
-        later = self.pages(following + 1)
-        # Keys of wide heads that wait in registers leave none for values.
-        together = self.launch.head_dim <= 128 or self.dtype == jnp.int8
-        if not together:
-            scores = ops.finish_scores(scores, self.interpret)
-        acc = self._start_values(acc, tile - 1, before, finite=False)
-        if together:
-            scores = ops.finish_scores(scores, self.interpret, later=1)
-        scores = self.exponents(scores, tile, masked)
-        weights = jnp.exp2(scores - self.spread(base))
-        over = ops.publish(weights, self.buffers["p_sm"].at[place], LIMIT, self.interpret)
-        sums = ops.sum_weights(weights, self.interpret)
 
-        def refill():
-            for stream in self.streams:
-                self.fill(stream, following, coming)
+def _queries(cta: Cta) -> Any:
+    return cta.refs["q"].at[cta.work.place.sequence].at[:, cta.work.head]
 
-        ops.by_one_warp(following < self.end, refill, self.interpret)
-        acc = ops.finish(acc, self.interpret)
 
-        def raised(acc, base, total, sums):
-            """Everything counted from a new base. Scores are made again: there are no registers to keep them in."""
-            del sums
-            higher, sums = self._raised(tile, base, place, masked=masked)
-            kept = jnp.exp2(base - higher)
-            acc = acc * lax.broadcast_in_dim(kept, acc.shape, [1])
-            return acc, higher, ops.add_sums(total * self.spread(kept), sums, self.interpret)
+def _ring_pages(cta: Cta) -> list[Any]:
+    """Ids of the pages of the ring's first tiles."""
+    launch, tiles = cta.launch, cta.launch.page_size // cta.launch.keys
+    if tiles == 0:
+        return cta.kv.ring_pages()
+    entries = [lax.div(cta.work.begin + stage, jnp.int32(tiles)) for stage in range(launch.stages)]
+    row = cta.refs["table"].at[cta.work.place.sequence]
+    return [[transposed.entry(row, jnp.minimum(entry, launch.table_width - 1))] for entry in entries]
 
-        def as_it_is(acc, base, total, sums):
-            return acc, base, ops.add_sums(total, sums, self.interpret)
 
-        return *lax.cond(over, raised, as_it_is, acc, base, total, sums), place, later
+def _scale_log2(cta: Cta, common: Any) -> Any:
+    """What a score is multiplied with, by query row; for int8, besides the key's scale, one for all."""
+    unit = cta.launch.scale * (1.0 if cta.launch.soft_cap else LOG2E)
+    return common * unit if cta.stored == jnp.int8 else _factors(cta) * (cta.refs["k_scale"][cta.work.head] * unit)
 
-    def _finish(self, acc, base, total):
-        """Normalises and writes."""
-        total = ops.over_keys(total, base, self.buffers["columns_sm"], self.interpret, highest=False)
-        live = (self.tokens() < self.q_len) & (total != 0)
-        counted = jnp.where(live, total, 1.0)
-        self._write_lse(jnp.where(live, (base + jnp.log2(counted)) * (1 / LOG2E), -jnp.inf))
-        whole = self.dtype == jnp.int8
-        scale = 1 / ops.SHRUNK if whole else self.refs["v_scale"][self.head]
-        factor = lax.broadcast_in_dim(jnp.where(live, scale / counted, 0.0), acc.shape, [1])
-        # Not a product alone: rows past the live ones may hold NaN.
-        out = acc * factor - ops.LIFT if whole else acc * factor
-        self._write(jnp.where(factor != 0, out, 0.0))
 
-    def _write_lse(self, lse):
-        self.refs["lse"].at[self.b, self.head, self.split, pl.ds(self.first_row, self.launch.rows)][...] = lse
+def _factors(cta: Cta) -> Any:
+    return plgpu.layout_cast(cta.buffers["q_factor_sm"][...], COLUMN)
 
-    def _write(self, out):
-        target = self.refs["o"].at[self.b]
-        target = target.at[:, self.head] if self.launch.direct else target.at[self.head, self.split]
-        factors = self.refs["v_scale"].at[self.head] if self.dtype == jnp.int8 else None
-        ops.store(out, target, self.first_row, self.launch.tokens * self.launch.group, factors, self.interpret)
+
+def _first(cta: Cta, scale_log2: Any) -> tuple[Any, Any]:
+    """Offset and sum of weights after the first tile's scores."""
+    plgpu.barrier_wait(cta.buffers["tile_in"].at[0])
+    nothing = plgpu.layout_cast(jnp.full((cta.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
+    if cta.stored == jnp.int8:
+        nothing += _factors(cta)  # NaN for a row that is not finite
+    return _raised(cta, scale_log2, cta.work.begin, nothing, 0, masked=True)
+
+
+# Mainloop
+
+
+def _step(cta: Cta, scale_log2: Any, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
+    """One tile's scores and weights, made while the values of the tile before multiply; that tile's stage is filled again.
+
+    The running sum of weights stays apart in every thread.
+    """
+    launch, kv, (acc, offset, row_sum, before, coming) = cta.launch, cta.kv, carry
+    place = jnp.where(before == _WEIGHTS - 1, 0, before + 1)
+    plgpu.barrier_wait(cta.buffers["tile_in"].at[kv.stage(tile)])
+    scores = _start_scores(cta, tile)
+    following = tile - 1 + launch.stages
+    later = kv.pages(following + 1)
+    # Keys of wide heads that wait in registers leave none for values.
+    together = launch.head_dim <= 128 or cta.stored == jnp.int8
+    if not together:
+        scores = transposed.finish_scores(scores)
+    acc = _start_values(cta, acc, tile - 1, before, finite=False)
+    if together:
+        scores = transposed.finish_scores(scores, later=1)
+    scores = _exponents(cta, scale_log2, scores, tile, masked)
+    weights = jnp.exp2(scores - cta.per_row(offset))
+    over = transposed.publish(weights, cta.buffers["p_sm"].at[place], limit=LIMIT)
+    sums = transposed.sum_weights(weights)
+
+    def refill():
+        for stream in cta.streams:
+            kv.fill(stream, following, coming)
+
+    by_one_warp(refill, following < cta.work.end)
+    acc = transposed.finish(acc)
+
+    def raised(acc, offset, row_sum, sums):
+        """Everything counted from a new offset. Scores are made again: there are no registers to keep them in."""
+        del sums
+        higher, sums = _raised(cta, scale_log2, tile, offset, place, masked=masked)
+        alpha = jnp.exp2(offset - higher)
+        acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [1])
+        return acc, higher, transposed.add_sums(row_sum * cta.per_row(alpha), sums)
+
+    def as_it_is(acc, offset, row_sum, sums):
+        return acc, offset, transposed.add_sums(row_sum, sums)
+
+    return *lax.cond(over, raised, as_it_is, acc, offset, row_sum, sums), place, later
+
+
+def _raised(cta: Cta, scale_log2: Any, tile: Any, offset: Any, place: Any, *, masked: bool) -> tuple[Any, Any]:
+    """Offset so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; sums of its weights, published."""
+    scores = transposed.finish_scores(_start_scores(cta, tile))
+    scores = _exponents(cta, scale_log2, scores, tile, masked)
+    highest = transposed.over_keys(scores, offset, cta.buffers["columns_sm"], highest=True)
+    offset = jnp.maximum(offset, highest - math.log2(RAISED_TO))
+    weights = jnp.exp2(scores - cta.per_row(offset))
+    transposed.publish(weights, cta.buffers["p_sm"].at[place], limit=LIMIT)
+    return offset, transposed.sum_weights(weights)
+
+
+def _start_scores(cta: Cta, tile: Any) -> Any:
+    return transposed.start_scores(cta.buffers["k_sm"].at[cta.kv.stage(tile)], cta.buffers["q_sm"])
+
+
+def _start_values(cta: Cta, acc: Any, tile: Any, place: Any, *, finite: bool) -> Any:
+    """Adds a tile of values times the weights that were published for it. Only where rows are unused can they hold NaN."""
+    values = transposed.values(cta.buffers["v_sm"].at[cta.kv.stage(tile)], finite=finite)
+    return transposed.start_values(acc, values, cta.buffers["p_sm"].at[place])
+
+
+def _exponents(cta: Cta, scale_log2: Any, scores: Any, tile: Any, masked: bool) -> Any:
+    """Scores as exponents of two: scaled, capped, with ALiBi's share added, masked."""
+    launch, work = cta.launch, cta.work
+    stage = cta.kv.stage(tile)
+    if cta.stored == jnp.int8:
+        of_keys = plgpu.layout_cast(cta.buffers["k_scale_sm"].at[stage][...], ROW) * scale_log2
+        scores = scores * lax.broadcast_in_dim(of_keys, scores.shape, [0])
+    else:
+        scores = scores * cta.per_row(scale_log2)
+    if launch.soft_cap is not None:
+        scores = softmax.precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
+    if "slopes" in cta.refs:
+        own_rows = pl.ds(work.first_row, launch.rows)
+        slopes = plgpu.layout_cast(plgpu.load(cta.refs["slopes"].at[work.head, own_rows], optimized=False), COLUMN)
+        position = work.seq_len - work.q_len + work.tokens(COLUMN)
+        keys, _ = places(launch.keys, launch.rows, 0)
+        share = alibi_bias(keys - cta.per_row(position - tile * launch.keys), launch.alibi_sqrt)
+        scores = scores + share * cta.per_row(slopes * LOG2E)
+    return jnp.where(work.mask(tile, COLUMN, keys_axis=0), scores, -jnp.inf) if masked else scores
+
+
+# Epilogue
+
+
+def _epilogue(cta: Cta, acc: Any, offset: Any, row_sum: Any) -> None:
+    """Normalizes and writes."""
+    row_sum = transposed.over_keys(row_sum, offset, cta.buffers["columns_sm"], highest=False)
+    live = cta.work.live(row_sum, COLUMN)
+    counted = softmax.counted(row_sum, live)
+    _write_lse(cta, softmax.natural_lse(offset, counted, live))
+    whole = cta.stored == jnp.int8
+    scale = 1 / transposed.SHRUNK if whole else cta.refs["v_scale"][cta.work.head]
+    factor = lax.broadcast_in_dim(jnp.where(live, scale / counted, 0.0), acc.shape, [1])
+    # Not a product alone: rows past the live ones may hold NaN.
+    out = acc * factor - transposed.LIFT if whole else acc * factor
+    _write(cta, jnp.where(factor != 0, out, 0.0))
+
+
+def _write_lse(cta: Cta, lse: Any) -> None:
+    work = cta.work
+    cta.refs["lse"].at[work.place.sequence, work.head, work.place.split, pl.ds(work.first_row, cta.launch.rows)][
+        ...
+    ] = lse
+
+
+def _write(cta: Cta, out: Any) -> None:
+    work, target = cta.work, cta.refs["o"].at[cta.work.place.sequence]
+    target = target.at[:, work.head] if cta.launch.direct else target.at[work.head, work.place.split]
+    factors = cta.refs["v_scale"].at[work.head] if cta.stored == jnp.int8 else None
+    transposed.store(out, target, work.first_row, factors, rows=cta.launch.tokens * cta.launch.group)

@@ -1,4 +1,4 @@
-"""How a step's attention is dealt to CTAs, from the lengths as they are: computed once and shared by all layers."""
+"""Tile scheduler of attention over pages: work items from the lengths as they are, computed once and shared by all layers."""
 
 import dataclasses
 from typing import Any
@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_kernels.core.device import HOPPER, target
+from dflash_kernels.core.device import HOPPER, MULTIPROCESSORS, target
 
 TILE, ROWS = 64, 64  # keys and query rows of a tile
 # CTAs that read as fast as memory gives, one on a multiprocessor of a Hopper GPU. Twice as many fit and are slower: more parts.
-SLOTS = 132
+SLOTS = MULTIPROCESSORS
 # With more sequences than these CTAs short ones keep a GPU busy while a long one is read; shorter ones are never read for long.
 FULL, LONG = 2 * SLOTS, 8192
 # Fewest tiles worth a part, and most parts of a sequence: the last CTA to finish reads all parts' results, rows times parts.
@@ -22,11 +22,11 @@ FEW_ROWS = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedSchedule:
-    """Parts of sequences in the order in which CTAs take them.
+    """Work items, splits of sequences, in the order in which CTAs take them.
 
     Attributes:
-      items: int32 `[I, 3]`: sequence, part, parts of that sequence; 0 parts where nothing is left to do.
-      arrived: Ref of int32 `[B * K]`, all 0 before and after each call: parts of a sequence's head that are finished.
+      items: int32 `[I, 3]`: sequence, split, splits of that sequence; 0 splits where nothing is left to do.
+      arrived: Ref of int32 `[B * K]`, all 0 before and after each call: splits of a sequence's head that are finished.
     """
 
     items: Int[Array, "I 3"]
@@ -35,7 +35,7 @@ class PagedSchedule:
 
 def schedule_helps(sequences: int, *, heads: int, kv_heads: int, tokens: int, longest: int) -> bool:
     """Whether to make a schedule: the device that is traced for uses it, and sequences of up to `longest` keys can be so much
-    longer than others that it pays. Where all are alike, it costs a call of 37 us 1 us, with 16 queries each 2.
+    longer than others that it pays. Where all are alike, it costs a few percent of a call (docs/attention.md).
     """
     few = 1 < sequences <= FULL // kv_heads and tokens * heads // kv_heads <= ROWS
     return few and longest >= LONG and target().capability == HOPPER
@@ -44,9 +44,9 @@ def schedule_helps(sequences: int, *, heads: int, kv_heads: int, tokens: int, lo
 def paged_schedule(
     seq_lens: Int[Array, "B"], *, heads: int, kv_heads: int, tokens: int, ctas: int = SLOTS
 ) -> PagedSchedule:
-    """Parts of about equal length, `ctas` of them or so, for `paged_attention` with `tokens` queries of each sequence.
+    """Splits of about equal length, `ctas` of them or so, for `paged_attention` with `tokens` queries of each sequence.
 
-    Sequences of several parts come first, so that short ones fill the gaps they leave. Make one wherever lengths change, at the
+    Sequences of several splits come first, so that short ones fill the gaps they leave. Make one wherever lengths change, at the
     same level of tracing as the calls that share it: its counters are a Ref.
     """
     b, slots = seq_lens.shape[0], max(ctas // kv_heads, 1)

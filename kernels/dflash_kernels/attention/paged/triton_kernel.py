@@ -13,22 +13,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-@no_type_check  # keeps the tests' shape checker from wrapping a function that Triton has to read
-def widen(values, dtype: tl.constexpr, FLOAT8_BITS: tl.constexpr):
-    """Page entries as the dtype that multiplies; `FLOAT8_BITS` says that bytes hold float8_e4m3fn.
-
-    Its sign, exponent and mantissa fit into float16 as they are; the exponents' biases differ by 8.
-    """
-    if FLOAT8_BITS:
-        bits = values.to(tl.uint16)
-        number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256
-        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
-    return values.to(dtype)
+from dflash_kernels.attention.triton_helpers import LN2, LOG2E, widen
 
 
 @triton.jit

@@ -6,13 +6,13 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-ROWS = 64  # query rows of a warpgroup: the M of a Hopper matrix instruction
+from dflash_kernels.core.device import MATRIX_ROWS as ROWS
+from dflash_kernels.core.device import MULTIPROCESSORS, SHARED_MEMORY
+
 WARPGROUPS = 2  # that compute; a third one copies
 BLOCK = ROWS * WARPGROUPS
-MULTIPROCESSORS = 132
 L2_BYTES = 12 * 2**20  # of keys and values worked on at a time; twice as much was 2 to 5 % slower
 FULL = 0.9  # share of the multiprocessors that must have work in the last round of a section
-SHARED_MEMORY = 227 * 1024
 BARRIERS = 1024  # bytes, more than any launch has
 
 

@@ -45,7 +45,7 @@ def tuned_dense(
     _refuse_call(q, [k.dtype, v.dtype], v.shape[-1], options)
     value_dim = v.shape[-1]
     q, k, v = (_widened(array) for array in (q, k, v))
-    exact, sizes = described(q, k, v, options["causal"])
+    exact, sizes = tuning_key(q, k, v, options["causal"])
     tuning = tuning or choose("attention/ragged", Tuning, exact=exact, sizes=sizes)
     out, lse = _attend(q, k, v, cu_q_lens, cu_kv_lens, None, tuning=tuning, interpret=interpret, **options)
     return out[..., :value_dim], lse
@@ -82,7 +82,7 @@ def tuned_paged(
         v_pages = _copied_pages(v_pages, page_table, v_scale, q.dtype)
         page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
         q = _widened(q)
-    exact, sizes = described(q, k_pages, v_pages, options["causal"])
+    exact, sizes = tuning_key(q, k_pages, v_pages, options["causal"])
     tuning = tuning or choose("attention/ragged", Tuning, exact=exact, sizes=sizes)
     out, lse = _attend(
         q, k_pages, v_pages, cu_q_lens, seq_lens, page_table, tuning=tuning, interpret=interpret, **options
@@ -101,7 +101,7 @@ def _copied_pages(pages: Array, page_table: Int[Array, "B W"], scale: Array | No
     return _widened(held.astype(dtype))
 
 
-def described(q: Array, k: Array, v: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
+def tuning_key(q: Array, k: Array, v: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
     """What the table of choices knows a call by; keys packed or in pages."""
     paged = k.ndim == 4
     exact = {"dtype": str(q.dtype), "head_dim": q.shape[-1], "value_dim": v.shape[-1], "causal": causal, "paged": paged}

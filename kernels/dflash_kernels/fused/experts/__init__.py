@@ -1,1 +1,1 @@
-"""Mixtures of experts for few rows: each expert that is taken is read once."""
+"""Mixture of experts for few rows: the weights of each expert that is taken are read once."""

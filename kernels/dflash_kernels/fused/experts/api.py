@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Mixture of experts: `routed_experts`, and `mixture` with the router. Checks shapes, then dispatches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +41,9 @@ def routed_experts(
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
-    """Feed-forwards of the experts that each token takes, `weights[t, j] * down[e] (silu(gate) * up)` with `e = experts[t, j]`.
+    """Routed experts of a mixture: SwiGLU feed-forwards of those that each token takes.
+
+    Choice j of token t gives `weights[t, j] * down[e] (silu(gate) * up)` with `e = experts[t, j]`.
 
     Args:
       x: rows.
@@ -84,7 +86,7 @@ def mixture(
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
-    """`routed_experts` with the `taken` experts of the largest logits of each token, the first of equal ones.
+    """Mixture of experts with a top-k router: `routed_experts` of each token's `taken` largest logits, the first of equal ones.
 
     Args:
       logits: float32.

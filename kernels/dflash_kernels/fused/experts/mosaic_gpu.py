@@ -1,4 +1,4 @@
-"""Experts for few rows on Hopper: what the kernel takes."""
+"""Launch of a mixture of experts for few rows on Hopper: what the kernel takes."""
 
 import functools
 from typing import Any
@@ -72,7 +72,7 @@ def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], c
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choices(schedule: Plan, logits: Array) -> tuple[Array, Array]:
-    from dflash_kernels.fused.experts import mosaic_gpu_choose as kernel
+    from dflash_kernels.fused.experts import mosaic_gpu_sm90 as kernel
 
     assert schedule.choice is not None
     return kernel.choices(schedule, schedule.choice, logits)

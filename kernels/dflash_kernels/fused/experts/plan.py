@@ -1,10 +1,12 @@
-"""How the Hopper kernel cuts experts into items of work."""
+"""Tiling of a mixture of experts: groups of entries, work items, stages. Arithmetic on shapes only."""
 
 import dataclasses
 
 BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzled row of shared memory
-ROWS = 64  # weight rows of one matrix instruction; an item has as many gate as up rows, or two such tiles of down rows
-UNIT = 2  # blocks of activations in one slot
+ROWS = (
+    64  # weight rows of one matrix instruction; a work item has as many gate as up rows, or two such tiles of down rows
+)
+UNIT = 2  # blocks of activations in one stage
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
 LOOK = 16  # entries that a thread looks at together while it sorts
@@ -27,35 +29,35 @@ class Choice:
 class Plan:
     """Everything static about one launch.
 
-    An entry is one of a token's choices, `token * taken + choice`. Entries of one expert lie side by side in the order of
-    experts; up to `columns` of them make a group. Items are groups times tiles of weight rows.
+    An entry is one of a token's choices, `token * top_k + choice`. Entries of one expert lie side by side in the order of
+    experts; up to `columns` of them make a group. Work items are groups times tiles of weight rows.
 
     Attributes:
-      tokens, taken: T and k.
+      tokens, top_k: T and k.
       experts: E.
       hidden, inner: D and F.
       columns: of a group's products.
-      gated_rows: gate rows of an item, and as many up rows.
-      slots, x_slots: of the rings of weights and of activations.
-      ctas: CTAs, which share the items.
+      gated_rows: gate rows of a work item, and as many up rows.
+      stages, x_stages: of the rings of weights and of activations.
+      ctas: CTAs, which share the work items.
       choice: how experts are chosen by the kernel itself; None where they are given.
     """
 
     tokens: int
-    taken: int
+    top_k: int
     experts: int
     hidden: int
     inner: int
     columns: int
     gated_rows: int
-    slots: int
-    x_slots: int
+    stages: int
+    x_stages: int
     ctas: int
     choice: Choice | None = None
 
     @property
     def entries(self) -> int:
-        return self.tokens * self.taken
+        return self.tokens * self.top_k
 
     @property
     def groups(self) -> int:
@@ -83,7 +85,7 @@ class Plan:
 
 def plan(
     tokens: int,
-    taken: int,
+    top_k: int,
     experts: int,
     hidden: int,
     inner: int,
@@ -91,40 +93,40 @@ def plan(
     choice: Choice | None = None,
 ) -> Plan:
     """Raises NotImplementedError with the reason for shapes that do not tile."""
-    entries = tokens * taken
+    entries = tokens * top_k
     if not 0 < experts <= MOST_EXPERTS:
         raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
     if not 0 < entries <= MOST_ENTRIES:
         raise NotImplementedError(f"takes 1 to {MOST_ENTRIES} choices of tokens, not {entries}")
-    if choice is not None and taken > MOST_TAKEN:
-        raise NotImplementedError(f"chooses {MOST_TAKEN} experts of a token at most, not {taken}")
+    if choice is not None and top_k > MOST_TAKEN:
+        raise NotImplementedError(f"chooses {MOST_TAKEN} experts of a token at most, not {top_k}")
     if hidden % (UNIT * BLOCK) or inner % (UNIT * BLOCK):
         raise NotImplementedError(f"takes widths in {UNIT * BLOCK}s, not {hidden} and {inner}")
     # Few columns cost nothing beside the weights; an expert that more tokens take is read again, out of the cache.
     columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
-    x_slot = UNIT * BLOCK * 2 * columns
-    x_slots = max(X_SHARED // x_slot, 3) if columns > 8 else 8
+    x_stage = UNIT * BLOCK * 2 * columns
+    x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     groups = min(experts, entries) + entries // columns
     tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
-    slots = min((SHARED - tables - x_slots * x_slot) // (2 * ROWS * BLOCK * 2), 12)
+    stages = min((SHARED - tables - x_stages * x_stage) // (2 * ROWS * BLOCK * 2), 12)
     return Plan(
         tokens,
-        taken,
+        top_k,
         experts,
         hidden,
         inner,
         columns,
-        _gated_rows(tokens, taken, experts, inner, ctas),
-        slots,
-        x_slots,
+        _gated_rows(tokens, top_k, experts, inner, ctas),
+        stages,
+        x_stages,
         ctas,
         choice,
     )
 
 
-def _gated_rows(tokens: int, taken: int, experts: int, inner: int, ctas: int) -> int:
+def _gated_rows(tokens: int, top_k: int, experts: int, inner: int, ctas: int) -> int:
     """Fewer than a matrix instruction takes where far fewer CTAs are idle for it in their last turn, at random choices."""
-    distinct = round(experts * (1 - (1 - taken / experts) ** tokens))
+    distinct = round(experts * (1 - (1 - top_k / experts) ** tokens))
 
     def longest(rows: int) -> int:
         return -(-distinct * inner // rows // ctas) * rows

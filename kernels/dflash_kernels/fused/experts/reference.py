@@ -1,4 +1,4 @@
-"""The definition in jnp."""
+"""Reference of `routed_experts` and `mixture` in jnp."""
 
 from typing import Any
 

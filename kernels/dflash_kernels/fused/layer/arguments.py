@@ -1,4 +1,4 @@
-"""A layer's arrays from its attention on, which `layer_chain` and `attention_chain` hand to their implementations."""
+"""Arguments of a decoder layer after its attention, as `layer_chain` and `attention_chain` hand them to implementations."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from dflash_kernels.core.validation import check_axes, check_floats
 
 
 class Layer(NamedTuple):
-    """The stream that the layer adds to, and its weights; see `layer_chain`."""
+    """Residual stream and weights of a layer; see `layer_chain`."""
 
     stream: Float[Array, "D n"]
     o: Shaped[Array, "D A"] | ColumnBlocks
@@ -53,14 +53,14 @@ class Layer(NamedTuple):
             raise ValueError(f"stream {self.stream.shape} must have a column for each of {rows} rows")
 
     def sizes(self) -> dict[str, Any]:
-        """What a plan of its products has to know."""
+        """Sizes that `plan` takes."""
         (hidden, heads_width), inner = self.o.shape, self.down.shape[1]
         next_width = None if self.following is None else self.following.shape[0]
         widths = {"hidden": hidden, "heads_width": heads_width, "inner": inner, "next_width": next_width}
         return widths | {"itemsize": self.o.dtype.itemsize}
 
     def inputs(self) -> dict[str, Array]:
-        """Those that are there, as kernels call them, and matrices as they are stored."""
+        """Kernel inputs that are not None, by name; weights in their stored layout."""
         weights = {"o": self.o, "gate_up": self.gate_up, "down": self.down, "next": self.following}
         stored = {name: as_stored(weight) for name, weight in weights.items()}
         given = {"before": self.stream, "post_norm": self.post_norm, "next_norm": self.next_norm, **stored}

@@ -1,233 +1,498 @@
-"""One part of a sequence's keys under the queries of one KV head: how a CTA of a chain attends to it."""
+"""A layer in one launch on Hopper: attention over pages in front of the products of `gemm_chain`, by one persistent kernel.
+
+Attention is split-KV: a CTA attends with the queries of one KV head to one split of a sequence's keys. It norms and rotates these
+queries itself, and so does whoever has the places of the new keys in its split: nobody waits for another launch or CTA before the
+splits are combined through the mailbox. The consumer warpgroup attends, the producer of activations brings keys and values to a
+ring of tiles. Queries and that ring have the end of the weights' ring until attention is done; the producer of weights fills the
+rest meanwhile.
+
+Tiles of float8 pages come to a ring of their own, where the producer of keys widens them to float16. Pages are not scaled: their
+scales go to the scores and to the sums.
+"""
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.fused import mosaic_gpu_ops as ops
-from dflash_kernels.fused.layer.mosaic_gpu_plan import KEYS, REACH
+from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
+from dflash_kernels.fused import gemm_chain, heads
+from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, Attention, Plan, Product
+from dflash_kernels.mosaic_gpu import combine, softmax
+from dflash_kernels.mosaic_gpu.convert import widen_tile
+from dflash_kernels.mosaic_gpu.layouts import tiled
 from dflash_kernels.mosaic_gpu.mask import spread
 from dflash_kernels.mosaic_gpu.pipeline import div, rem
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting
 from dflash_kernels.mosaic_gpu.tma import touch_row
 from dflash_kernels.mosaic_gpu.wgmma import add_values
 
-_WGMMA, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+ATTEND, COMBINE = "attend", "combine"
+K, V = range(2)
 
 
-class Item:
-    """A CTA's part. Scalars are read once, at construction.
+# Launch
 
-    One warpgroup attends, another one has keys and values brought to a ring of tiles, as long as the part may be.
+
+def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA. Tiles of keys and values lie in the memory of the weights' ring, `rings`."""
+    kind, interpreted = jnp.float16 if attention.stages_8bit else dtype, interpret is not None
+    # Whoever widens tiles fills a stage by itself, when the copies of a tile as it comes have completed another barrier.
+    full, empty = gemm_chain.ring_barriers(attention.stages, 1 if attention.stages_8bit else attention.copies)
+    ring = (full, empty)
+    if attention.stages_8bit:
+        ring = (full, plgpu.Barrier(num_arrivals=attention.copies, num_barriers=attention.stages_8bit), empty)
+    buffers = gemm_chain.scratch(plan, dtype, weights)
+    buffers |= {
+        "new_sm": plgpu.SMEM((2, attention.staged, HEAD_DIM), kind), "asked": plgpu.Barrier(), "attended": plgpu.Barrier(),
+        "k_ring": ring, "v_ring": ring,
+    }  # fmt: skip
+    if interpreted:
+        buffers["p_sm"] = plgpu.SMEM((KEYS, KEYS), kind)
+    rings = {"kv_sm": plgpu.SMEM((attention.tiles(plan), TILE_ROWS, BLOCK), kind, transforms=tiled(kind))}
+    if attention.stages_8bit:
+        shape = (2 * attention.tiles(plan), KEYS, HEAD_DIM)
+        rings["kv_8bit_sm"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=tiled(jnp.float8_e4m3fn))
+    if interpreted:
+        return buffers | rings
+    return buffers | {"rings": plgpu.RefUnion(buffers.pop("w_sm"), *rings.values())}
+
+
+def outputs(attention: Attention, plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the kernel writes; what the products write, and between attention and them what else goes through mailboxes."""
+    width = attention.kv_heads * attention.group * HEAD_DIM
+    return gemm_chain.outputs(plan, dtype) | {
+        "x": jax.ShapeDtypeStruct((plan.live, width), dtype),
+        "attended": jax.ShapeDtypeStruct((attention.work_items, attention.rows, HEAD_DIM), jnp.float32),
+        "lses": jax.ShapeDtypeStruct((attention.work_items, KEYS), jnp.float32),
+    }
+
+
+def attention_chain(
+    attention: Attention, plan: Plan, inputs: dict[str, jax.Array], pools: dict[str, jax.Array], mailboxes: Any,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
+    """Runs the kernel.
+
+    Args:
+      attention, plan: shapes and tiling.
+      inputs: `qkv [B * T, N + 2 K, H]`, `cos` and `sin [B * T, H / 2]` float32, `q_norm`, `k_norm`, `table [B, W]`, `seq_lens`
+        and `q_lens [B]` int32 (with REACH times how many tokens after its own a token sees), for float8 pools `k_scale` and
+        `v_scale [K]` float32, and what the products take but for `x`.
+      pools: `k` and `v`, `[P, K, p, H]`, written in place.
+      mailboxes: Refs of the products' mailbox, of attention's splits `[ctas, rows, H]` and their lse `[ctas, 64]`, and of the heads
+        `[live, N * H / 2]`, int32, EMPTY at first. No other launch uses them at the same time.
+
+    Returns:
+      The residual stream `[hidden, tokens]` float32, the next projection `[live, features]` or None, and the pools.
+    """
+    dtype = inputs["qkv"].dtype
+    aliased = {name: aliased_ref(pool) for name, pool in pools.items()}
+    given: dict[str, Any] = dict(zip(("mailbox", "attended", "lses", "x"), mailboxes or (None,) * 4, strict=True))
+
+    def body(stages: Sequence[Any], refs: dict[str, Any], buffers: dict[str, Any]) -> None:
+        rings = buffers.pop("rings", ())
+        buffers |= dict(zip(("w_sm", "kv_sm", "kv_8bit_sm"), rings, strict=False))
+        run(attention, plan, stages, refs, buffers)
+
+    found = gemm_chain.launch(
+        body, "attention_chain", plan, (ATTEND, COMBINE, *gemm_chain.stages_of(plan)), inputs | aliased, given,
+        outputs(attention, plan, dtype), scratch(attention, plan, dtype, inputs["o"].dtype, interpret), interpret,
+    )  # fmt: skip
+    written = {name: freeze_aliased(ref) for name, ref in aliased.items()}
+    return found["stream"], found["projected"] if "next" in inputs else None, written
+
+
+# CTA program
+
+
+def run(attention: Attention, plan: Plan, stages: Sequence[Any], refs: dict[str, Any], buffers: dict[str, Any]) -> None:
+    """Attention's share of two warpgroups, then the products; see `gemm_chain.run`."""
+    index = lax.axis_index("cta")
+    products = [stage for stage in stages if stage not in (ATTEND, COMBINE)]
+    overlap = gemm_chain.Overlap()
+    of_split = functools.partial(_of_split, attention, refs, buffers, index)
+    if not interpreting():
+        overlap = gemm_chain.Overlap(
+            acquire=functools.partial(_acquire_weights, attention.kept(plan), buffers), first_in_mailbox=True,
+            after=lambda product: _empty_heads(product, of_split),
+        )  # fmt: skip
+    warpgroup = lax.axis_index("wg")
+    pl.when(warpgroup == 0)(lambda: _consume(stages, buffers, of_split, plan.eps))
+    pl.when(warpgroup == 2)(lambda: _produce(attention, stages, buffers, of_split, index))
+    gemm_chain.run(gemm_chain.Cta(plan, products, refs, buffers, index, overlap))
+
+
+def _consume(stages: Sequence[Any], buffers: Mapping[str, Any], of_split: Callable[..., None], eps: float) -> None:
+    if ATTEND in stages:
+        of_split(functools.partial(attend, eps=eps))
+    if not interpreting():
+        plgpu.barrier_arrive(buffers["attended"])
+    if COMBINE in stages:
+        of_split(_combine)
+
+
+def _produce(
+    attention: Attention, stages: Sequence[Any], buffers: Mapping[str, Any], of_split: Callable[..., None], index: Any
+) -> None:
+    if ATTEND not in stages:
+        return
+    started = functools.partial(_weights_may_start, buffers)
+    produce = produce_8bit if attention.stages_8bit else produce_16bit
+    of_split(lambda split: produce(split, started))
+    if not interpreting():
+        pl.when(index >= attention.work_items)(started)
+
+
+def _weights_may_start(buffers: Mapping[str, Any]) -> None:
+    """Lets the producer of weights begin."""
+    if not interpreting():
+        plgpu.barrier_arrive(buffers["asked"])
+
+
+def _acquire_weights(kept: int, buffers: Mapping[str, Any], step: Any) -> None:
+    """Before weights fill stages for the first time: any, so that keys do not wait behind weights, and the borrowed ones."""
+    for first, barrier in ((0, "asked"), (kept, "attended")):
+        pl.when(step == first)(functools.partial(plgpu.barrier_wait, buffers[barrier]))
+
+
+def _empty_heads(product: Product, of_split: Callable[..., None]) -> None:
+    """Makes the words EMPTY again that `combine` has written, of heads that all CTAs have read.
+
+    They have after gate and up: the norm of that product's input is of sums that all CTAs' products with the heads went into.
+    """
+    if product.name == "gate_up":
+        of_split(lambda split: pl.when(split.index < split.shapes.combiners)(lambda: combine.empty_heads(
+            split.refs["x"], split.sequence, split.head, split.index, shapes=split.shapes
+        )))  # fmt: skip
+
+
+def _of_split(
+    attention: Attention,
+    refs: Mapping[str, Any],
+    buffers: Mapping[str, Any],
+    index: Any,
+    work: Callable[["Split"], None],
+) -> None:
+    """`work` of the CTA's split, where it has one."""
+    pl.when(index < attention.work_items)(lambda: work(split_of(attention, refs, buffers, index)))
+
+
+# Prologue
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A tile of the ring `[tiles, 2 * 64, 64]`: 64 rows as two blocks of 64 columns, one below the other."""
+
+    ring: Any
+    place: Any
+
+    @property
+    def whole(self) -> Any:
+        return self.rows(0, 0, TILE_ROWS)
+
+    @property
+    def blocks(self) -> list[Any]:
+        return [self.rows(block, 0, KEYS) for block in range(2)]
+
+    def rows(self, block: int, first: int, count: int) -> Any:
+        return self.ring.at[self.place, pl.ds(block * KEYS + first, count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A CTA's split of a sequence's keys under the queries of one KV head. Scalars are read once.
+
+    Attributes:
+      work_item: which of all CTAs' splits; index: which of the head's.
+      sequence, head: whose.
+      q_len: new tokens; reach: how many tokens after its own each of them sees; first: position of the first one.
+      kv_len: keys of the sequence; busy: splits that have keys, the first ones.
+      begin, end: tiles of this split; from `plain_end` on they hold new keys, or end within the sequence.
     """
 
-    def __init__(self, share):
-        self.share, self.attention, self.refs, self.buffers = share, share.attention, share.refs, share.buffers
-        attention, self.interpret = self.attention, share.interpret
-        self.item = share.cta
-        self.sequence_head, self.split = div(self.item, attention.splits), rem(self.item, attention.splits)
-        self.sequence = div(self.sequence_head, attention.kv_heads)
-        self.head = rem(self.sequence_head, attention.kv_heads)
-        if share.syncs:
-            # Before it is known which pages are needed.
-            touch_row(self.refs["table"].at[self.sequence])
-        seq_len, asked = self.refs["seq_lens"][self.sequence], self.refs["q_lens"][self.sequence]
-        self.q_len, self.reach = rem(asked, REACH), div(asked, REACH)
-        # A sequence longer than its table is cut to it; positions still count from the true length.
-        self.first = seq_len - self.q_len
-        held = jnp.minimum(seq_len, attention.table_width * attention.page_size)
-        self.kv_len = jnp.where(self.q_len > 0, held, 0)
-        tiles = div(self.kv_len + (KEYS - 1), KEYS)
-        share_of = div(tiles + (attention.splits - 1), attention.splits)
-        # Parts that have keys, the first ones.
-        self.busy = lax.div(tiles + share_of - 1, jnp.maximum(share_of, 1))
-        self.begin = self.split * share_of
-        self.end = jnp.maximum(jnp.minimum(self.begin + share_of, tiles), self.begin)
-        # Tiles from here on hold new keys, or end within the sequence.
-        self.plain_end = jnp.clip(div(jnp.maximum(self.first, 0), KEYS), self.begin, self.end)
+    attention: Attention
+    refs: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    work_item: Any
+    index: Any
+    sequence: Any
+    head: Any
+    q_len: Any
+    reach: Any
+    first: Any
+    kv_len: Any
+    busy: Any
+    begin: Any
+    end: Any
+    plain_end: Any
 
-    def bring(self, asked):
-        """Has keys and values brought, each tile as soon as its stage is free; calls `asked` when no more stage is free."""
-        full = self.begin + self.attention.stages
+    @property
+    def shapes(self) -> combine.SplitHeads:
+        of = self.attention
+        return combine.SplitHeads(of.tokens, of.group, of.splits, HEAD_DIM, of.interleaved)
 
-        def bring(tile, pages):
-            # The next tile's pages are looked up while this one's stage is not free yet.
-            coming = self._pages(tile + 1)
-            self._fill(tile, pages)
-            return coming
+    # The ring of tiles, counted from the end of the weights' memory: queries, then keys and values of each stage.
 
-        @pl.when(self.begin < self.end)
-        def _():
-            pages = lax.fori_loop(self.begin, jnp.minimum(full, self.end), bring, self._pages(self.begin))
-            asked()
-            lax.fori_loop(full, self.end, bring, pages)
+    @property
+    def queries(self) -> "Tile":
+        return Tile(self.buffers["kv_sm"], self.buffers["kv_sm"].shape[0] - 1)
 
-        pl.when(self.begin >= self.end)(asked)
-
-    def _pages(self, tile):
-        """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
-        attention, last = self.attention, div(self.kv_len - 1, self.attention.page_size)
-        if attention.page_size >= KEYS:
-            entries = [div(tile, attention.page_size // KEYS)]
-        else:
-            count = KEYS // attention.page_size
-            entries = [tile * count + copy for copy in range(count)]
-        return [self.refs["table"][self.sequence, jnp.minimum(entry, last)] for entry in entries]
-
-    def _fill(self, tile, pages):
-        stage = self._stage(tile)
-        for which, name in enumerate(("k", "v")):
-            self._await_stage(name, tile)
-            ring, slot = self.buffers["kv_sm"], self._slot(which, stage)
-            for rows, source in self._sources(name, tile, pages):
-                for block in range(2):
-                    target = ring.at[slot, pl.ds(block * KEYS + rows.start, rows.size)]
-                    columns = source.at[:, pl.ds(block * KEYS, KEYS)]
-                    plgpu.copy_gmem_to_smem(columns, target, self.buffers[f"{name}_in"].at[stage])
-
-    def _sources(self, name: str, tile, pages):
-        """Where a tile lies in memory: its rows, and the part of a pool they come from."""
-        rows = min(self.attention.page_size, KEYS)
-        first = rem(tile, max(self.attention.page_size // KEYS, 1)) * KEYS
-        for copy, page in enumerate(pages):
-            yield pl.ds(copy * rows, rows), self.refs[name].at[page, self.head, pl.ds(first, rows)]
-
-    def _await_stage(self, name: str, tile):
-        """Waits until the stage of a tile is free."""
-        left = self.buffers[f"{name}_out"].at[self._stage(tile)]
-        pl.when(tile - self.begin >= self.attention.stages)(functools.partial(plgpu.barrier_wait, left))
-
-    def _stage(self, tile):
+    def stage(self, tile: Any) -> Any:
         return rem(tile - self.begin, self.attention.stages)
 
-    def _queries(self) -> int:
-        """Slot of the ring that the queries have, the last one."""
-        return self.buffers["kv_sm"].shape[0] - 1
+    def tile(self, which: int, stage: Any) -> "Tile":
+        """Memory of a stage's keys or values."""
+        return Tile(self.buffers["kv_sm"], self.buffers["kv_sm"].shape[0] - 2 - 2 * stage - which)
 
-    def _slot(self, which: int, stage):
-        """Slot of the ring that keys (0) or values (1) of a stage have."""
-        return self._queries() - 1 - 2 * stage - which
+    def full(self, which: int, stage: Any) -> Any:
+        return self.buffers["kv"[which] + "_ring"][0].at[stage]
 
-    def attend(self):
-        """Leaves this part, where it has keys."""
-        # Before the first branch on a length, so that they are on their way together.
-        ops.load_queries(
-            self.attention, self.share.plan.eps, self.refs, self.buffers["kv_sm"], self._queries(), self.sequence, self.head,
-            self.interpret,
-        )  # fmt: skip
+    def await_empty(self, which: int, tile: Any) -> None:
+        """Waits until the stage of a tile is empty."""
+        empty = self.buffers["kv"[which] + "_ring"][-1].at[self.stage(tile)]
+        pl.when(tile - self.begin >= self.attention.stages)(functools.partial(plgpu.barrier_wait, empty))
 
-        @pl.when(self.begin < self.end)
+    def release(self, which: int, tile: Any) -> None:
+        """Gives a stage back where another tile comes in it."""
+        empty = self.buffers["kv"[which] + "_ring"][-1].at[self.stage(tile)]
+        pl.when(tile + self.attention.stages < self.end)(functools.partial(plgpu.barrier_arrive, empty))
+
+
+def split_of(attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str, Any], work_item: Any) -> Split:
+    sequence_head, index = div(work_item, attention.splits), rem(work_item, attention.splits)
+    sequence, head = div(sequence_head, attention.kv_heads), rem(sequence_head, attention.kv_heads)
+    # Before it is known which pages are needed.
+    touch_row(refs["table"].at[sequence])
+    seq_len, asked = refs["seq_lens"][sequence], refs["q_lens"][sequence]
+    q_len, reach = rem(asked, REACH), div(asked, REACH)
+    # A sequence longer than its table is cut to it; positions still count from the true length.
+    first = seq_len - q_len
+    held = jnp.minimum(seq_len, attention.table_width * attention.page_size)
+    kv_len = jnp.where(q_len > 0, held, 0)
+    tiles = div(kv_len + (KEYS - 1), KEYS)
+    share = div(tiles + (attention.splits - 1), attention.splits)
+    busy = lax.div(tiles + share - 1, jnp.maximum(share, 1))
+    begin = index * share
+    end = jnp.maximum(jnp.minimum(begin + share, tiles), begin)
+    plain_end = jnp.clip(div(jnp.maximum(first, 0), KEYS), begin, end)
+    return Split(
+        attention, refs, buffers, work_item, index, sequence, head, q_len, reach, first, kv_len, busy, begin, end, plain_end
+    )  # fmt: skip
+
+
+# Producer
+
+
+def produce_16bit(split: Split, started: Callable[[], None]) -> None:
+    """Brings keys and values, each tile as soon as its stage is empty; calls `started` when no more stage is empty."""
+    full = split.begin + split.attention.stages
+
+    def fill(tile: Any, pages: list[Any]) -> list[Any]:
+        # The next tile's pages are looked up while this one's stage is not empty yet.
+        coming = _pages(split, tile + 1)
+        stage = split.stage(tile)
+        for which in (K, V):
+            split.await_empty(which, tile)
+            target = split.tile(which, stage)
+            for rows, source in _page_rows(split, which, tile, pages):
+                for block in range(2):
+                    of_block = target.rows(block, rows.start, rows.size)
+                    columns = source.at[:, pl.ds(block * KEYS, KEYS)]
+                    plgpu.copy_gmem_to_smem(columns, of_block, split.full(which, stage))
+        return coming
+
+    @pl.when(split.begin < split.end)
+    def _():
+        pages = lax.fori_loop(split.begin, jnp.minimum(full, split.end), fill, _pages(split, split.begin))
+        started()
+        lax.fori_loop(full, split.end, fill, pages)
+
+    pl.when(split.begin >= split.end)(started)
+
+
+def produce_8bit(split: Split, started: Callable[[], None]) -> None:
+    """`produce_16bit` of float8 pages: copies go to a ring of their own, and each tile is widened to its stage."""
+    ahead = split.attention.stages_8bit
+
+    def start(tile: Any, _: None) -> None:
+        pages = _pages(split, tile)
+        for which in (K, V):
+            _fill_8bit(split, which, tile, pages)
+
+    lax.fori_loop(split.begin, jnp.minimum(split.begin + ahead, split.end), start, None)
+    started()
+
+    def widen(tile: Any, _: None) -> None:
+        coming, stage = _pages(split, tile + ahead), split.stage(tile)
+        for which in (K, V):
+            plgpu.barrier_wait(_full_8bit(split, which, tile))
+            split.await_empty(which, tile)
+            widen_tile(split.buffers["kv_8bit_sm"].at[_place_8bit(split, which, tile)], split.tile(which, stage).whole)
+            plgpu.barrier_arrive(split.full(which, stage))
+            pl.when(tile + ahead < split.end)(functools.partial(_fill_8bit, split, which, tile + ahead, coming))
+
+    lax.fori_loop(split.begin, split.end, widen, None)
+
+
+def _fill_8bit(split: Split, which: int, tile: Any, pages: list[Any]) -> None:
+    for rows, source in _page_rows(split, which, tile, pages):
+        target = split.buffers["kv_8bit_sm"].at[_place_8bit(split, which, tile), rows]
+        plgpu.copy_gmem_to_smem(source, target, _full_8bit(split, which, tile))
+
+
+def _full_8bit(split: Split, which: int, tile: Any) -> Any:
+    return split.buffers["kv"[which] + "_ring"][1].at[rem(tile - split.begin, split.attention.stages_8bit)]
+
+
+def _place_8bit(split: Split, which: int, tile: Any) -> Any:
+    """Of a tile as it comes: two lie in the memory of one that is widened, before all of those."""
+    ahead = split.attention.stages_8bit
+    first = 2 * (split.buffers["kv_sm"].shape[0] - 1 - 2 * split.attention.stages - ahead)
+    return first + 2 * rem(tile - split.begin, ahead) + which
+
+
+def _pages(split: Split, tile: Any) -> list[Any]:
+    """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
+    page_size, last = split.attention.page_size, div(split.kv_len - 1, split.attention.page_size)
+    if page_size >= KEYS:
+        entries = [div(tile, page_size // KEYS)]
+    else:
+        count = KEYS // page_size
+        entries = [tile * count + copy for copy in range(count)]
+    return [split.refs["table"][split.sequence, jnp.minimum(entry, last)] for entry in entries]
+
+
+def _page_rows(split: Split, which: int, tile: Any, pages: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Where a tile lies in memory: its rows, and the part of a pool they come from."""
+    rows = min(split.attention.page_size, KEYS)
+    first = rem(tile, max(split.attention.page_size // KEYS, 1)) * KEYS
+    for copy, page in enumerate(pages):
+        yield pl.ds(copy * rows, rows), split.refs["kv"[which]].at[page, split.head, pl.ds(first, rows)]
+
+
+# Mainloop
+
+
+def attend(split: Split, *, eps: float) -> None:
+    """Online softmax over the split's tiles; leaves the split in the mailbox, where it has keys."""
+    refs, shapes = split.refs, split.attention
+    # Before the first branch on a length, so that loads are on their way together.
+    given = [refs[name] for name in ("qkv", "cos", "sin", "q_norm")]
+    heads.load_queries(*given, split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps)
+
+    @pl.when(split.begin < split.end)
+    def _():
+        low, high = split.begin * KEYS, jnp.minimum(split.end * KEYS, split.kv_len)
+
+        @pl.when(split.plain_end < split.end)
         def _():
-            self._start()
-            rows = plgpu.layout_cast(jnp.full((KEYS,), -jnp.inf, jnp.float32), _ROW)
-            total = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), _ROW)
-            accs = [plgpu.layout_cast(jnp.zeros((KEYS, KEYS), jnp.float32), _WGMMA) for _ in range(2)]
-            carry = (*accs, rows, total)
-            for first, end, plain in ((self.begin, self.plain_end, True), (self.plain_end, self.end, False)):
-                carry = lax.fori_loop(first, end, functools.partial(self._step, plain=plain), carry)
-            self._finish(*carry)
-
-    def _start(self):
-        """New keys and values, where this part has their places."""
-        low, high = self.begin * KEYS, jnp.minimum(self.end * KEYS, self.kv_len)
-
-        @pl.when(self.plain_end < self.end)
-        def _():
-            ops.stage_new(
-                self.attention, self.share.plan.eps, self.refs, self.buffers["new_sm"], self.sequence, self.head, self.first,
-                low, high, self.interpret,
+            pools, scales = (
+                [refs[name] for name in "kv"],
+                [refs[f"{name}_scale"] for name in "kv" if shapes.stages_8bit],
+            )
+            heads.write_new(
+                *[refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")], pools, scales or None,
+                split.buffers["new_sm"], split.sequence, split.head, [split.first, low, high], shapes=shapes, eps=eps,
             )  # fmt: skip
 
-    def _step(self, tile, carry, *, plain: bool):
-        """One tile of keys: scores, online softmax in base 2, values."""
-        (*accs, top, total), unit = carry, self._unit()
-        scores = self._scores(self._there(0, tile, plain))
-        self._release("k", tile)
-        if not plain:
-            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, scores.max(axis=1) * unit)
-        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        kept = jnp.exp2(top - base)
-        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
-        total = total * kept + weights.sum(axis=1)
-        weights = weights.astype(self.buffers["kv_sm"].dtype)
-        staged = self.buffers.get("p_sm")
-        values = self._there(1, tile, plain)
-        accs = [acc * lax.broadcast_in_dim(kept, acc.shape, [0]) for acc in accs]
-        accs = [add_values(acc, weights, block, staged) for acc, block in zip(accs, values, strict=True)]
-        self._release("v", tile)
-        return (*accs, new_top, total)
+        row_max = plgpu.layout_cast(jnp.full((KEYS,), -jnp.inf, jnp.float32), ROW)
+        row_sum = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), ROW)
+        accs = [plgpu.layout_cast(jnp.zeros((KEYS, KEYS), jnp.float32), MATRIX) for _ in range(2)]
+        carry = (*accs, row_max, row_sum)
+        for first, end, plain in ((split.begin, split.plain_end, True), (split.plain_end, split.end, False)):
+            carry = lax.fori_loop(first, end, functools.partial(_step, split, plain=plain), carry)
+        _finish(split, *carry)
 
-    def _there(self, which: int, tile, plain: bool):
-        """Blocks of a tile of keys (0) or values (1), once it is there and holds the new tokens."""
-        ring, stage = self.buffers["kv_sm"], self._stage(tile)
-        plgpu.barrier_wait(self.buffers[f"{'kv'[which]}_in"].at[stage])
-        slot = self._slot(which, stage)
-        if not plain:
-            first, live = self.first - tile * KEYS, self.kv_len - tile * KEYS
-            ops.overlay(self.attention, self.buffers["new_sm"], which, ring, slot, first, live, self.interpret)
-        return ops.blocks(ring, slot)
 
-    def _scores(self, keys):
-        queries = ops.blocks(self.buffers["kv_sm"], self._queries())
+def _step(split: Split, tile: Any, carry: tuple[Any, ...], *, plain: bool) -> tuple[Any, ...]:
+    """One tile of keys: scores, online softmax in base 2, values."""
+    (*accs, row_max, row_sum), scale_log2 = carry, _scale_log2(split)
+    scores = _scores(split, _blocks_of(split, K, tile, plain))
+    split.release(K, tile)
+    if not plain:
+        scores = jnp.where(_mask(split, tile), scores, -jnp.inf)
+    weights, alpha, row_max, row_sum = softmax.online_step(scores, row_max, row_sum, scale_log2)
+    weights = weights.astype(split.buffers["kv_sm"].dtype)
+    staged = split.buffers.get("p_sm")
+    values = _blocks_of(split, V, tile, plain)
+    accs = [softmax.rescaled(acc, alpha) for acc in accs]
+    accs = [add_values(acc, weights, block, staged) for acc, block in zip(accs, values, strict=True)]
+    split.release(V, tile)
+    return (*accs, row_max, row_sum)
 
-        def multiply(scores):
-            for query, key in zip(queries, keys, strict=True):
-                plgpu.wgmma(scores, query, key.transpose((1, 0)))
-            return scores[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((KEYS, KEYS), jnp.float32))
+def _blocks_of(split: Split, which: int, tile: Any, plain: bool) -> list[Any]:
+    """Blocks of a tile of keys or values, once it is there and holds the new tokens."""
+    stage = split.stage(tile)
+    plgpu.barrier_wait(split.full(which, stage))
+    held = split.tile(which, stage)
+    if not plain:
+        first, live = split.first - tile * KEYS, split.kv_len - tile * KEYS
+        heads.overlay(split.buffers["new_sm"], held.whole, first, live, shapes=split.attention, which=which)
+    return held.blocks
 
-    def _release(self, name: str, tile):
-        """Gives a stage back where another tile comes in it."""
-        arrive = functools.partial(plgpu.barrier_arrive, self.buffers[f"{name}_out"].at[self._stage(tile)])
-        pl.when(tile + self.attention.stages < self.end)(arrive)
 
-    def _unit(self):
-        """What makes scores exponents of two."""
-        return self.attention.scale * LOG2E
+def _scores(split: Split, keys: list[Any]) -> Any:
+    queries = split.queries.blocks
 
-    def _tokens(self):
-        """Query token of each row."""
-        return div(plgpu.layout_cast(lax.iota(jnp.int32, KEYS), _ROW), self.attention.group)
+    def multiply(scores: Any) -> Any:
+        for query, key in zip(queries, keys, strict=True):
+            plgpu.wgmma(scores, query, key.transpose((1, 0)))
+        return scores[...]
 
-    def _mask(self, tile):
-        shape = KEYS, KEYS
-        high = jnp.minimum(self.kv_len, self._tokens() + (self.first + 1 + self.reach))
-        keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), _WGMMA)
-        return keys < spread(high - tile * KEYS, shape)
+    return pl.run_scoped(multiply, plgpu.ACC((KEYS, KEYS), jnp.float32))
 
-    def _finish(self, *carry):
-        """Normalises and leaves this part."""
-        *accs, top, total = carry
-        live = (self._tokens() < self.q_len) & (total != 0)
-        inverse = jnp.where(live, 1.0 / jnp.where(live, total, 1.0), 0.0)
-        lse = jnp.where(live, (top + jnp.log2(jnp.where(live, total, 1.0))) * (1 / LOG2E), -jnp.inf)
-        factor = lax.broadcast_in_dim(self._of_values(inverse), accs[0].shape, [0])
-        # Not a product alone: rows past the live ones may hold NaN.
-        parts = [jnp.where(factor != 0, acc * factor, 0.0) for acc in accs]
-        ops.leave_part(self.attention, self.refs, self.item, parts, lse, self.interpret)
 
-    def _of_values(self, inverse):
-        """What sums of weighted values are multiplied with."""
-        return inverse
+def _scale_log2(split: Split) -> Any:
+    """What makes scores exponents of two."""
+    scale = split.attention.scale * LOG2E
+    return scale * split.refs["k_scale"][split.head] if split.attention.stages_8bit else scale
 
-    def merge(self):
-        """Puts the parts of some rows together."""
-        pl.when(self.split < self.attention.mergers)(self._merge)
 
-    def _merge(self):
-        place = (self.item - self.split, self.sequence, self.head, self.split, self.busy)
-        ops.put_together(self.attention, self.refs, *place, self.interpret)
+def _row_tokens(split: Split) -> Any:
+    """Query token of each row."""
+    return div(plgpu.layout_cast(lax.iota(jnp.int32, KEYS), ROW), split.attention.group)
 
-    def empty(self):
-        """Makes the words EMPTY again that `merge` has written."""
-        place = (self.sequence, self.head, self.split)
-        clear = functools.partial(ops.empty_heads, self.attention, self.refs["x"], *place)
-        pl.when(self.split < self.attention.mergers)(clear)
+
+def _mask(split: Split, tile: Any) -> Any:
+    shape = KEYS, KEYS
+    high = jnp.minimum(split.kv_len, _row_tokens(split) + (split.first + 1 + split.reach))
+    keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), MATRIX)
+    return keys < spread(high - tile * KEYS, shape)
+
+
+# Epilogue
+
+
+def _finish(split: Split, *carry: Any) -> None:
+    """Normalizes the split and leaves it in the mailbox."""
+    *accs, row_max, row_sum = carry
+    live = (_row_tokens(split) < split.q_len) & (row_sum != 0)
+    inverse = jnp.where(live, 1.0 / softmax.counted(row_sum, live), 0.0)
+    lse = softmax.natural_lse(row_max, softmax.counted(row_sum, live), live)
+    if split.attention.stages_8bit:
+        inverse = inverse * split.refs["v_scale"][split.head]
+    out = [softmax.scaled(acc, inverse) for acc in accs]
+    combine.store_split(split.refs["attended"].at[split.work_item], split.refs["lses"].at[split.work_item], out, lse)
+
+
+def _combine(split: Split) -> None:
+    """Combines all splits of some rows."""
+
+    @pl.when(split.index < split.shapes.combiners)
+    def _():
+        combine.combine_mailbox(
+            split.refs["attended"], split.refs["lses"], split.refs["x"], split.work_item - split.index, split.sequence, split.head,
+            split.index, split.busy, shapes=split.shapes,
+        )  # fmt: skip

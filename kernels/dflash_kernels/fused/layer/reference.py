@@ -1,4 +1,6 @@
-"""The definition in jnp, each result rounded to the activations' dtype as separate operations round it."""
+"""References of `layer_chain` and `attention_chain` in jnp: each result rounded to the activations' dtype as separate operations
+round it.
+"""
 
 from typing import Any
 
@@ -7,7 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_kernels.core.layouts import deinterleave_columns
+from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.arguments import Layer
+from dflash_kernels.fused.qkv_attention.reference import qkv_attention_reference
 from dflash_kernels.matmul.dense.reference import dense_reference
 
 
@@ -30,8 +34,18 @@ def layer_chain_reference(
     return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
 
 
+def attention_chain_reference(
+    heads: Heads, layer: Layer, exchange: Any, *, causal: bool, scale: float, eps: float
+) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None, Array, Array]:
+    """See `attention_chain`."""
+    del exchange
+    out, k_pages, v_pages = qkv_attention_reference(heads, causal=causal, scale=scale, eps=eps)
+    x = out.reshape(heads.qkv.shape[0], -1)
+    return *layer_chain_reference(x, layer, None, None, eps=eps), k_pages, v_pages
+
+
 def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
-    """Its rows in eight bits, columns in pairs, times their scales."""
+    """8-bit rows with interleaved columns, times their scales."""
     wide = deinterleave_columns(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 

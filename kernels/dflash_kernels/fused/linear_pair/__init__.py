@@ -1,1 +1,1 @@
-"""Two products with a norm between them, for a few tokens."""
+"""Two matrix products with an RMS norm between them, fused for a few tokens."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Two matrix products with an RMS norm between them, fused. Checks shapes, then dispatches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.core.validation import check_axes, check_floats
-from dflash_kernels.fused.layer.plan import LINE
 from dflash_kernels.fused.linear_pair import mosaic_gpu
 from dflash_kernels.fused.linear_pair.reference import linear_chain_reference
+from dflash_kernels.fused.plan import LINE
 
 IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.linear_chain_mosaic_gpu, "xla": linear_chain_reference}
 
@@ -28,9 +28,9 @@ def linear_chain_refusal(rows: int, dtype: Any, *, depth: int, hidden: int, feat
 
 
 def linear_chain_exchange(rows: int, *, depth: int, hidden: int, features: int) -> Int[Array, "w"]:
-    """What the Ref starts with through which multiprocessors hand results to one another, for calls of these sizes."""
+    """First value of the cross-CTA mailbox of `linear_chain`, which the caller makes a Ref of, for calls of these sizes."""
     ctas = max(target().multiprocessors, 1)
-    words = mosaic_gpu.plan(rows, depth, hidden, features, ctas=ctas, eps=0.0).exchange
+    words = mosaic_gpu.plan(rows, depth, hidden, features, ctas=ctas, eps=0.0).mailbox
     # Counts of launches are 0 at first, places of results are empty.
     return jnp.where(jnp.arange(words.words) < words.ctas * LINE, 0, EMPTY)
 
@@ -45,12 +45,12 @@ def linear_chain(
     eps: float,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M F"]:
-    """`second` times the root-mean-square norm of `first` times x, for a few tokens.
+    """Two matrix products with an RMS norm between them, fused for a few tokens: `second` times the norm of `first` times x.
 
     Args:
       x: bfloat16, float16 or float32.
       first, second: weights `[rows, columns]`; norm: weight of the norm between them.
-      exchange: a Ref of `linear_chain_exchange`, passed to one call after the other.
+      exchange: the mailbox, a Ref of `linear_chain_exchange`, passed to one call after the other.
       eps: added to the mean square.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

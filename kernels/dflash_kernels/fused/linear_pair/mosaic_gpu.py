@@ -1,4 +1,7 @@
-"""Two products with a norm between them on Hopper: what the kernel takes."""
+"""Two products with a norm between them on Hopper: the end of a layer's chain alone, with a residual stream of zeros.
+
+The first product is split-K, and the norm's factors multiply the second one; the CTA program is `gemm_chain`'s.
+"""
 
 import functools
 from typing import Any
@@ -8,18 +11,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_kernels.core.device import require_hopper, target
-from dflash_kernels.fused.layer.mosaic_gpu import WORTH, WORTH_ROWS
-from dflash_kernels.fused.layer.plan import (
+from dflash_kernels.fused.plan import (
     BLOCK,
     COPIES,
     LEAST_WIDTH,
     MOST_ROWS,
     ROWS,
+    WORTH,
+    WORTH_ROWS,
     Plan,
     padded_rows,
-    room,
-    split_product,
-    whole_product,
+    split_k,
+    unsplit,
+    with_stages,
 )
 
 
@@ -34,7 +38,7 @@ def linear_chain_mosaic_gpu(*args: Any, eps: float) -> Array:
 
 
 def refuse(rows: int, dtype: Any, *, depth: int, hidden: int, features: int) -> None:
-    """Raises NotImplementedError, with the reason, where `linear_chain_mosaic_gpu` would or is not worth its meetings."""
+    """Raises NotImplementedError, with the reason, where `linear_chain_mosaic_gpu` would or is not worth its grid syncs."""
     require_hopper()
     if dtype != jnp.bfloat16:
         raise NotImplementedError(f"takes bfloat16 throughout, not {dtype}")
@@ -47,7 +51,7 @@ def refuse(rows: int, dtype: Any, *, depth: int, hidden: int, features: int) -> 
 
 
 def plan(rows: int, depth: int, hidden: int, features: int, *, ctas: int, eps: float) -> Plan:
-    """The first product as a chain's last projection onto the stream, the second one as the projection after it.
+    """The first product as a layer's last projection onto the residual stream, the second one as the projection after it.
 
     Raises NotImplementedError with the reason for shapes that do not tile.
     """
@@ -60,8 +64,8 @@ def plan(rows: int, depth: int, hidden: int, features: int, *, ctas: int, eps: f
         raise NotImplementedError(f"takes widths that {LEAST_WIDTH} divides, not features {features}")
     if hidden // ROWS > ctas:
         raise NotImplementedError(f"hidden {hidden} needs {hidden // ROWS} multiprocessors to add up, there are {ctas}")
-    products = split_product("down", hidden, depth, ctas), whole_product("next", features, hidden, 1, ctas)
-    return room(Plan(rows, padded_rows(rows), hidden, products, ctas, 0, 0, 0, eps))
+    products = split_k("down", hidden, depth, ctas), unsplit("next", features, hidden, 1, ctas)
+    return with_stages(Plan(rows, padded_rows(rows), hidden, products, ctas, 0, 0, 0, eps))
 
 
 def launch(
@@ -81,19 +85,22 @@ def launch(
             f"takes bfloat16 throughout, not {x.dtype}, {first.dtype}, {norm.dtype}, {second.dtype}"
         )
     hidden, depth = first.shape
-    schedule = plan(x.shape[0], depth, hidden, second.shape[0], ctas=ctas, eps=eps)
-    if exchange is not None and exchange.shape != (schedule.exchange.words,):
-        raise ValueError(
-            f"the exchange must have {schedule.exchange.words} words for these shapes, not {exchange.shape}"
-        )
+    made = plan(x.shape[0], depth, hidden, second.shape[0], ctas=ctas, eps=eps)
+    if exchange is not None and exchange.shape != (made.mailbox.words,):
+        raise ValueError(f"the exchange must have {made.mailbox.words} words for these shapes, not {exchange.shape}")
     inputs = {"gated": x, "down": first, "next_norm": norm, "next": second}
-    return _run(schedule, inputs, exchange, interpret)
+    return _run(made, inputs, exchange, interpret)
 
 
 # Compiled as a function of its own, so that all calls of a program share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _run(schedule: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> Array:
+def _run(plan: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
-    from dflash_kernels.fused.linear_pair import mosaic_gpu_kernel as kernel
+    from dflash_kernels.fused import gemm_chain
 
-    return kernel.chain(schedule, inputs, exchange, interpret)
+    dtype = inputs["gated"].dtype
+    found = gemm_chain.launch(
+        gemm_chain.program(plan), "linear_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": exchange},
+        gemm_chain.outputs(plan, dtype), gemm_chain.scratch(plan, dtype, dtype), interpret,
+    )  # fmt: skip
+    return found["projected"]

@@ -1,4 +1,4 @@
-"""The definition in jnp, each result rounded to the activations' dtype as separate operations round it."""
+"""Reference of `linear_chain` in jnp: each result rounded to the activations' dtype as separate operations round it."""
 
 from typing import Any
 

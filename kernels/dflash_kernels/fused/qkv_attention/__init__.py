@@ -1,1 +1,1 @@
-"""Norm, rotation, the write to the pages and attention over them, from a projection to heads, in one operation."""
+"""Fused QK norm, RoPE, KV-cache write and paged attention."""

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""Fused QK norm, RoPE, KV-cache write and paged attention. Checks shapes, then dispatches."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -60,7 +60,9 @@ def qkv_attention(
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> QkvAttended:
-    """`qkv_write` of M = B * T tokens, a sequence's one after the other, then `paged_attention` of their queries.
+    """Fused QK norm, RoPE, KV-cache write and paged attention from a QKV projection: `qkv_write`, then `paged_attention`.
+
+    There are M = B * T tokens, a sequence's one after the other.
 
     Token i of sequence b stands at position `seq_lens[b] - q_lens[b] + i`; its key and value go to that place in the sequence's
     pages. Tokens past `q_lens` and places before the sequence or past the table write nothing.

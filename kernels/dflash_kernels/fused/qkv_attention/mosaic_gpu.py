@@ -1,4 +1,4 @@
-"""From a projection to heads in one launch on Hopper: what the kernel takes."""
+"""Launch of fused QKV attention on Hopper: what the kernel takes, and how its splits are chosen."""
 
 import dataclasses
 import functools
@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.attention.paged.launch import MULTIPROCESSORS, Launch, Tuning, plan
-from dflash_kernels.attention.paged.mosaic_gpu import KERNEL_MERGES
-from dflash_kernels.core.device import require_hopper
+from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Launch, Tuning, plan
+from dflash_kernels.core.device import MULTIPROCESSORS, require_hopper
 from dflash_kernels.fused.arguments import Heads
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
 
 
 def qkv_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array]:
@@ -84,9 +83,9 @@ def _planned(
         pair = cut(Tuning(stages=2, together=True))
         made = pair if pair.pair else made
     # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
-    by_lanes = not made.direct and not made.pair and made.splits >= KERNEL_MERGES
+    fragments = not made.direct and not made.pair and made.splits >= KERNEL_COMBINES
     # Clusters of more than two would need another kernel: their parts are put together afterwards.
-    made = dataclasses.replace(made, once=True, by_lanes=by_lanes, together=made.pair)
+    made = dataclasses.replace(made, evict_first=True, fragments=fragments, together=made.pair)
     return made, Attention(
         sequences=sequences, tokens=tokens, group=group, kv_heads=kv_heads, page_size=page_size, table_width=table_width,
         splits=made.splits, stages=made.stages, scale=scale,

@@ -16,6 +16,8 @@ is busy from the first tile to the last, at 3.9 TB/s; a third tile in the ring 5
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,18 +26,29 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.attention.paged.launch import ROWS, Launch
-from dflash_kernels.attention.paged.mosaic_gpu_ops import clear_rows, ring, scratch
-from dflash_kernels.attention.paged.mosaic_gpu_pair import Pair
-from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Block, grid
+from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
-from dflash_kernels.fused import mosaic_gpu_ops as ops
-from dflash_kernels.fused.layer.mosaic_gpu_plan import HEAD_DIM, KEYS, Attention
-from dflash_kernels.fused.qkv_attention import mosaic_gpu_ops as qkv
-from dflash_kernels.mosaic_gpu.combine import combine_fragments, combine_xla
+from dflash_kernels.fused import heads
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, Attention
+from dflash_kernels.mosaic_gpu import epilogue, paged_kv, softmax
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.combine import combine_fragments, combine_halves, combine_xla, exchange_halves
+from dflash_kernels.mosaic_gpu.convert import numbers
 from dflash_kernels.mosaic_gpu.layouts import TILED
-from dflash_kernels.mosaic_gpu.pipeline import warpgroup_barrier
+from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Work
+from dflash_kernels.mosaic_gpu.pipeline import by_one_warp, warpgroup_barrier
 from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
+from dflash_kernels.mosaic_gpu.thread_op import (
+    GLOBAL,
+    MATRIX,
+    ROW,
+    SCALAR,
+    WORDS,
+    interpreting,
+    kernel,
+    thread_op,
+)
+from dflash_kernels.mosaic_gpu.tma import order_copies
 from dflash_kernels.mosaic_gpu.wgmma import add_values, multiply_blocks, scores_of_blocks
 
 _HALF = HEAD_DIM // 2
@@ -57,25 +70,25 @@ def attention(
     """
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False, once=False, by_lanes=False)
+        launch = dataclasses.replace(launch, together=False, evict_first=False, fragments=False)
     b, rows, whole = shapes.sequences, -(-shapes.rows // 8) * 8, launch.direct or launch.together
     shape = (b, launch.tokens, launch.kv_heads, launch.group) if whole else (b, launch.kv_heads, launch.splits, rows)
     made = {"o": jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.bfloat16 if whole else jnp.float32)}
     if not whole:
         made["lse"] = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, ROWS), jnp.float32)
-    names, kind = [*inputs, *pools, *made], _Pair if launch.pair else _Written
-    queries = plgpu.SMEM((1, 2 * ROWS, _HALF), jnp.bfloat16, transforms=TILED)
+    names = [*inputs, *pools, *made]
 
     def body(*refs, **buffers):
-        kind(launch, shapes, eps, dict(zip(names, refs, strict=True)), buffers, interpret).run()
+        cta = _cta(launch, shapes, eps, dict(zip(names, refs, strict=True)), buffers)
+        (_attend_as_pair if launch.pair else _attend)(cta)
 
     body.__name__ = "qkv_attention"  # what profilers show
     held = {name: aliased_ref(pool) for name, pool in pools.items()}
-    out, *lse = plgpu.kernel(
+    out, *lse = kernel(
         body,
         out_type=tuple(made.values()),
-        scratch_types=kind.scratch(launch, jnp.bfloat16, interpret) | {"q_sm": queries},
-        **grid(launch, b), num_threads=1, thread_name="wg",
+        scratch_types=scratch(launch, jnp.bfloat16, interpret),
+        **paged_kv.grid(launch, b), num_threads=1, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
         # Nothing here relies on barriers of the compiler's own, of which it would put two around every refill of the ring.
         compiler_params=plgpu.CompilerParams(
@@ -84,176 +97,368 @@ def attention(
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
-        merge = combine_fragments if launch.by_lanes else combine_xla
+        merge = combine_fragments if launch.fragments else combine_xla
         out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
 
-class _Written(Block):
-    """One CTA's work. Those that share a head's keys take turns with the tiles, and all make its queries.
+def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA. The output leaves from registers, but not in the interpreter."""
+    queries = plgpu.SMEM((1, 2 * ROWS, _HALF), dtype, transforms=TILED)
+    buffers = paged_kv.ring(launch, dtype) | {"q_sm": queries}
+    if launch.pair:
+        # What the other CTA writes to.
+        buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
+    if interpret is not None:
+        buffers["p_sm"] = plgpu.SMEM((1, ROWS, launch.keys), dtype)
+        buffers |= epilogue.scratch(launch, dtype)
+    return buffers
 
-    The values of a tile are multiplied beside the softmax of the next one (FlashAttention-3, arXiv 2407.08608, section 3.2).
+
+# Prologue: queries and new keys, whose loads are on their way to registers before the first copies of tiles
+#
+# As in `heads`, a head's row belongs to eight threads. Here all rows of a thread are one token's, its new key among them, so that
+# the angles are loaded once.
+
+_SHARED = 8  # of a thread's loads: angles and both norms' weights
+
+
+def _count(shapes: Attention) -> int:
+    """Loads of a thread: two halves of each of its query rows, of a key and of a value, and what they share."""
+    return 2 * (_rows_of_thread(shapes) + 2) + _SHARED
+
+
+def issue_loads(shapes: Attention, refs: Mapping[str, Any], sequence: Any, head: Any) -> list[Any]:
+    """What `put_queries` and `put_new` are made of, on its way to registers from here on."""
+    names = ("qkv", "cos", "sin", "q_norm", "k_norm")
+    return _issue_loads(*[refs[name] for name in names], sequence, head, shapes=shapes)
+
+
+@thread_op(
+    args=(*[GLOBAL] * 5, *[SCALAR] * 2), returns=lambda *_, shapes: [WORDS] * _count(shapes), interpret=lambda *_, shapes: []
+)  # fmt: skip
+def _issue_loads(
+    qkv: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, sequence: Any, head: Any, *, shapes: Attention
+) -> list[Any]:
+    _, place = heads.line_and_place()
+    token = th.add(th.mul(sequence, shapes.tokens), _token(shapes))
+    first, key = th.mul(head, shapes.group), th.add(head, shapes.kv_heads * shapes.group)
+    rows = [*[th.add(first, among) for among in _among(shapes)], key, th.add(key, shapes.kv_heads)]
+    found = [address for row in rows for address in heads.head_places(qkv, token, row, place)]
+    found += heads.angle_places(cos, sin, token, place)
+    found += [address for norm in (q_norm, k_norm) for address in heads.weight_places(norm, place)]
+    # Volatile: as plain loads they would be moved to where they are used.
+    words = [th.load(address, 4, op="ld.volatile.global") for address in found]
+    return [th.as_array(four) for four in words]
+
+
+def put_queries(
+    shapes: Attention, eps: float, refs: Mapping[str, Any], loads: list[Any], target: Any, sequence: Any, head: Any
+) -> None:
+    """Normed, rotated queries of a KV head to `target [2 * 64, 64]`, a block of columns below the other."""
+    if interpreting():
+        names = ("qkv", "cos", "sin", "q_norm")
+        heads.load_queries(*[refs[name] for name in names], sequence, head, target, shapes=shapes, eps=eps)
+        return
+    (*queries, _, _, _, _), shared = loads[:-_SHARED], loads[-_SHARED:]
+    _put_queries(target, [*queries, *shared[:6]], shapes=shapes, eps=eps)
+
+
+@thread_op(args=(heads.TILES, WORDS.layout))
+def _put_queries(target: Any, loads: list[Any], *, shapes: Attention, eps: float) -> None:
+    words = [th.as_words(array) for array in loads]
+    _, place = heads.line_and_place()
+    base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
+    turn = heads.angles(words[-6:-2])
+    first = th.mul(_token(shapes), shapes.group)
+    for index, among in enumerate(_among(shapes)):
+        held = heads.normed(words[2 * index : 2 * index + 2], weights, eps)
+        for block, half in enumerate(heads.rotated(held, turn)):
+            heads.store_line(th.add(base, block * KEYS * heads.LINE), th.add(first, among), place, half)
+    th.commit_shared()
+
+
+def put_new(
+    shapes: Attention, eps: float, refs: Mapping[str, Any], loads: list[Any], pages: list[Any], sequence: Any, head: Any,
+    limits: list[Any],
+) -> None:  # fmt: skip
+    """New keys, normed and rotated, and new values of a head to their pages, those at positions `limits[1]` to `limits[2] - 1`.
+
+    `pages`: of the first new token's tile and of the next one; `limits[0]`: position of the first new token.
+    """
+    pools = [refs["k"], refs["v"]]
+    if interpreting():
+        given = [refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")]
+        heads.write_new(*given, pools, None, None, sequence, head, limits, shapes=shapes, eps=eps)
+        return
+    (*_, key, key_end, value, value_end), shared = loads[:-_SHARED], loads[-_SHARED:]
+    own = [key, key_end, value, value_end, *shared[:4], *shared[6:]]
+    _put_new(pools, head, limits, pages, own, shapes=shapes, eps=eps)
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, SCALAR, WORDS.layout))
+def _put_new(
+    pools: list[Any], head: Any, limits: list[Any], pages: list[Any], loads: list[Any], *, shapes: Attention, eps: float
+) -> None:
+    words = [th.as_words(array) for array in loads]
+    (line, _), lines = heads.line_and_place(), _lines(shapes)
+    leads = th.compare(th.rem(line, lines), "eq", 0)
+    token = th.select(leads, th.div(line, lines), th.number(shapes.tokens))
+    new = heads.New(shapes, limits, token)
+    page, following = pages
+    same = th.compare(th.div(new.position, KEYS), "eq", th.div(new.first, KEYS))
+    new.put(eps, words, pools, head, th.select(same, page, following), None)
+
+
+def _lines(shapes: Attention) -> int:
+    """Threads with the same columns that share one token's heads."""
+    lines = 1
+    while 2 * lines * shapes.tokens <= heads.ROWS_AT_ONCE and 2 * lines <= shapes.group:
+        lines *= 2
+    return lines
+
+
+def _rows_of_thread(shapes: Attention) -> int:
+    """Query rows that a thread makes."""
+    return -(-shapes.group // _lines(shapes))
+
+
+def _token(shapes: Attention) -> Any:
+    """Token of a sequence that a thread has; the last one where there are fewer."""
+    line, _ = heads.line_and_place()
+    return th.least(th.div(line, _lines(shapes)), shapes.tokens - 1)
+
+
+def _among(shapes: Attention) -> list[Any]:
+    """Query heads handled per thread, clamped to the last head of the group."""
+    line, _ = heads.line_and_place()
+    lines, last = _lines(shapes), th.number(shapes.group - 1)
+    return [th.least(th.add(th.rem(line, lines), index * lines), last) for index in range(_rows_of_thread(shapes))]
+
+
+@dataclass(frozen=True)
+class Cta:
+    """What the parts of a CTA's program share. Those that share a head's keys take turns with the tiles, and all make its queries.
+
+    Attributes:
+      refs, buffers: arrays in global memory, and shared memory and barriers, by name.
+      kv: producer of keys and values.
+      first: position of the first new token; new: tiles from this one on have new keys, or are past the end.
     """
 
-    ahead = True
-
-    def __init__(self, launch, shapes, eps, refs, buffers, interpret):
-        super().__init__(launch, refs, buffers, interpret)
-        self.shapes, self.eps = shapes, eps
-        self.first = self.seq_len - self.q_len  # position of the first new token
-        self.new = lax.div(self.first, jnp.int32(KEYS))  # tiles from this one on have new keys, or are past the end
-
-    @staticmethod
-    def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
-        """The output leaves from registers, but not in the interpreter."""
-        return (ring if interpret is None else scratch)(launch, dtype, interpret)
+    launch: Launch
+    shapes: Attention
+    eps: float
+    refs: dict[str, Any]
+    buffers: dict[str, Any]
+    kv: PagedKV
+    first: Any
+    new: Any
 
     @property
-    def stride(self) -> int:
-        return self.launch.splits
+    def work(self) -> Work:
+        return self.kv.work
 
-    def _ask_for_queries(self):
-        queries, self.asked = qkv.ask(self.shapes, self.refs, self.b, self.head, self.interpret)
-        return queries
-
-    def _start(self, pages):
-        self.fill_ring(("k", "v"), pages, below=self.new)
-        call, place = (self.shapes, self.eps, self.refs), (self.b, self.head)
-        qkv.put_queries(*call, self.queries, self.buffers["q_sm"], *place, self.interpret)
-        low, high, tiles = jnp.maximum(self.first, 0), self.kv_len, (self.new, self.new + 1)
-        if self.stride > 1:
-            # New tokens lie in two tiles at most: of a CTA in none or one.
-            turn = lax.rem(self.new, jnp.int32(self.stride))
-            own = self.new + lax.rem(self.split - turn + self.stride, jnp.int32(self.stride))
-            low, high, tiles = jnp.maximum(low, own * KEYS), jnp.minimum(high, (own + 1) * KEYS), (own, own)
-
-        @pl.when(low < high)
-        def _():
-            places = [page for tile in tiles for page in self.pages(tile)]
-            qkv.put_new(*call, self.asked, places, *place, (self.first, low, high), self.interpret)
-
-        # Right after the stores a fence would wait for memory: tiles that come later have it before their own copies.
-        @pl.when(self.begin + self.launch.stages * self.stride > self.new)
-        def _():
-            ops.order_copies(self.interpret)
-            self.fill_ring(("k", "v"), pages, least=self.new)
-
-    def walk(self, step, carry, *, skip: int = 0):
-        """All tiles, by the steps below."""
-        acc, top, _ = carry
-        counts = [
-            lax.div(jnp.maximum(edge - self.begin, 0) + (self.stride - 1), jnp.int32(self.stride))
-            for edge in (self.full_end, self.end)
-        ]
-        weights, total = jnp.zeros((ROWS, KEYS), self.buffers["v_sm"].dtype), jnp.zeros((ROWS, FOLDED), jnp.float32)
-        weights, total = (plgpu.layout_cast(array, plgpu.Layout.WGMMA) for array in (weights, total))
-        one = jnp.minimum(counts[1], 1)
-        full = jnp.maximum(counts[0], one)
-        held = lax.fori_loop(0, one, self._first_tile, (acc, weights, top, total))
-        held = lax.fori_loop(one, full, functools.partial(self._next_tile, masked=False), held)
-        held = lax.fori_loop(full, counts[1], functools.partial(self._next_tile, masked=True), held)
-        acc, _, top, total = lax.fori_loop(counts[1] - one, counts[1], self._last_values, held)
-        return acc, top, total.sum(axis=1)
-
-    def _first_tile(self, index, carry):
-        """The first tile of keys, up to its weights."""
-        acc, _, top, total = carry
-        tile = self.begin + index * self.stride
-        coming = self._coming(tile)
-        weights, _, top, total = self._weigh(tile, self._scores(self.tile("k", tile)), top, total, masked=True)
-        self._refill({"k": coming})
-        return acc, weights.astype(self.buffers["v_sm"].dtype), top, total
-
-    def _next_tile(self, index, carry, *, masked):
-        """A tile of keys up to its weights, and the values of the one before, which are multiplied beside its softmax."""
-        acc, weights, top, total = carry
-        tile = self.begin + index * self.stride
-        coming = {"v": self._coming(tile - self.stride), "k": self._coming(tile)}
-        values, keys = self.tile("v", tile - self.stride), self.tile("k", tile)
-
-        def multiply(scores, sums):
-            sums[...] = acc
-            multiply_blocks(scores, self._query_blocks(), keys)
-            plgpu.wgmma(sums, weights, values)
-            held = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
-            found = lax.optimization_barrier(self._weigh(tile, held, top, total, masked=masked))
-            return (sums[...], *found)
-
-        if self.interpret is None:
-            found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, KEYS), acc.shape)))
-        else:
-            found = self._weigh(tile, self._scores(keys), top, total, masked=masked)
-            found = (add_values(acc, weights, values, self.buffers["p_sm"].at[0]), *found)
-        # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
-        acc, weights, kept, top, total = lax.optimization_barrier(found)
-        acc = acc * lax.broadcast_in_dim(kept, acc.shape, [0])
-        self._refill(coming)
-        return acc, weights.astype(values.dtype), top, total
-
-    def _last_values(self, index, carry):
-        """The values of the last tile."""
-        acc, weights, top, total = carry
-        tile = self.begin + index * self.stride
-        values = self.tile("v", tile)
-        self._clear_unused(values, tile)
-        staged = self.buffers["p_sm"].at[0] if "p_sm" in self.buffers else None
-        return add_values(acc, weights, values, staged), weights, top, total
-
-    def _clear_unused(self, values, tile):
-        """As `Block`'s, without reading the tile."""
-        live = self.kv_len - tile * KEYS
-        pl.when(live < KEYS)(lambda: clear_rows(values, live, self.interpret))
-
-    def _weigh(self, tile, scores, top, total, *, masked):
-        """A tile's weights, the factor of what came before, the maximum, and what each thread has of the sum of all weights."""
-        unit = self.launch.scale * LOG2E
-        if masked:
-            scores = jnp.where(self._mask(tile), scores, -jnp.inf)
-        new_top = jnp.maximum(top, partial_reduce(jnp.maximum, scores).max(axis=1) * unit)
-        # A row that has seen nothing yet keeps -inf as its maximum; 0 in its place makes every weight 0 instead of NaN.
-        base = jnp.where(new_top == -jnp.inf, 0.0, new_top) if masked else new_top
-        weights = jnp.exp2(scores * unit - lax.broadcast_in_dim(base, scores.shape, [0]))
-        kept = jnp.exp2(top - base)
-        return (
-            weights,
-            kept,
-            new_top,
-            total * lax.broadcast_in_dim(kept, total.shape, [0]) + partial_reduce(jnp.add, weights),
-        )
-
-    def _coming(self, tile):
-        """The tile that comes in place of this one, and its pages."""
-        coming = self.next_in_stage(tile)
-        return coming, self.pages(coming)
-
-    def _refill(self, coming):
-        """Starts tiles of `_coming`, by stream, once all warps of the warpgroup are done with those before them."""
-        tile, _ = coming["k"]
-        # New keys' copies follow a fence of everybody who has stored them.
-        pl.when((tile >= self.new) & (tile < self.end))(functools.partial(ops.order_copies, self.interpret))
-        if self.interpret is None:
-            warpgroup_barrier()
-
-        def fill():
-            for stream, (tile, pages) in coming.items():
-                pl.when(tile < self.end)(functools.partial(self.fill, stream, tile, pages))
-
-        self._by_one_warp(fill)
-
-    def _write(self, out, lse):
-        if self.interpret is None and self.launch.direct:
-            self.store(jnp.int32(0), out)
-        else:
-            super()._write(out, lse)
-
-    def _query_blocks(self):
+    @property
+    def query_blocks(self) -> list[Any]:
         return [self.buffers["q_sm"].at[0, pl.ds(block * ROWS, ROWS)] for block in range(2)]
 
-    def _scores(self, keys):
-        return scores_of_blocks(self._query_blocks(), keys, self.launch.keys)
+
+def _cta(launch: Launch, shapes: Attention, eps: float, refs: dict[str, Any], buffers: dict[str, Any]) -> Cta:
+    kv = paged_kv.paged_kv(launch, refs, buffers, stride=launch.splits, one_warp=True)
+    first = kv.work.seq_len - kv.work.q_len
+    return Cta(launch, shapes, eps, refs, buffers, kv, first, lax.div(first, jnp.int32(KEYS)))
 
 
-class _Pair(_Written, Pair):
-    """A CTA that has half of a head's keys."""
+def _attend(cta: Cta) -> None:
+    """The program of a CTA."""
+    cta, loads, pages = _first_reads(cta)
+    work = cta.work
 
-    scratch = Pair.scratch
+    @pl.when(work.begin < work.end)
+    def _():
+        _prologue(cta, loads, pages)
+        acc, row_max, row_sum = _mainloop(cta)
+        out, lse = softmax.finalize(acc, row_max, row_sum, work.live(row_sum, ROW))
+        _write(cta, out[:, : cta.launch.head_dim], lse)
+
+    @pl.when(work.begin >= work.end)
+    def _():
+        lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, cta.launch.head_dim), jnp.float32), MATRIX)
+        _write(cta, zeros if cta.launch.direct else None, lse)
+
+
+def _attend_as_pair(cta: Cta) -> None:
+    """The program of a CTA that has half of a head's keys: it writes half of the columns, whether it has any tiles or not."""
+    cta, loads, pages = _first_reads(cta)
+    work = cta.work
+    pl.when(work.begin < work.end)(lambda: _prologue(cta, loads, pages))
+    acc, row_max, row_sum = _mainloop(cta)
+    mine, peer = exchange_halves(acc, row_max, row_sum, work.place.split, cta.buffers["swapped_sm"])
+    out = combine_halves((mine, row_max, row_sum), peer, functools.partial(work.live, layout=ROW))
+    _store(cta, out, work.place.split * mine.shape[1])
+
+
+def _first_reads(cta: Cta) -> tuple[Cta, list[Any], list[Any]]:
+    """Entries of the page table, and what queries and new keys are made of, asked for; pages of the ring's first tiles."""
+    cta = dataclasses.replace(cta, kv=cta.kv.with_entries())
+    loads = issue_loads(cta.shapes, cta.refs, cta.work.place.sequence, cta.work.head)
+    return cta, loads, cta.kv.ring_pages()
+
+
+def _prologue(cta: Cta, loads: list[Any], pages: list[Any]) -> None:
+    """The first tiles of the ring, queries, and new keys and values in their pages."""
+    work, kv, streams = cta.work, cta.kv, ("k", "v")
+    kv.refill_ring(streams, pages, below=cta.new)
+    call, place = (cta.shapes, cta.eps, cta.refs), (work.place.sequence, work.head)
+    put_queries(*call, loads, cta.buffers["q_sm"].at[0], *place)
+    low, high, tiles = jnp.maximum(cta.first, 0), work.kv_len, (cta.new, cta.new + 1)
+    if work.stride > 1:
+        # New tokens lie in two tiles at most: of a CTA in none or one.
+        turn = lax.rem(cta.new, jnp.int32(work.stride))
+        own = cta.new + lax.rem(work.place.split - turn + work.stride, jnp.int32(work.stride))
+        low, high, tiles = jnp.maximum(low, own * KEYS), jnp.minimum(high, (own + 1) * KEYS), (own, own)
+
+    @pl.when(low < high)
+    def _():
+        places = [page for tile in tiles for page in kv.pages(tile)]
+        put_new(*call, loads, places, *place, [cta.first, low, high])
+
+    # Right after the stores a fence would wait for memory: tiles that come later have it before their own copies.
+    @pl.when(work.begin + cta.launch.stages * work.stride > cta.new)
+    def _():
+        order_copies()
+        kv.refill_ring(streams, pages, least=cta.new)
+
+
+# Mainloop: the values of a tile are multiplied beside the softmax of the next one (FlashAttention-3, arXiv 2407.08608, section 3.2)
+
+
+def _mainloop(cta: Cta) -> tuple[Any, Any, Any]:
+    """All tiles: accumulator, maximum and sum of each row."""
+    row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, cta.launch.width), jnp.float32), MATRIX)
+    counts = [cta.work.count(cta.work.begin, edge) for edge in (cta.work.full_end, cta.work.end)]
+    weights, row_sum = jnp.zeros((ROWS, KEYS), cta.buffers["v_sm"].dtype), jnp.zeros((ROWS, FOLDED), jnp.float32)
+    weights, row_sum = (plgpu.layout_cast(array, MATRIX) for array in (weights, row_sum))
+    one = jnp.minimum(counts[1], 1)
+    full = jnp.maximum(counts[0], one)
+    held = lax.fori_loop(0, one, functools.partial(_first_tile, cta), (acc, weights, row_max, row_sum))
+    held = lax.fori_loop(one, full, functools.partial(_next_tile, cta, masked=False), held)
+    held = lax.fori_loop(full, counts[1], functools.partial(_next_tile, cta, masked=True), held)
+    acc, _, row_max, row_sum = lax.fori_loop(counts[1] - one, counts[1], functools.partial(_last_values, cta), held)
+    return acc, row_max, row_sum.sum(axis=1)
+
+
+def _tile_number(cta: Cta, index: Any) -> Any:
+    return cta.work.begin + index * cta.work.stride
+
+
+def _first_tile(cta: Cta, index: Any, carry: Any) -> tuple[Any, ...]:
+    """The first tile of keys, up to its weights."""
+    acc, _, row_max, row_sum = carry
+    tile = _tile_number(cta, index)
+    coming = _coming(cta, tile)
+    scores = scores_of_blocks(cta.query_blocks, cta.kv.wait("k", tile), cta.launch.keys)
+    weights, _, row_max, row_sum = _weigh(cta, tile, scores, row_max, row_sum, masked=True)
+    _refill(cta, {"k": coming})
+    return acc, weights.astype(cta.buffers["v_sm"].dtype), row_max, row_sum
+
+
+def _next_tile(cta: Cta, index: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
+    """A tile of keys up to its weights, and the values of the one before, which are multiplied beside its softmax."""
+    acc, weights, row_max, row_sum = carry
+    tile, kv = _tile_number(cta, index), cta.kv
+    coming = {"v": _coming(cta, tile - cta.work.stride), "k": _coming(cta, tile)}
+    values, keys = kv.wait("v", tile - cta.work.stride), kv.wait("k", tile)
+
+    def multiply(scores, sums):
+        sums[...] = acc
+        multiply_blocks(scores, cta.query_blocks, keys)
+        plgpu.wgmma(sums, weights, values)
+        held = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+        found = lax.optimization_barrier(_weigh(cta, tile, held, row_max, row_sum, masked=masked))
+        return (sums[...], *found)
+
+    if interpreting():
+        scores = scores_of_blocks(cta.query_blocks, keys, cta.launch.keys)
+        found = _weigh(cta, tile, scores, row_max, row_sum, masked=masked)
+        found = (add_values(acc, weights, values, cta.buffers["p_sm"].at[0]), *found)
+    else:
+        found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, KEYS), acc.shape)))
+    # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
+    acc, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
+    acc = softmax.rescaled(acc, alpha)
+    _refill(cta, coming)
+    return acc, weights.astype(values.dtype), row_max, row_sum
+
+
+def _last_values(cta: Cta, index: Any, carry: Any) -> tuple[Any, ...]:
+    """The values of the last tile."""
+    acc, weights, row_max, row_sum = carry
+    tile = _tile_number(cta, index)
+    values = cta.kv.wait("v", tile)
+    # Rows past the sequence: their weight is 0, and 0 * NaN is NaN.
+    live = cta.work.kv_len - tile * KEYS
+    pl.when(live < KEYS)(lambda: paged_kv.clear_rows(values, live))
+    staged = cta.buffers["p_sm"].at[0] if "p_sm" in cta.buffers else None
+    return add_values(acc, weights, values, staged), weights, row_max, row_sum
+
+
+def _weigh(cta: Cta, tile: Any, scores: Any, row_max: Any, row_sum: Any, *, masked: bool) -> tuple[Any, ...]:
+    """A tile's weights, the factor of what came before, the maximum, and what each thread has of the sum of all weights."""
+    scale_log2 = cta.launch.scale * LOG2E
+    if masked:
+        scores = jnp.where(cta.work.mask(tile, ROW), scores, -jnp.inf)
+    new_max = jnp.maximum(row_max, partial_reduce(jnp.maximum, scores).max(axis=1) * scale_log2)
+    offset = softmax.finite(new_max) if masked else new_max
+    weights = jnp.exp2(softmax.exponents(scores, scale_log2, offset))
+    alpha = jnp.exp2(row_max - offset)
+    return weights, alpha, new_max, softmax.rescaled(row_sum, alpha) + partial_reduce(jnp.add, weights)
+
+
+def _coming(cta: Cta, tile: Any) -> tuple[Any, list[Any]]:
+    """The tile that comes in place of this one, and its pages."""
+    coming = cta.kv.next_in_stage(tile)
+    return coming, cta.kv.pages(coming)
+
+
+def _refill(cta: Cta, coming: dict[str, tuple[Any, list[Any]]]) -> None:
+    """Starts tiles of `_coming`, by stream, once all warps of the warpgroup are done with those before them."""
+    tile, _ = coming["k"]
+    # New keys' copies follow a fence of everybody who has stored them.
+    pl.when((tile >= cta.new) & (tile < cta.work.end))(order_copies)
+    warpgroup_barrier()
+
+    def fill():
+        for stream, (tile, pages) in coming.items():
+            pl.when(tile < cta.work.end)(functools.partial(cta.kv.fill, stream, tile, pages))
+
+    by_one_warp(fill)
+
+
+# Epilogue
+
+
+def _write(cta: Cta, out: Any, lse: Any) -> None:
+    launch, work = cta.launch, cta.work
+    if not interpreting() and launch.direct:
+        _store(cta, out, jnp.int32(0))
+        return
+    if "lse" in cta.refs:
+        row = cta.refs["lse"].at[work.place.sequence, work.head, work.place.split]
+        row.at[pl.ds(work.first_row, ROWS)][...] = lse
+    if out is None:
+        return
+    if interpreting():
+        epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
+    else:
+        epilogue.write_split(launch, cta.refs, work, out)
+
+
+def _store(cta: Cta, out: Any, column: Any) -> None:
+    """Columns of the output from one on, from registers."""
+    target = cta.refs["o"].at[cta.work.place.sequence].at[:, cta.work.head]
+    rows = cta.launch.tokens * cta.launch.group
+    epilogue.store_columns(target, out.astype(cta.refs["o"].dtype), column, rows=rows)

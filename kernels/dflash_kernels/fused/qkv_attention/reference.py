@@ -1,11 +1,11 @@
-"""The definition in jnp: the two operations one after the other."""
+"""Reference of `qkv_attention` in jnp: the two operations one after the other."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.fused.arguments import Heads
-from dflash_kernels.kv_cache.write.qkv_reference import qkv_write_reference
+from dflash_kernels.kv_cache.write.reference import qkv_write_reference
 
 
 def qkv_attention_reference(

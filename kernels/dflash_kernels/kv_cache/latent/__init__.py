@@ -1,1 +1,1 @@
-"""Latent rows in eight bits: how they are kept in pages, written and read."""
+"""Latent rows of MLA: their formats in pages, 16 and 8 bits, and their gather."""

@@ -1,4 +1,4 @@
-"""The public functions. A pool's dtype says how its rows are kept:
+"""Formats of latent rows. A pool's dtype says how its rows are kept:
 
     float32, bfloat16, float16     as they are, `[kv_c (R) | k_pe (r)]`
     float8_e4m3fn                  every number divided by one scale for the whole pool, saturated at 448
@@ -37,7 +37,9 @@ DECODE_IMPLEMENTATIONS = {"xla": decode_reference}
 def latent_pack(
     latents: Float[Array, "*rows C"], *, kv_lora_rank: int, implementation: str | Sequence[str] | None = None
 ) -> UInt8[Array, "*rows bytes"]:
-    """Latent rows as packed bytes: `[0, R)` e4m3, then R / 128 float32 scales, then r bfloat16 numbers, all little-endian.
+    """Packs latent rows as float8 with a scale for each 128 numbers.
+
+    Bytes are `[0, R)` e4m3, then R / 128 float32 scales, then r bfloat16 numbers, all little-endian.
 
     Raises:
       ValueError: `kv_lora_rank` is not a multiple of 128 or wider than the rows.
@@ -51,7 +53,7 @@ def latent_pack(
 def latent_unpack(
     packed: UInt8[Array, "*rows bytes"], *, kv_lora_rank: int, implementation: str | Sequence[str] | None = None
 ) -> Float[Array, "*rows C"]:
-    """The float32 numbers of packed rows; see `latent_pack`.
+    """Dequantizes packed latent rows to float32; see `latent_pack`.
 
     Raises:
       ValueError: `kv_lora_rank` is not a multiple of 128, or the rows cannot be packed rows of it.
@@ -75,7 +77,7 @@ def latent_encode(
     scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "*rows stored"]:
-    """Latent rows as a pool of `pool_dtype` keeps them. `scale` is read for float8_e4m3fn only; None is 1.
+    """Quantizes latent rows to the format of a pool of `pool_dtype`. `scale` is read for float8_e4m3fn only; None is 1.
 
     Raises:
       ValueError: packed rows (uint8) and a `kv_lora_rank` that is not a multiple of 128 or wider than the rows.
@@ -98,7 +100,7 @@ def latent_decode(
     scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "*rows C"]:
-    """What rows of a pool stand for, in `dtype`; undoes `latent_encode` up to its rounding."""
+    """Dequantizes latent rows of a pool to `dtype`: the inverse of `latent_encode` up to its rounding."""
     _check_stored(stored, "stored")
     with jax.named_scope("latent_decode"):
         return first_fitting(
@@ -118,7 +120,7 @@ def _check_rank(kv_lora_rank: int, width: int) -> None:
     if kv_lora_rank < 1 or kv_lora_rank % LATENT_TILE or kv_lora_rank > width:
         raise ValueError(
             f"packed rows need a kv_lora_rank that is a multiple of {LATENT_TILE} and at most the rows' width {width}, got "
-            f"{kv_lora_rank}: keep this model's rows as float8_e4m3fn or unquantised"
+            f"{kv_lora_rank}: keep this model's rows as float8_e4m3fn or unquantized"
         )
 
 

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""The gather of latent rows: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_count, check_filled, check_latent_pages, check_sequences
-from dflash_kernels.kv_cache.latent.latent_gather_reference import latent_gather_reference
+from dflash_kernels.kv_cache.latent.reference import latent_gather_reference
 
 IMPLEMENTATIONS = {"xla": latent_gather_reference}
 
@@ -21,7 +21,7 @@ def latent_gather(
     rows: int,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "rows stored"]:
-    """Rows `starts[b] .. starts[b] + lens[b]` of every sequence b, one sequence after the other, as the pool keeps them.
+    """Gathers latent rows `starts[b] .. starts[b] + lens[b]` of every sequence b, one after the other, as the pool keeps them.
 
     Args:
       latent_pages: page pool of any dtype; rows of no sequence may hold anything.

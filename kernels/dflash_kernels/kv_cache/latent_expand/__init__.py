@@ -1,1 +1,1 @@
-"""Keys and values of all heads, written out from latent rows in pages."""
+"""Up-projection of MLA: keys and values of all heads from latent rows in pages."""

@@ -1,4 +1,4 @@
-"""The public function: checks shapes, then hands over to the first implementation that takes the call."""
+"""The expansion of latent rows: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -31,10 +31,9 @@ def latent_expand(
     rows: int,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "B rows N H"], Float[Array, "B rows N V"]]:
-    """Keys and values of rows `starts[b] .. starts[b] + lens[b]` of every sequence b.
+    """Up-projection of MLA's latent rows `starts[b] .. starts[b] + lens[b]` of every sequence b to keys and values of all heads.
 
-    The key of a head is `w_uk @ kv_c` and, behind it, the row's rotated part, which is the same for all heads; the value is
-    `w_uv @ kv_c`.
+    The key of a head is `w_uk @ kv_c` and, behind it, the row's rotary part, which all heads share; the value is `w_uv @ kv_c`.
 
     Args:
       latent_pages: rows `[kv_c (R) | k_pe]`, bfloat16, float16 or float32; rows of no sequence may hold anything.
@@ -42,7 +41,7 @@ def latent_expand(
       starts: int32 first position of each sequence, a multiple of the page size.
       lens: int32 rows of each sequence, 0 for none, at most `rows`.
       w_uk, w_uv: in the pages' dtype.
-      rows: rows of a sequence in the result. Those past `lens` hold anything, NaN included, and cost nothing on a GPU.
+      rows: rows of a sequence in the result. Those past `lens` are undefined, NaN included, and cost nothing on a GPU.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Latent rows to keys and values on Hopper: what the kernel takes."""
+"""Latent expansion on Hopper: what the kernel supports, and its launch."""
 
 import functools
 import math
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
-from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import COLUMNS, ROWS, SLAB, Plan, Tuning, plan
+from dflash_kernels.kv_cache.latent_expand.launch import COLUMNS, ROWS, SLAB, Plan, Tuning, plan
 
 CHOSEN = Tuning()
 
 
 def latent_expand_mosaic_gpu(*args: Any, rows: int) -> tuple[Array, Array]:
-    """See `latent_expand`. Raises NotImplementedError for what it does not take."""
+    """See `latent_expand`. Raises NotImplementedError for what the kernel does not support."""
     require_hopper()
-    return tuned(*args, rows=rows)
+    return launch(*args, rows=rows)
 
 
-def tuned(
+def launch(
     latent_pages: Float[Array, "P 1 p C"],
     page_table: Int[Array, "B W"],
     starts: Int[Array, "B"],
@@ -33,20 +33,20 @@ def tuned(
     interpret: Any = None,
 ) -> tuple[Float[Array, "B rows N H"], Float[Array, "B rows N V"]]:
     """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
-    _refuse(latent_pages, w_uk, w_uv)
-    launch = plan(
+    _require(latent_pages, w_uk, w_uv)
+    schedule = plan(
         tuning, heads=w_uk.shape[0], rank=w_uk.shape[2], page_size=latent_pages.shape[2],
         sequences=page_table.shape[0], rows=rows,
     )  # fmt: skip
-    k, v = _expand(latent_pages, page_table, starts, lens, w_uk, w_uv, launch=launch, interpret=interpret)
-    k, v = (x.reshape(launch.sequences, launch.stride, *x.shape[1:])[:, :rows] for x in (k, v))
+    k, v = _expand(latent_pages, page_table, starts, lens, w_uk, w_uv, schedule=schedule, interpret=interpret)
+    k, v = (x.reshape(schedule.sequences, schedule.stride, *x.shape[1:])[:, :rows] for x in (k, v))
     return k, v
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnames=("launch", "interpret"))
+@functools.partial(jax.jit, static_argnames=("schedule", "interpret"))
 def _expand(
-    latent_pages: Array, page_table: Array, starts: Array, lens: Array, w_uk: Array, w_uv: Array, *, launch: Plan,
+    latent_pages: Array, page_table: Array, starts: Array, lens: Array, w_uk: Array, w_uv: Array, *, schedule: Plan,
     interpret: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
@@ -55,11 +55,11 @@ def _expand(
     # Both are halves of one array in a model, which this puts together again without a copy.
     weights = jnp.concatenate([w_uk, w_uv], axis=1)
     page_table, starts, lens = (x.astype(jnp.int32) for x in (page_table, starts, lens))
-    return kernel.expand(launch, latent_pages, page_table, starts, lens, weights, interpret)
+    return kernel.expand(schedule, latent_pages, page_table, starts, lens, weights, interpret)
 
 
-def _refuse(latent_pages: Array, w_uk: Array, w_uv: Array) -> None:
-    """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
+def _require(latent_pages: Array, w_uk: Array, w_uv: Array) -> None:
+    """Raises NotImplementedError, with the reason, for a call that the kernel does not support."""
     if latent_pages.dtype not in (jnp.bfloat16, jnp.float16) or {w_uk.dtype, w_uv.dtype} != {latent_pages.dtype}:
         raise NotImplementedError(
             f"takes bfloat16 or float16 throughout, not pages of {latent_pages.dtype} with {w_uk.dtype} and {w_uv.dtype}"

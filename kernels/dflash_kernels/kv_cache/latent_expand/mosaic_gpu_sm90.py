@@ -1,7 +1,7 @@
-"""The Hopper kernel: a CTA keeps the weights of one head's keys or values in shared memory, and rows pass by.
+"""The latent expansion kernel for Hopper: a CTA keeps the weights of one head's keys or values in shared memory, and rows pass by.
 
-One warpgroup copies slabs of 128 rows, straight from their pages, into a ring. The other two take whole tiles of rows in turn:
-while one multiplies, the other writes its tile out.
+The producer warpgroup copies k-tiles (slabs) of 128 rows, straight from their pages, into a ring. Two consumers take whole tiles of
+rows in turn, ping-pong: while one multiplies, the other writes its tile out.
 """
 
 # Pallas declares ACC less public than it documents it.
@@ -16,42 +16,44 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.kv_cache.latent_expand.mosaic_gpu_plan import COLUMNS, ROWS, SLAB, Plan
+from dflash_kernels.kv_cache.latent_expand.launch import COLUMNS, ROWS, SLAB, Plan
 from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.pipeline import div, rem
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 
-WARPGROUPS = 2  # that multiply; a third one copies
+CONSUMERS = 2  # warpgroups that multiply; a third one copies
 OUT = 64  # rows and columns of a piece of a tile on its way out
 
 
-def scratch(launch: Plan, dtype: Any) -> dict[str, Any]:
+def scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
 
     def tiles(*shape: int) -> Any:
         return plgpu.SMEM(shape, dtype, transforms=swizzled(dtype, shape[-1]))
 
     # A slot of the ring has barriers for either warpgroup: each waits for nothing but its own tiles.
-    barriers = WARPGROUPS * launch.stages
+    barriers = CONSUMERS * plan.stages
     freed = plgpu.Barrier(num_barriers=barriers)
-    if launch.cluster > 1:
+    if plan.cluster > 1:
         freed = plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=barriers)
     return {
-        "weights": tiles(launch.slabs, COLUMNS, SLAB),
-        "ring": tiles(launch.stages, ROWS, SLAB),
-        "out": tiles(WARPGROUPS, launch.out_slots, OUT, OUT),
-        "weights_in": plgpu.Barrier(num_arrivals=launch.slabs),
-        "filled": plgpu.Barrier(num_arrivals=ROWS // launch.piece, num_barriers=barriers),
+        "weights": tiles(plan.slabs, COLUMNS, SLAB),
+        "ring": tiles(plan.stages, ROWS, SLAB),
+        "out": tiles(CONSUMERS, plan.out_slots, OUT, OUT),
+        "weights_in": plgpu.Barrier(num_arrivals=plan.slabs),
+        "filled": plgpu.Barrier(num_arrivals=ROWS // plan.piece, num_barriers=barriers),
         "freed": freed,
     }
 
 
 def expand(
-    launch: Plan, pages: jax.Array, page_table: jax.Array, starts: jax.Array, lens: jax.Array, weights: jax.Array,
+    plan: Plan, pages: jax.Array, page_table: jax.Array, starts: jax.Array, lens: jax.Array, weights: jax.Array,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
     Args:
-      launch: shapes and schedule.
+      plan: shapes and schedule.
       pages: `[P, 1, p, R + 64]`.
       page_table: `[B, W]` int32. Entries past the page of a sequence's last row are never read.
       starts, lens: `[B]` int32.
@@ -63,51 +65,51 @@ def expand(
 
     def body(pages_ref, table_ref, starts_ref, lens_ref, weights_ref, k_ref, v_ref, **buffers):
         wg, unit = lax.axis_index("wg"), lax.axis_index("unit")
-        if launch.cluster > 1:
-            unit = unit * launch.cluster + lax.axis_index("cluster")
-        part, head = lax.div(unit, jnp.int32(launch.heads)), lax.rem(unit, jnp.int32(launch.heads))
-        ring = _Ring(launch, part, buffers)
+        if plan.cluster > 1:
+            unit = unit * plan.cluster + lax.axis_index("cluster")
+        part, head = div(unit, plan.heads), rem(unit, plan.heads)
+        ring = _Ring(plan, part, buffers)
 
-        @pl.when(wg < WARPGROUPS)
+        @pl.when(wg < CONSUMERS)
         def _():
             plgpu.set_max_registers(232, action="increase")
             plgpu.barrier_wait(buffers["weights_in"])
-            product = _Product(launch, ring, wg, part, head, k_ref, v_ref, buffers)
-            _each_tile(launch, lens_ref, product.tile)
+            product = _Consumer(plan, ring, wg, part, head, k_ref, v_ref, buffers)
+            _each_tile(plan, lens_ref, product.tile)
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == WARPGROUPS)
+        @pl.when(wg == CONSUMERS)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            for slab in range(launch.slabs):
+            for slab in range(plan.slabs):
                 source = weights_ref.at[head, pl.ds(part * COLUMNS, COLUMNS), pl.ds(slab * SLAB, SLAB)]
                 plgpu.copy_gmem_to_smem(source, buffers["weights"].at[slab], buffers["weights_in"])
-            copies = _Copies(launch, ring, pages_ref, table_ref, starts_ref, lens_ref, buffers)
-            ring.drain(_each_tile(launch, lens_ref, copies.tile))
+            copies = _Producer(plan, ring, pages_ref, table_ref, starts_ref, lens_ref, buffers)
+            ring.drain(_each_tile(plan, lens_ref, copies.tile))
 
-    cluster = {"cluster": (launch.cluster,), "cluster_names": ("cluster",)} if launch.cluster > 1 else {}
-    rows = launch.sequences * launch.stride
-    return plgpu.kernel(
+    cluster = {"cluster": (plan.cluster,), "cluster_names": ("cluster",)} if plan.cluster > 1 else {}
+    rows = plan.sequences * plan.stride
+    return kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((rows, launch.heads, COLUMNS + SLAB), pages.dtype),
-            jax.ShapeDtypeStruct((rows, launch.heads, COLUMNS), pages.dtype),
+            jax.ShapeDtypeStruct((rows, plan.heads, COLUMNS + SLAB), pages.dtype),
+            jax.ShapeDtypeStruct((rows, plan.heads, COLUMNS), pages.dtype),
         ),
-        scratch_types=scratch(launch, pages.dtype),
-        grid=(launch.groups, launch.units // launch.cluster), grid_names=("group", "unit"), **cluster,
-        num_threads=WARPGROUPS + 1, thread_name="wg",
+        scratch_types=scratch(plan, pages.dtype),
+        grid=(plan.groups, plan.units // plan.cluster), grid_names=("group", "unit"), **cluster,
+        num_threads=CONSUMERS + 1, thread_name="wg",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
         interpret=interpret,
     )(pages, page_table, starts, lens, weights)  # fmt: skip
 
 
-def _each_tile(launch: Plan, lens_ref: Any, work: Callable[..., None]) -> jax.Array:
+def _each_tile(plan: Plan, lens_ref: Any, work: Callable[..., None]) -> jax.Array:
     """Calls `work` with the sequence, the tile of its rows and the tiles done before, for this CTA's; returns how many."""
-    group, groups = lax.axis_index("group"), jnp.int32(launch.groups)
+    group, groups = lax.axis_index("group"), jnp.int32(plan.groups)
 
     def sequence(b, seen):
         before, done = seen
-        count = lax.div(lens_ref[b] + (ROWS - 1), jnp.int32(ROWS))
+        count = div(lens_ref[b] + (ROWS - 1), ROWS)
         # Tiles of all sequences are dealt in turn.
         first = lax.rem(group + groups - lax.rem(before, groups), groups)
         own = lax.div(jnp.maximum(count - first + groups - 1, 0), groups)
@@ -118,7 +120,7 @@ def _each_tile(launch: Plan, lens_ref: Any, work: Callable[..., None]) -> jax.Ar
 
         return before + count, done + own
 
-    return lax.fori_loop(0, launch.sequences, sequence, (jnp.int32(0), jnp.int32(0)))[1]
+    return lax.fori_loop(0, plan.sequences, sequence, (jnp.int32(0), jnp.int32(0)))[1]
 
 
 class _Ring:
@@ -127,89 +129,89 @@ class _Ring:
     Keys and values of a head take turns in copying the rotated part of their rows, one more slab of a tile.
     """
 
-    def __init__(self, launch: Plan, part, buffers):
-        self.launch, self.part, self.buffers = launch, part, buffers
+    def __init__(self, plan: Plan, part, buffers):
+        self.plan, self.part, self.buffers = plan, part, buffers
 
     def first(self, done):
         """Number of the first slab of the tile that `done` came before."""
-        return done * self.launch.slabs + lax.div(done + 1 - self.part, jnp.int32(2))
+        return done * self.plan.slabs + div(done + 1 - self.part, 2)
 
     def rotated(self, done):
         """Whether the tile has the rotated part."""
-        return lax.rem(done, jnp.int32(2)) == self.part
+        return rem(done, 2) == self.part
 
     def slot(self, step):
-        return lax.rem(step, jnp.int32(self.launch.stages))
+        return rem(step, self.plan.stages)
 
     def barrier(self, done, step):
         """Index of the barriers of a slab of the tile that `done` came before."""
-        return lax.rem(done, jnp.int32(WARPGROUPS)) * self.launch.stages + self.slot(step)
+        return rem(done, CONSUMERS) * self.plan.stages + self.slot(step)
 
     def room(self, done, step):
         """Waits until the slab before in the slot of this one is used up; it is no older than the tile before."""
-        before = step - self.launch.stages
+        before = step - self.plan.stages
         owner = jnp.where(before < self.first(done), done + 1, done)
         pl.when(before >= 0)(lambda: plgpu.barrier_wait(self.buffers["freed"].at[self.barrier(owner, before)]))
 
     def drain(self, done):
         """Waits until everything copied is used up: the last slabs are the last tile's."""
-        for back in range(1, self.launch.stages + 1):
+        for back in range(1, self.plan.stages + 1):
             step = self.first(done) - back
             pl.when(step >= 0)(
                 lambda step=step: plgpu.barrier_wait(self.buffers["freed"].at[self.barrier(done + 1, step)])
             )
 
 
-class _Copies:
+class _Producer:
     """The warpgroup that copies."""
 
-    def __init__(self, launch, ring, pages_ref, table_ref, starts_ref, lens_ref, buffers):
-        self.launch, self.ring, self.buffers = launch, ring, buffers
+    def __init__(self, plan, ring, pages_ref, table_ref, starts_ref, lens_ref, buffers):
+        self.plan, self.ring, self.buffers = plan, ring, buffers
         self.pages_ref, self.table_ref, self.starts_ref, self.lens_ref = pages_ref, table_ref, starts_ref, lens_ref
 
     def tile(self, sequence, tile, done):
-        launch, p = self.launch, jnp.int32(self.launch.page_size)
+        plan, p = self.plan, jnp.int32(self.plan.page_size)
         start = self.starts_ref[sequence]
         last = lax.div(start + self.lens_ref[sequence] - 1, p)
         places = []
-        for row in range(0, ROWS, launch.piece):
+        for row in range(0, ROWS, plan.piece):
             position = start + tile * ROWS + row
             page = self.table_ref[sequence, jnp.minimum(lax.div(position, p), last)]
-            places.append((page, pl.multiple_of(lax.rem(position, p), launch.piece)))
+            places.append((page, pl.multiple_of(lax.rem(position, p), plan.piece)))
 
         def fill(slab):
             step = self.ring.first(done) + slab
             self.ring.room(done, step)
             slot, barrier = self.buffers["ring"].at[self.ring.slot(step)], self.buffers["filled"]
             for i, (page, row) in enumerate(places):
-                source = self.pages_ref.at[page, 0, pl.ds(row, launch.piece), pl.ds(slab * SLAB, SLAB)]
-                target = slot.at[pl.ds(i * launch.piece, launch.piece)]
-                together = "cluster" if launch.cluster > 1 else None
+                source = self.pages_ref.at[page, 0, pl.ds(row, plan.piece), pl.ds(slab * SLAB, SLAB)]
+                target = slot.at[pl.ds(i * plan.piece, plan.piece)]
+                together = "cluster" if plan.cluster > 1 else None
                 here = barrier.at[self.ring.barrier(done, step)]
                 plgpu.copy_gmem_to_smem(source, target, here, collective_axes=together)
 
-        for slab in range(launch.slabs):
+        for slab in range(plan.slabs):
             fill(slab)
-        pl.when(self.ring.rotated(done))(lambda: fill(launch.slabs))
+        pl.when(self.ring.rotated(done))(lambda: fill(plan.slabs))
 
 
-class _Product:
-    """One of the warpgroups that multiply."""
+class _Consumer:
+    """A warpgroup that multiplies every second tile of rows."""
 
-    def __init__(self, launch, ring, wg, part, head, k_ref, v_ref, buffers):
-        self.launch, self.ring, self.wg, self.part, self.head = launch, ring, wg, part, head
+    def __init__(self, plan, ring, wg, part, head, k_ref, v_ref, buffers):
+        self.plan, self.ring, self.wg, self.part, self.head = plan, ring, wg, part, head
         self.k_ref, self.v_ref, self.buffers = k_ref, v_ref, buffers
 
     def tile(self, sequence, tile, done):
-        @pl.when(lax.rem(done, jnp.int32(WARPGROUPS)) == self.wg)
+        @pl.when(rem(done, CONSUMERS) == self.wg)
         def _():
-            row, step = sequence * self.launch.stride + tile * ROWS, self.ring.first(done)
+            row, step = sequence * self.plan.stride + tile * ROWS, self.ring.first(done)
             product = pl.run_scoped(lambda total: self._multiply(total, step), plgpu.ACC((ROWS, COLUMNS), jnp.float32))
             self._write(product, row)
-            pl.when(self.ring.rotated(done))(lambda: self._rotated(step + self.launch.slabs, row))
+            pl.when(self.ring.rotated(done))(lambda: self._rotated(step + self.plan.slabs, row))
 
     def _multiply(self, total, step):
-        @pl.loop(0, self.launch.slabs)
+        @pl.loop(0, self.plan.slabs)
         def _(slab):
             plgpu.barrier_wait(self.buffers["filled"].at[self._barrier(step + slab)])
             rows = self.buffers["ring"].at[self.ring.slot(step + slab)]
@@ -219,20 +221,20 @@ class _Product:
             pl.when(slab > 0)(lambda: self._free(step + slab - 1))
 
         plgpu.wgmma_wait(0)
-        self._free(step + self.launch.slabs - 1)
+        self._free(step + self.plan.slabs - 1)
         return total[...]
 
     def _free(self, step):
         plgpu.barrier_arrive(self.buffers["freed"].at[self._barrier(step)])
 
     def _barrier(self, step):
-        return self.wg * self.launch.stages + self.ring.slot(step)
+        return self.wg * self.plan.stages + self.ring.slot(step)
 
     def _write(self, product, row):
         for i in range(ROWS // OUT * (COLUMNS // OUT)):
             inner, outer = i % (COLUMNS // OUT) * OUT, i // (COLUMNS // OUT) * OUT
-            piece = self.buffers["out"].at[self.wg, i % self.launch.out_slots]
-            plgpu.wait_smem_to_gmem(self.launch.out_slots - 1, wait_read_only=True)
+            piece = self.buffers["out"].at[self.wg, i % self.plan.out_slots]
+            plgpu.wait_smem_to_gmem(self.plan.out_slots - 1, wait_read_only=True)
             piece[...] = product[outer : outer + OUT, inner : inner + OUT].astype(piece.dtype)
             plgpu.commit_smem()
             self._store(piece, pl.ds(row + outer, OUT), pl.ds(inner, OUT))

@@ -1,4 +1,4 @@
-"""The definition in jnp."""
+"""The definition in plain jnp."""
 
 import jax
 import jax.numpy as jnp

@@ -1,1 +1,1 @@
-"""Writing new keys and values into their page slots, in place inside a donated program."""
+"""Cache writes: finished rows, or norm, RoPE, quantization and the write in one launch; in place inside a donated program."""

@@ -1,4 +1,4 @@
-"""The public functions: check shapes, then hand over to the first implementation that takes the call."""
+"""Cache writes of finished rows: shapes, dtypes and errors; the first implementation that supports the call runs."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_integers, check_latent_pages, check_stored
-from dflash_kernels.kv_cache.write.mosaic_gpu_plain import cache_write_mosaic_gpu, latent_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.mosaic_gpu import cache_write_mosaic_gpu, latent_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import cache_write_reference, latent_write_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": cache_write_mosaic_gpu, "xla": cache_write_reference}
@@ -23,7 +23,7 @@ def cache_write(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
-    """The pools with token t's key and value at slot `slots[t] = page * p + row`.
+    """KV-cache write: the pools with token t's key and value at slot `slots[t] = page * p + row`.
 
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
@@ -58,7 +58,7 @@ def latent_write(
     *,
     implementation: str | Sequence[str] | None = None,
 ) -> Shaped[Array, "P 1 p C"]:
-    """The pool with latent row t at slot `slots[t] = page * p + row`.
+    """Latent-cache write: the pool with latent row t at slot `slots[t] = page * p + row`.
 
     Args:
       latent_pages: page pool; donate it to the surrounding jit and the write happens in place.

@@ -1,4 +1,4 @@
-"""Quantised keys and values: what a pool keeps for a number, in jnp. Scales and quotients are float32."""
+"""Quantized keys and values in plain jnp: what a pool keeps for a number. Scales and quotients are float32."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

@@ -1,4 +1,4 @@
-"""The public function between the projections of latent attention and attention itself: norm, rotations, write to the pages."""
+"""From the projections of latent attention (MLA) to attention in one operation: RMS norm, RoPE, and the write to the pages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages
-from dflash_kernels.kv_cache.write.mla_reference import mla_write_reference
-from dflash_kernels.kv_cache.write.mosaic_gpu_mla import mla_write_mosaic_gpu
+from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_latent_pages, is_wide
+from dflash_kernels.kv_cache.write.mosaic_gpu import mla_write_mosaic_gpu
+from dflash_kernels.kv_cache.write.reference import mla_write_reference
 
 MLA_IMPLEMENTATIONS = {"mosaic_gpu": mla_write_mosaic_gpu, "xla": mla_write_reference}
 
@@ -36,21 +36,21 @@ def mla_write(
     latent_scale: Float[Array, ""] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> MlaWritten:
-    """Norms and rotates latent rows, writes them to their slots, and rotates the queries.
+    """Fused RMS norm, RoPE and latent-cache write of MLA: writes latent rows to their slots, and returns the queries rotated.
 
-    A row's first R numbers are normed (root mean square in float32, rounded to the projection's dtype, then times the weight). The
-    `r = C - R` after them turn, and so do the last r of every head's query (products in float32, rounded to the projection's
+    A row's first R numbers are normed (root mean square in float32, rounded to the projection's dtype, then times the weight). RoPE
+    applies to the `r = C - R` after them and to the last r of every head's query (products in float32, rounded to the projection's
     dtype).
 
     Args:
-      latent_pages: page pool in any format of `latent_cache`; donate it to the surrounding jit and the write happens in place.
+      latent_pages: page pool in any format of `latent_encode`; donate it to the surrounding jit and the write happens in place.
       rows: the projection's output `[kv_c | k_pe]`.
       q: the queries' projection, `H = nope + r`.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor, `r = 2 * half`.
       norm: weight of the latent's norm.
       eps: added to the mean square.
-      interleaved: dims 2i and 2i + 1 turn together, else dims i and `half + i`.
+      interleaved: RoPE rotates dims 2i and 2i + 1 together, else dims i and `half + i`.
       latent_scale: of float8_e4m3fn pools, 1 where None.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -58,10 +58,14 @@ def mla_write(
       ValueError: shapes do not agree.
       NoImplementationError: nothing named takes these arguments.
     """
-    check_axes(rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
+    check_axes(latent_pages=(latent_pages, "P 1 p stored"), rows=(rows, "T C"), q=(q, "T N H"), slots=(slots, "T"))
     check_axes(cos=(cos, "T half"), sin=(sin, "T half"), norm=(norm, "R"))
     check_floats(rows=rows, q=q, cos=cos, sin=sin, norm=norm)
     check_integers(slots=slots)
+    if not is_wide(latent_pages) and latent_pages.dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+        raise ValueError(
+            f"latent_pages are bfloat16, float16, float32, float8_e4m3fn or packed bytes (uint8), not {latent_pages.dtype}"
+        )
     t, c = rows.shape
     check_latent_pages(latent_pages, None if latent_pages.dtype == jnp.uint8 else c)
     if slots.shape != (t,) or q.shape[0] != t or cos.shape[0] != t or cos.shape != sin.shape:
@@ -70,8 +74,8 @@ def mla_write(
         )
     if c - norm.shape[0] != 2 * cos.shape[1] or not 0 < 2 * cos.shape[1] <= q.shape[2]:
         raise ValueError(
-            f"rows of {c} with a latent of {norm.shape[0]}, and queries of {q.shape[2]}, do not end in {2 * cos.shape[1]} numbers "
-            f"that turn"
+            f"rows of {c} with a latent of {norm.shape[0]}, and queries of {q.shape[2]}, do not end in {2 * cos.shape[1]} "
+            f"rotary dims"
         )
     scale = jnp.ones((), jnp.float32) if latent_scale is None else latent_scale
     with jax.named_scope("mla_write"):

@@ -1,4 +1,4 @@
-"""The Hopper kernel: one CTA norms, rotates and stores a few heads of one token.
+"""The cache-write kernel for Hopper: one CTA applies RMS norm and RoPE to a few heads of one token and stores them in their pages.
 
 The heads of a token are rows of a tile that lives in registers: a row's columns lie within one warp, so its mean square and its
 largest value are warp shuffles, and the two halves that a rotation pairs are two tiles of one shape in the same threads. Nothing
@@ -17,6 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.kv_cache.write.formats import INT8_FLOOR, INT8_MAX
+from dflash_kernels.mosaic_gpu.layouts import store
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.quantize.reference import E4M3_MAX
 
 THREADS, WARP, WARPS = 128, 32, 4
@@ -32,7 +34,7 @@ class Segment:
       first: index of the first among the source's heads.
       heads: how many.
       norm: name of the norm's weight, or None.
-      rotated: whether they turn with the position.
+      rotated: whether RoPE applies.
       paged: whether `target` is a pool.
       scale: name of the scale for a quantised pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
     """
@@ -63,7 +65,7 @@ def power_of_two_in(number: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """How a head's columns are cut: two halves of what rotates, and the rest."""
+    """How a head's columns are cut: the two halves of its rotary dims, and the rest."""
 
     half: int
     head_dim: int
@@ -108,7 +110,7 @@ def write(
       columns: how a head is cut.
       eps: of the norms.
       page_size: rows of a page.
-      inputs: sources `[T or more, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where something rotates, norm weights, scales.
+      inputs: sources `[T or more, heads, H]`, `slots [T]`, `cos` and `sin [T, half]` where RoPE applies, norm weights, scales.
       pools: what is written in place.
       q: the queries `[T, N, H]` that come out, or None.
       interpret: for tests on the CPU.
@@ -121,10 +123,10 @@ def write(
     pages = next(iter(pools.values())).shape[0]
 
     def body(*refs):
-        _Block(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size).run(segments)
+        _Cta(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size).run(segments)
 
     held = {name: aliased_ref(pool) for name, pool in pools.items()}
-    out = plgpu.kernel(
+    out = kernel(
         body, out_type=(q,) if q else (),
         grid=(tokens, groups), grid_names=("token", "group"),
         # Sums of a row stay within a warp: no scratch.
@@ -134,8 +136,8 @@ def write(
     return out[0] if q else None, {name: freeze_aliased(ref) for name, ref in held.items()}
 
 
-class _Block:
-    """One CTA's work."""
+class _Cta:
+    """The program of one CTA: finds its token's slot and the segment of its heads."""
 
     def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, pages: int, page_size: int):
         self.refs, self.columns, self.eps = refs, columns, eps
@@ -157,40 +159,40 @@ class _Block:
 
 
 class _Heads:
-    """A CTA's work once it is known which heads are its own."""
+    """What a CTA does with its heads: load, norm, rotate, quantize, store."""
 
-    def __init__(self, block: _Block, segment: Segment, first_head: Any):
-        self.block, self.segment, self.first_head = block, segment, first_head
-        self.refs, self.pieces, self.heads = block.refs, block.columns.pieces, pl.ds(first_head, segment.rows)
+    def __init__(self, cta: _Cta, segment: Segment, first_head: Any):
+        self.cta, self.segment, self.first_head = cta, segment, first_head
+        self.refs, self.pieces, self.heads = cta.refs, cta.columns.pieces, pl.ds(first_head, segment.rows)
         self.source, self.target = self.refs[segment.source], self.refs[segment.target]
         self.dtype = self.source.dtype
-        self.layouts = [block.columns.layout(segment.rows, width) for _, width in self.pieces]
+        self.layouts = [cta.columns.layout(segment.rows, width) for _, width in self.pieces]
         self.places = [pl.ds(start, width) for start, width in self.pieces]
 
     def run(self) -> None:
         # Every load before the first branch on the slot and before the first store, past which nothing moves it.
-        tiles, turn, weights, scales = self._projected(), self._turn(), self._weights(), self._fixed_scales()
+        tiles, angles, weights, scales = self._projected(), self._angles(), self._weights(), self._fixed_scales()
 
         def finish():
-            self._store(self._quantised(self._turned(self._normed(tiles, weights), turn), scales))
+            self._store(self._quantize(self._rotate(self._norm(tiles, weights), angles), scales))
 
         if self.segment.paged:
-            pl.when(self.block.live)(finish)
+            pl.when(self.cta.live)(finish)
         else:
             finish()
 
     def _projected(self) -> list[jax.Array]:
         heads = pl.ds(self.segment.first + self.first_head, self.segment.rows)
         return [
-            _load(self.source.at[self.block.token, heads, place], layout)
+            _load(self.source.at[self.cta.token, heads, place], layout)
             for place, layout in zip(self.places, self.layouts, strict=True)
         ]
 
-    def _turn(self) -> list[jax.Array] | None:
+    def _angles(self) -> list[jax.Array] | None:
         """Cos and sin of the token."""
         if not self.segment.rotated:
             return None
-        return [_load(self.refs[name].at[self.block.token], self.layouts[0].reduce(0)) for name in ("cos", "sin")]
+        return [_load(self.refs[name].at[self.cta.token], self.layouts[0].reduce(0)) for name in ("cos", "sin")]
 
     def _weights(self) -> list[jax.Array] | None:
         if self.segment.norm is None:
@@ -217,12 +219,12 @@ class _Heads:
         row = _load(scale.at[self.heads], self.layouts[0].reduce(1))
         return [_along_columns(row, (self.segment.rows, width)) for _, width in self.pieces]
 
-    def _normed(self, tiles: list[jax.Array], weights: list[jax.Array] | None) -> list[jax.Array]:
+    def _norm(self, tiles: list[jax.Array], weights: list[jax.Array] | None) -> list[jax.Array]:
         if weights is None:
             return tiles
         wide = [tile.astype(jnp.float32) for tile in tiles]
         total = sum((tile * tile).sum(axis=1) for tile in wide)
-        inverse = lax.rsqrt(total * (1 / self.block.columns.head_dim) + self.block.eps)
+        inverse = lax.rsqrt(total * (1 / self.cta.columns.head_dim) + self.cta.eps)
         # The weight multiplies what was rounded; a product of two short floats is exact in float32 and rounds once.
         rounded = [(tile * _along_columns(inverse, tile.shape)).astype(self.dtype) for tile in wide]
         return [
@@ -230,15 +232,15 @@ class _Heads:
             for tile, weight in zip(rounded, weights, strict=True)
         ]
 
-    def _turned(self, tiles: list[jax.Array], turn: list[jax.Array] | None) -> list[jax.Array]:
-        if turn is None:
+    def _rotate(self, tiles: list[jax.Array], angles: list[jax.Array] | None) -> list[jax.Array]:
+        if angles is None:
             return tiles
         first, second = (tile.astype(jnp.float32) for tile in tiles[:2])
-        cos, sin = (_along_rows(angle, first.shape) for angle in turn)
-        turned = [first * cos - second * sin, second * cos + first * sin]
-        return [*(tile.astype(self.dtype) for tile in turned), *tiles[2:]]
+        cos, sin = (_along_rows(angle, first.shape) for angle in angles)
+        rotated = [first * cos - second * sin, second * cos + first * sin]
+        return [*(tile.astype(self.dtype) for tile in rotated), *tiles[2:]]
 
-    def _quantised(self, tiles: list[jax.Array], scales: list[Any] | None) -> list[jax.Array]:
+    def _quantize(self, tiles: list[jax.Array], scales: list[Any] | None) -> list[jax.Array]:
         """float32 tiles that a cast to the pool's dtype makes exact numbers of; for other pools the tiles themselves."""
         if self.segment.scale is None:
             return tiles
@@ -249,7 +251,7 @@ class _Heads:
         if scales is None:
             row = functools.reduce(jnp.maximum, [jnp.abs(tile).max(axis=1) for tile in wide])
             row = jnp.maximum(row, INT8_FLOOR) / INT8_MAX
-            self.refs[self.segment.scale].at[self.block.page, self.heads, self.block.row][...] = row
+            self.refs[self.segment.scale].at[self.cta.page, self.heads, self.cta.row][...] = row
             scales = [_along_columns(row, tile.shape) for tile in wide]
         rounded = [jnp.round(tile / by) for tile, by in zip(wide, scales, strict=True)]
         return [jnp.clip(tile, -INT8_MAX, INT8_MAX) for tile in rounded]
@@ -257,10 +259,10 @@ class _Heads:
     def _store(self, tiles: list[jax.Array]) -> None:
         for tile, place in zip(tiles, self.places, strict=True):
             if self.segment.paged:
-                where = self.target.at[self.block.page, self.heads, self.block.row, place]
+                where = self.target.at[self.cta.page, self.heads, self.cta.row, place]
             else:
-                where = self.target.at[self.block.token, self.heads, place]
-            where[...] = tile.astype(self.target.dtype)
+                where = self.target.at[self.cta.token, self.heads, place]
+            store(where, tile.astype(self.target.dtype))
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:

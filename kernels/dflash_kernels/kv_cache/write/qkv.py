@@ -1,7 +1,7 @@
-"""The public functions between a projection and attention: norm, rotation and the write to the pages, in one operation."""
+"""From the projection to attention in one operation: RMS norm, RoPE, quantization and the write to the pages."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers
 from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
-from dflash_kernels.kv_cache.write.qkv_reference import kv_write_reference, qkv_write_reference
+from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_write_reference
 
 QKV_IMPLEMENTATIONS = {"mosaic_gpu": qkv_write_mosaic_gpu, "xla": qkv_write_reference}
 KV_IMPLEMENTATIONS = {"mosaic_gpu": kv_write_mosaic_gpu, "xla": kv_write_reference}
@@ -48,18 +48,18 @@ def qkv_write(
     v_scale: float | Float[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> QkvWritten:
-    """Norms and rotates every head's query and key, writes keys and values to their slots, and returns the queries.
+    """Fused RMS norm, RoPE and KV-cache write of a layer's projection: writes keys and values to their slots, returns the queries.
 
-    A head is normed (root mean square in float32, rounded to the projection's dtype, then times the weight), then its first
-    `2 * half` dims turn, dim i with dim `half + i` (products in float32, rounded to the projection's dtype). Values are
-    written as they are.
+    Each query and key head is normed (root mean square in float32, rounded to the projection's dtype, then times the weight) and
+    rotated in its first `2 * half` dims, dim i with dim `half + i` (products in float32, rounded to the projection's dtype). Values
+    are written as they are.
 
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
         pools take scales.
       qkv: the projection's output, `F = (N + 2 K) * H`: query heads, key heads, value heads.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
-      cos, sin: float32, of each token's angles and times any factor; None where nothing turns.
+      cos, sin: float32, of each token's angles and times any factor; None without RoPE.
       q_norm, k_norm: weights, or None for no norm.
       eps: added to the mean square.
       k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`, 1 where None; for int8 pools the
@@ -101,7 +101,7 @@ def kv_write(
     v_scale: tuple[float | Float[Array, "..."], ...] | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> KvWritten:
-    """`qkv_write` without queries and for several layers at once, whose keys and values one projection gave.
+    """Fused RMS norm, RoPE and KV-cache write of several layers at once, whose keys and values one projection gave; no queries.
 
     Args:
       k_pages, v_pages: one pool for each layer, all of one shape and dtype.
@@ -137,7 +137,7 @@ def kv_write(
     return KvWritten(*written)
 
 
-def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, head_dim: int) -> None:
+def _check_tokens(x: Any, slots: Any, cos: Any, sin: Any, head_dim: int) -> None:
     check_axes(projection=(x, "T F"), slots=(slots, "T"))
     check_floats(projection=x)
     check_integers(slots=slots)
@@ -151,22 +151,21 @@ def _check_tokens(x: Array, slots: Array, cos: Array | None, sin: Array | None, 
     check_floats(cos=cos, sin=sin)
     if cos.shape != sin.shape or cos.shape[0] != x.shape[0] or not 0 < 2 * cos.shape[1] <= head_dim:
         raise ValueError(
-            f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} dims to turn"
+            f"cos {cos.shape} and sin {sin.shape} must be [{x.shape[0]}, half] with at most {head_dim} rotary dims"
         )
 
 
 def _checked_scales(
-    k_pages: Array,
-    v_pages: Array,
+    k_pages: Any,
+    v_pages: Any,
     k_norm: Array | None,
     k_scale: float | Array | None,
     v_scale: float | Array | None,
 ) -> tuple[Array | None, Array | None]:
     """A layer's scales as implementations get them: `[1]` or `[K]` with float8 pools, None with pools of plain numbers."""
-    if k_pages.ndim != 4 or k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise ValueError(
-            f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike and [P, K, p, H]"
-        )
+    check_axes(k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"))
+    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
+        raise ValueError(f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike")
     pages, kv_heads, page_size, head_dim = k_pages.shape
     check_floats(**{} if k_norm is None else {"k_norm": k_norm})
     if k_norm is not None and k_norm.shape != (head_dim,):

@@ -53,7 +53,7 @@ def grouped_linear(
     """
     check_axes(x=(x, "M D"), weight=(weight, "G F D"), groups=(groups, "blocks"))
     check_floats(x=x, weight=weight)
-    count = jnp.asarray(count)
+    count = count if count is None else jnp.asarray(count)
     check_axes(count=(count, ""))
     check_integers(groups=groups, count=count)
     if 0 in (x.shape[0], groups.shape[0]) or x.shape[0] % groups.shape[0]:

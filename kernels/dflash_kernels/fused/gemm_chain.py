@@ -1,0 +1,648 @@
+"""Persistent chain of matrix products on Hopper: one CTA on every multiprocessor takes a share of each product in turn.
+
+Weights are the left operand of the matrix instruction, tokens the right one, so that few tokens waste nothing. The CTA program has
+three warpgroups. The weights' producer does nothing but start TMA copies into a ring: it depends on no result, runs ahead of
+everybody across the products, and keeps memory busy while the grid waits. The activations' producer fills a second ring, past the
+queue of the weights' copies. The consumer multiplies and has the epilogues. What one product leaves for the next goes through a
+cross-CTA mailbox and is read word by word as it is written.
+
+The output and down projections are split-K, or they would not fill the machine. The CTA of the first split waits for the others'
+partial sums, in float32, and adds all in a fixed order to 64 features of the residual stream. It publishes the stream times the
+norm's weight; the factor that the norm still lacks, one for each token, is known only when all CTAs have published theirs, and
+multiplies the next product instead of its input.
+
+With weights of one byte (W8A8 by hi/lo decomposition, `mosaic_gpu.hi_lo`) activations are brought as two numbers of one byte each.
+
+Pallas' interpreter cannot make CTAs wait for each other: there every product is a launch of its own, a split-K product's reduction
+another one, and the mailbox is replaced by arrays that these launches share.
+"""
+
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.fused.plan import BLOCK, COPIES, IN_FLIGHT, LINE, ROWS, Plan, Product
+from dflash_kernels.mosaic_gpu import hi_lo, mailbox
+from dflash_kernels.mosaic_gpu.layouts import rows_of, store_transposed, tiled
+from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
+from dflash_kernels.mosaic_gpu.softmax import sigmoid
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_once, copy_rows
+
+# The array, or the area of the mailbox, that each product's activations come from.
+SOURCES = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """The stage that adds up a product's splits: of a launch of its own, in the interpreter alone."""
+
+    product: Product
+
+
+@dataclasses.dataclass(frozen=True)
+class Overlap:
+    """How a stage in front of the first product takes part in the CTA program, by default not at all.
+
+    Attributes:
+      acquire: called by the weights' producer with a step before it fills that step's stage.
+      first_in_mailbox: whether the first product's activations come through a mailbox, `x`.
+      after: called by the consumer after each product's epilogue.
+    """
+
+    acquire: Callable[[Any], None] = lambda step: None
+    first_in_mailbox: bool = False
+    after: Callable[[Product], None] = lambda product: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What the functions of the CTA program share.
+
+    Attributes:
+      stages: what this launch runs of `stages_of`, in order.
+      refs: arrays in global memory; buffers: shared memory and barriers, as `scratch` declares them.
+      index: of this CTA in the grid.
+      launches: how many launches have used the mailbox before, and area: the word where this launch's area begins.
+    """
+
+    plan: Plan
+    stages: Sequence[Product | Reduction]
+    refs: Mapping[str, Any]
+    buffers: Mapping[str, Any]
+    index: Any
+    overlap: Overlap = Overlap()
+    launches: Any = 0
+    area: Any = 0
+
+    @property
+    def weights(self) -> Ring:
+        return Ring(self.plan.stages, *self.buffers["w_ring"])
+
+    @property
+    def activations(self) -> Ring:
+        return Ring(self.plan.x_stages, *self.buffers["x_ring"])
+
+    # The share of a product that is this CTA's.
+
+    def split(self, product: Product) -> Any:
+        """Which split of the depth."""
+        return rem(self.index, product.splits)
+
+    def tile(self, product: Product) -> Any:
+        """Which tile of weight rows."""
+        return div(self.index, product.splits)
+
+    def first_row(self, product: Product) -> Any:
+        return jnp.minimum(self.tile(product) * product.rows, product.features - product.rows)
+
+    def k_tiles(self, product: Product) -> Any:
+        """Stages of weights: none where there are more CTAs than tiles."""
+        split = self.split(product)
+        steps = _first_k_tile(product, split + 1) - _first_k_tile(product, split)
+        return jnp.where(self.index < product.ctas, steps, 0).astype(jnp.int32)
+
+    def x_tiles(self, product: Product) -> Any:
+        """Stages of activations."""
+        return div(self.k_tiles(product), product.matrices)
+
+    def first_column(self, product: Product) -> Any:
+        return div(_first_k_tile(product, self.split(product)), product.matrices) * (COPIES * product.columns)
+
+    def column(self, product: Product, x_tile: Any) -> Any:
+        """Where a stage of activations begins."""
+        # CTAs that read the same activations begin with different columns, or they would wait for the same lines of the L2.
+        if self.plan.is_8bit:
+            count = jnp.maximum(self.x_tiles(product), 1)
+            x_tile = lax.rem(x_tile + self.tile(product), count)
+        return self.first_column(product) + x_tile * (COPIES * product.columns)
+
+    def products(self) -> Iterator[tuple[int, Product, Any, Any]]:
+        """Place among the stages, product, and the steps of either ring before it: of weights, of activations."""
+        step, x_step = jnp.int32(0), jnp.int32(0)
+        for place, stage in enumerate(self.stages):
+            if isinstance(stage, Product):
+                yield place, stage, step, x_step
+                step, x_step = step + self.k_tiles(stage), x_step + self.x_tiles(stage)
+
+    def word(self, name: str, product: Product) -> Any:
+        """The mailbox's word where `name` begins; `product` is one that publishes or takes it."""
+        layout = self.plan.mailbox
+        if name == "gated":
+            return self.area + layout.gated
+        projection = layout.projection * (product.name in ("down", "next"))
+        return self.area + projection + {"partial": 0, "squares": layout.squares, "scaled": layout.scaled}[name]
+
+    def pitch(self, name: str) -> int:
+        """Columns of a matrix in the mailbox."""
+        return self.plan.products[1].features if name == "gated" else self.plan.hidden
+
+
+def _first_k_tile(product: Product, split: Any) -> Any:
+    return div(split * product.k_tiles, product.splits)
+
+
+# Launch
+
+
+def scratch(plan: Plan, dtype: Any, weights: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA for activations and weights of these dtypes."""
+    buffers: dict[str, Any] = {
+        "w_sm": ring_memory(plan, weights),
+        "x_sm": plgpu.SMEM((plan.x_stages, plan.x_blocks, plan.tokens, BLOCK), dtype, transforms=tiled(dtype)),
+        "w_ring": ring_barriers(plan.stages, COPIES), "x_ring": ring_barriers(plan.x_stages),
+    }  # fmt: skip
+    if plan.is_8bit:
+        # Rows of the hi numbers, then rows of the lo ones.
+        shape = plan.x_stages, COPIES, 2 * plan.tokens, 2 * BLOCK
+        buffers["x_sm"] = plgpu.SMEM(shape, weights, transforms=tiled(weights))
+        buffers["scale_sm"] = plgpu.SMEM((plan.x_stages, plan.tokens), jnp.float32)
+    return buffers
+
+
+def ring_memory(plan: Plan, dtype: Any) -> Any:
+    """Stages of weights, or of what else has the same bytes in a row."""
+    columns = BLOCK * 2 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM((plan.stages, plan.stage_rows, columns), dtype, transforms=tiled(dtype))
+
+
+def ring_barriers(stages: int, arrivals: int = 1) -> tuple[Any, Any]:
+    """Full and empty barriers of a `Ring` whose stages are filled by so many copies."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages), plgpu.Barrier(num_barriers=stages)
+
+
+def outputs(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the products write: `stream` and `projected`; the rest goes through the mailbox, but in the interpreter.
+
+    A chain without an output projection has no residual stream, and only its end is `projected`.
+    """
+    widths = {product.name: product.features for product in plan.products}
+    shapes = {
+        "stream": ((plan.hidden, plan.tokens), jnp.float32),
+        "projected": ((plan.live, widths["next"]) if "next" in widths else (1, ROWS), dtype),
+        "partial": ((max(product.splits for product in plan.products), plan.hidden, plan.tokens), jnp.float32),
+        "squares": ((-(-plan.reducers // ROWS) * ROWS, plan.tokens), jnp.float32),
+        "scaled": ((plan.tokens, plan.hidden), dtype),
+        "gated": ((plan.tokens, widths.get("gate_up", 0)), dtype),
+    }  # fmt: skip
+    absent = () if "o" in widths else ("stream", "gated")
+    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items() if name not in absent}
+
+
+def stages_of(plan: Plan) -> tuple[Product | Reduction, ...]:
+    """Products and the reductions of those that are split, in order."""
+    split = [
+        (product, Reduction(product)) if product.name in ("o", "down") else (product,) for product in plan.products
+    ]
+    return tuple(stage for stages in split for stage in stages)
+
+
+def launch(
+    body: Callable[..., None], name: str, plan: Plan, stages: Sequence[Any], inputs: Mapping[str, Any],
+    mailboxes: Mapping[str, Any], out: Mapping[str, jax.ShapeDtypeStruct], buffers: dict[str, Any], interpret: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs `body(stages, refs, buffers)` on every CTA and returns results by name.
+
+    Args:
+      name: what profilers show.
+      stages: all of them in one launch, but `Reduction`; in the interpreter one after the other, in launches that share `out`.
+      inputs: arrays and Refs, by the names that `refs` has them under.
+      mailboxes: Refs in place of those of `out` that are not results, but in the interpreter.
+      out: of which `stream` and `projected` are the kernel's results.
+      buffers: types of shared memory and barriers.
+    """
+    options: dict[str, Any] = {
+        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg", "scratch_types": buffers,
+        "compiler_params": plgpu.CompilerParams(approx_math=True),
+    }  # fmt: skip
+
+    def of(stages: Sequence[Any], names: Sequence[str]) -> Callable[..., None]:
+        def run(*refs: Any, **held: Any) -> None:
+            body(stages, dict(zip(names, refs, strict=True)), held)
+
+        run.__name__ = name
+        return run
+
+    if interpret is None:
+        results = {name: out[name] for name in ("stream", "projected") if name in out}
+        whole = of([stage for stage in stages if not isinstance(stage, Reduction)], [*inputs, *mailboxes, *results])
+        found = kernel(whole, out_type=tuple(results.values()), **options)(*inputs.values(), *mailboxes.values())
+        return dict(zip(results, found, strict=True))
+    shared = [jax.new_ref(jnp.full(one.shape, jnp.nan, one.dtype)) for one in out.values()]
+    for stage in stages:
+        one = of([stage], [*inputs, *out])
+        kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *shared)
+    return {name: ref[...] for name, ref in zip(out, shared, strict=True)}
+
+
+# CTA program
+
+
+def program(plan: Plan) -> Callable[..., None]:
+    """`body` of `launch` for products alone."""
+    return lambda stages, refs, buffers: run(Cta(plan, stages, refs, buffers, lax.axis_index("cta")))
+
+
+def run(cta: Cta) -> None:
+    """Dispatches the warpgroups: consumer, producer of weights, producer of activations."""
+    for warpgroup, work in enumerate((consume, produce_weights, produce_activations)):
+        takes_mailbox = not interpreting() and work is not produce_weights
+        task = functools.partial(_in_turn, cta, warpgroup, work) if takes_mailbox else functools.partial(work, cta)
+        pl.when(lax.axis_index("wg") == warpgroup)(task)
+
+
+def _in_turn(cta: Cta, warpgroup: int, work: Callable[[Cta], None]) -> None:
+    """Runs `work` with the area of the mailbox that is this launch's; each warpgroup counts launches for itself."""
+    own, words = cta.index * LINE + warpgroup, cta.refs["mailbox"]
+    launches = mailbox.launches(words, own)
+    work(dataclasses.replace(cta, launches=launches, area=cta.plan.mailbox.area(rem(launches, 2))))
+    mailbox.launched(words, own, launches + 1)
+
+
+# Producer of weights
+
+
+def produce_weights(cta: Cta) -> None:
+    """Starts the copies of all products' weights, each as soon as its stage is empty; then prefetches the next launch's first ones.
+
+    In the interpreter Pallas' own copies stand for those with an evict-first hint.
+    """
+    ring, once = cta.weights, not interpreting()
+    arrivals = address_of(ring.full) if once else None
+    for _, product, before, _ in cta.products():
+
+        def fill(k_tile: Any, _: None, product: Product = product, before: Any = before) -> None:
+            step = before + k_tile
+            stage = ring.stage(step)
+            if once:
+                cta.overlap.acquire(step)
+            ring.producer_acquire(step, stage)
+            if once:
+                landed = step - IN_FLIGHT
+                pl.when(landed >= 0)(lambda: ring.consumer_wait(ring.stage(landed)))
+            weights = cta.refs[product.name]
+            for copy, (rows, columns) in enumerate(_weight_tiles(cta, product, k_tile, weights)):
+                target = cta.buffers["w_sm"].at[stage, pl.ds(copy * product.rows, product.rows)]
+                if once:
+                    copy_once(weights, rows, columns, target, arrivals, stage)
+                else:
+                    plgpu.copy_gmem_to_smem(weights.at[rows, columns], target, ring.full.at[stage])
+
+        lax.fori_loop(0, cta.k_tiles(product), fill, None)
+    if once and "ahead" in cta.refs:
+        _prefetch(cta, cta.plan.products[0], cta.refs["ahead"])
+
+
+def _weight_tiles(cta: Cta, product: Product, k_tile: Any, weights: Any) -> Iterator[tuple[Any, Any]]:
+    """Rows and columns of each copy of a stage; gate and up rows take turns."""
+    column, whole = cta.column(product, div(k_tile, product.matrices)), product.matrices * product.features
+    row = cta.first_row(product) + rem(k_tile, product.matrices) * product.features
+    for block in range(COPIES):
+        first = column + block * product.columns
+        if weights.shape == (whole, product.depth):
+            yield pl.ds(row, product.rows), pl.ds(first, product.columns)
+        else:  # column blocks, one below the other
+            yield pl.ds(row + div(first, BLOCK) * whole, product.rows), pl.ds(0, BLOCK)
+
+
+def _prefetch(cta: Cta, product: Product, weights: Any) -> None:
+    """Brings to the L2 what the next launch reads first: memory is idle while other kernels run in between."""
+
+    def fetch(k_tile: Any, _: None) -> None:
+        for rows, columns in _weight_tiles(cta, product, k_tile, weights):
+            plgpu.async_prefetch(weights.at[rows, columns])
+
+    lax.fori_loop(0, cta.k_tiles(product), fetch, None)
+
+
+# Producer of activations
+
+
+def produce_activations(cta: Cta) -> None:
+    """Brings every product's activations: the first one's from memory, the others' as other CTAs publish them."""
+    for place, product, _, before in cta.products():
+        name = SOURCES[product.name]
+        if interpreting():
+            (_copy_hi_lo if cta.plan.is_8bit else _copy)(cta, product, before, cta.refs[name])
+        elif place > 0:
+            _take(cta, product, before, cta.refs["mailbox"], cta.word(name, product), cta.pitch(name))
+        elif cta.overlap.first_in_mailbox or cta.plan.is_8bit:
+            checks = cta.overlap.first_in_mailbox
+            _take(cta, product, before, cta.refs[name], 0, product.depth, checks=checks)
+        else:
+            _copy(cta, product, before, cta.refs[name])
+
+
+def _copy(cta: Cta, product: Product, before: Any, source: Any) -> None:
+    """Copies what was in memory before the launch, half a ring at a time."""
+    ring, lag, column = cta.activations, cta.plan.x_stages // 2, cta.first_column(product)
+
+    def fill(x_tile: Any, _: None) -> None:
+        stage = _acquire(ring, before + x_tile)
+        first = column + x_tile * (cta.plan.x_blocks * BLOCK)
+        copy_rows(source, first, cta.buffers["x_sm"].at[stage], rows=cta.plan.live)
+
+        @pl.when(x_tile >= lag)
+        def _():
+            copied(lag)
+            _fill_done(ring, before + x_tile - lag)
+
+    count = cta.x_tiles(product)
+    lax.fori_loop(0, count, fill, None)
+    copied(0)
+    lax.fori_loop(jnp.maximum(count - lag, 0), count, lambda x_tile, _: _fill_done(ring, before + x_tile), None)
+
+
+def _copy_hi_lo(cta: Cta, product: Product, before: Any, source: Any) -> None:
+    """`_copy` as hi and lo numbers, in the interpreter."""
+    ring = cta.activations
+
+    def fill(x_tile: Any, _: None) -> None:
+        stage, first = _acquire(ring, before + x_tile), cta.column(product, x_tile)
+        target, scales = (cta.buffers[name].at[stage] for name in ("x_sm", "scale_sm"))
+        hi_lo.copy_rows(source, first, target, scales, rows=cta.plan.live)
+        _fill_done(ring, before + x_tile)
+
+    lax.fori_loop(0, cta.x_tiles(product), fill, None)
+
+
+def _take(cta: Cta, product: Product, before: Any, area: Any, word: Any, pitch: int, checks: bool = True) -> None:
+    """Takes a matrix of `pitch` columns that CTAs publish at a word of `area`, several stages at a time.
+
+    Without `checks`, as hi and lo numbers alone, what is there already.
+    """
+    ring, group, count = cta.activations, cta.plan.x_group, cta.x_tiles(product)
+
+    def fill(index: Any, _: None) -> None:
+        first = index * group
+        filled = jnp.minimum(count - first, group)
+        stages = []
+        for place in range(group):
+            step = before + first + place
+            pl.when(place < filled)(functools.partial(_await_empty, ring, step))
+            stages.append(ring.stage(step))
+        columns = [cta.column(product, first + place) for place in range(group)]
+        target, sizes = cta.buffers["x_sm"], {"rows": cta.plan.live, "pitch": pitch}
+        if cta.plan.is_8bit:
+            waits, scales = (index == 0) & checks, cta.buffers["scale_sm"]
+            hi_lo.take_rows(area, word, columns, target, scales, stages, filled, waits, **sizes, checks=checks)
+        else:
+            mailbox.take_rows(area, word, columns[0], target, stages, filled, index == 0, **sizes)
+        for place in range(group):
+            pl.when(place < filled)(functools.partial(_fill_done, ring, before + first + place))
+
+    lax.fori_loop(0, div(count + (group - 1), group), fill, None)
+
+
+def _acquire(ring: Ring, step: Any) -> Any:
+    """The stage of a step, once it is empty."""
+    _await_empty(ring, step)
+    return ring.stage(step)
+
+
+def _await_empty(ring: Ring, step: Any) -> None:
+    ring.producer_acquire(step, ring.stage(step))
+
+
+def _fill_done(ring: Ring, step: Any) -> None:
+    plgpu.barrier_arrive(ring.full.at[ring.stage(step)])
+
+
+# Consumer
+
+
+def consume(cta: Cta) -> None:
+    """Multiplies and has the epilogues, product by product."""
+    before = {place: steps for place, _, *steps in cta.products()}
+    if not interpreting():
+        _empty_next(cta)
+    for place, stage in enumerate(cta.stages):
+        if isinstance(stage, Product):
+            (_mainloop_8bit if cta.plan.is_8bit else _mainloop_16bit)(cta, stage, *before[place])
+            cta.overlap.after(stage)
+        else:
+            # All partial sums are in memory, and CTAs without features are here too.
+            pl.when(cta.index < cta.plan.reducers)(functools.partial(_reduce, cta, stage.product, cta.index, None))
+
+
+def _empty_next(cta: Cta) -> None:
+    """Empties this CTA's share of the area that the next launch uses."""
+    layout = cta.plan.mailbox
+    other = layout.area(1 - rem(cta.launches, 2)) + cta.index * layout.share
+    mailbox.empty(cta.refs["mailbox"], other, words=layout.share)
+
+
+def _mainloop_16bit(cta: Cta, product: Product, before: Any, x_before: Any) -> None:
+    w_ring, x_ring, w_sm, x_sm = cta.weights, cta.activations, cta.buffers["w_sm"], cta.buffers["x_sm"]
+    x_tiles, k_tiles = cta.x_tiles(product), cta.k_tiles(product)
+
+    def multiply(*accs: Any) -> tuple[Any, ...]:
+        def one(x_tile: Any, _: None) -> None:
+            x_stage = x_ring.stage(x_before + x_tile)
+            x_ring.consumer_wait(x_stage)
+            for matrix in range(product.matrices):
+                step = before + x_tile * product.matrices + matrix
+                stage = w_ring.stage(step)
+                w_ring.consumer_wait(stage)
+                for block in range(COPIES):
+                    x = x_sm.at[x_stage, block].transpose((1, 0))
+                    for acc, (own, offset) in zip(accs, product.accumulators, strict=True):
+                        if own == matrix:
+                            rows = pl.ds(block * product.rows + offset, ROWS)
+                            plgpu.wgmma(acc, w_sm.at[stage, rows], x)
+                # All but this stage's instructions are done: the stage before can be filled again.
+                plgpu.wgmma_wait(COPIES * len(product.offsets))
+                pl.when(step > before)(lambda step=step: w_ring.consumer_release(w_ring.stage(step - 1)))
+            pl.when(x_tile > 0)(lambda: x_ring.consumer_release(x_ring.stage(x_before + x_tile - 1)))
+
+        # The norm's factors are known a little later than the first activations, and the product's first half needs none.
+        normed = product.name in ("gate_up", "next")
+        half = div(x_tiles, 2) if normed else x_tiles
+        lax.fori_loop(0, half, one, None)
+        factors = (_norm_factors(cta, product),) if normed else ()
+        if normed:
+            lax.fori_loop(half, x_tiles, one, None)
+        results = tuple(acc[...] for acc in accs)
+
+        @pl.when(x_tiles > 0)
+        def _():
+            w_ring.consumer_release(w_ring.stage(before + k_tiles - 1))
+            x_ring.consumer_release(x_ring.stage(x_before + x_tiles - 1))
+
+        return (*results, *factors)
+
+    accumulators = [plgpu.ACC((ROWS, cta.plan.tokens), jnp.float32) for _ in product.accumulators]
+    _epilogue(cta, product, pl.run_scoped(multiply, *accumulators))
+
+
+def _mainloop_8bit(cta: Cta, product: Product, before: Any, x_before: Any) -> None:
+    """Products of hi and of lo numbers side by side, each stage's added to float32 sums.
+
+    Tensor cores keep sums of float8 products in about fourteen bits, so those of a stage, 256 columns, go to float32 before the
+    next one's.
+    """
+    w_ring, x_ring, w_sm, x_sm = cta.weights, cta.activations, cta.buffers["w_sm"], cta.buffers["x_sm"]
+    x_tiles, tokens = cta.x_tiles(product), cta.plan.tokens
+    sums = jnp.int32 if cta.refs[product.name].dtype == jnp.int8 else jnp.float32
+    scales, last = cta.refs[f"{product.name}_scales"], product.matrices * product.features - 1
+    scales = [
+        hi_lo.row_scales(scales, cta.first_row(product) + (matrix * product.features + offset), last=last)
+        for matrix, offset in product.accumulators
+    ]
+
+    def one(x_tile: Any, totals: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_stage, step = x_ring.stage(x_before + x_tile), before + x_tile * product.matrices
+        stages = [w_ring.stage(step + matrix) for matrix in range(product.matrices)]
+        x_ring.consumer_wait(x_stage)
+
+        def multiply(*accs: Any) -> tuple[Any, ...]:
+            for matrix, stage in enumerate(stages):
+                w_ring.consumer_wait(stage)
+                for block in range(COPIES):
+                    x = x_sm.at[x_stage, block].transpose((1, 0))
+                    for acc, (own, offset) in zip(accs, product.accumulators, strict=True):
+                        if own == matrix:
+                            rows = pl.ds(block * product.rows + offset, ROWS)
+                            plgpu.wgmma(acc, w_sm.at[stage, rows], x)
+            return tuple(acc[...] for acc in accs)
+
+        found = pl.run_scoped(multiply, *[plgpu.ACC((ROWS, 2 * tokens), sums) for _ in product.accumulators])
+        for stage in stages:
+            w_ring.consumer_release(stage)
+        totals = tuple(
+            hi_lo.add(total, both, cta.buffers["scale_sm"], x_stage) for total, both in zip(totals, found, strict=True)
+        )
+        x_ring.consumer_release(x_stage)
+        return totals
+
+    zero = jnp.zeros((ROWS, tokens), jnp.float32)
+    totals = tuple(plgpu.layout_cast(zero, MATRIX) for _ in product.accumulators)
+    # The norm's factors are known a little later than the first activations, and the product's first half needs none.
+    normed = product.name in ("gate_up", "next")
+    half = div(x_tiles, 2) if normed else x_tiles
+    totals, factors = lax.fori_loop(0, half, one, totals), ()
+    if normed:
+        factors = (_norm_factors(cta, product),)
+        totals = lax.fori_loop(half, x_tiles, one, totals)
+    results = [
+        total * lax.broadcast_in_dim(scale, total.shape, [0]) for total, scale in zip(totals, scales, strict=True)
+    ]
+    _epilogue(cta, product, (*results, *factors))
+
+
+def _norm_factors(cta: Cta, product: Product) -> Any:
+    """What the norm multiplies each token with: over all features, from the sums of squares of 64 each."""
+    squares, count = None, cta.plan.reducers
+    if interpreting():
+        squares = rows_of(cta.refs["squares"], MATRIX)
+        index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, squares.shape, 0), MATRIX)
+        squares = jnp.where(index < count, squares, 0.0)
+    else:
+        word = cta.word("squares", product)
+        squares = mailbox.take_columns(cta.refs["mailbox"], word, rows=count, tokens=cta.plan.tokens)
+    factors = lax.rsqrt(squares.sum(axis=0) * (1 / cta.plan.hidden) + cta.plan.eps)
+    return lax.broadcast_in_dim(factors, (ROWS, cta.plan.tokens), [1])
+
+
+# Epilogues
+
+
+def _epilogue(cta: Cta, product: Product, results: Sequence[Any]) -> None:
+    """What becomes of a product's accumulators and, after a norm, of its factors."""
+    epilogues = {"o": _split_k, "down": _split_k, "gate_up": _swiglu, "next": _project}
+    pl.when(cta.index < product.ctas)(lambda: epilogues[product.name](cta, product, results))
+
+
+def _split_k(cta: Cta, product: Product, results: Sequence[Any]) -> None:
+    """Publishes a partial sum of 64 features; the CTA of the first split reduces them in place of that."""
+    (tile,), split = results, cta.split(product)
+
+    @pl.when((split > 0) | interpreting())
+    def _():
+        if interpreting():
+            cta.refs["partial"].at[split, pl.ds(cta.first_row(product), ROWS)][...] = tile
+        else:
+            mailbox.put_tile(cta.refs["mailbox"], _partial_word(cta, product, cta.tile(product), split), tile)
+
+    if not interpreting():
+        pl.when(split == 0)(lambda: _reduce(cta, product, cta.tile(product), tile))
+
+
+def _partial_word(cta: Cta, product: Product, tile_index: Any, split: Any) -> Any:
+    return cta.word("partial", product) + (tile_index * product.splits + split) * cta.plan.mailbox.tile
+
+
+def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
+    """Adds the partial sums of 64 features to the residual stream, in order, and publishes what the next product's norm needs.
+
+    `tile`: the first split's; None where all are in memory.
+    """
+    refs, norm, last = cta.refs, "post" if product.name == "o" else "next", product == cta.plan.products[-1]
+    first = tile_index * ROWS
+    rows = pl.ds(first, ROWS)
+    if "stream" in refs:
+        stream = rows_of(refs["before" if norm == "post" else "stream"].at[rows], MATRIX)
+    else:
+        stream = plgpu.layout_cast(jnp.zeros((ROWS, cta.plan.tokens), jnp.float32), MATRIX)
+    weight = jnp.zeros((ROWS,)) if last else rows_of(refs[f"{norm}_norm"].at[rows], ROW)
+    if tile is None:
+        tile = rows_of(refs["partial"].at[0, rows], MATRIX)
+        for split in range(1, product.splits):
+            tile = tile + rows_of(refs["partial"].at[split, rows], MATRIX)
+    else:
+        words = [_partial_word(cta, product, tile_index, split) for split in range(1, product.splits)]
+        tile = mailbox.add_tiles(refs["mailbox"], words, tile)
+    stream = stream + tile
+    if not last:
+        scaled = stream * lax.broadcast_in_dim(weight.astype(jnp.float32), stream.shape, [0])
+        _publish(cta, "scaled", product, first, scaled, ROWS)
+        squares = (stream * stream).sum(axis=0)
+        if interpreting():
+            refs["squares"].at[tile_index][...] = squares
+        else:
+            word = cta.word("squares", product) + tile_index * cta.plan.tokens
+            mailbox.put_columns(refs["mailbox"], word, squares)
+    if "stream" in refs:
+        refs["stream"].at[rows][...] = stream
+
+
+def _swiglu(cta: Cta, product: Product, results: Sequence[Any]) -> None:
+    """Publishes `silu(gate) * up`."""
+    *tiles, factors = results
+    count, covered = len(product.offsets), 0
+    for offset, gate, up in zip(product.offsets, tiles[:count], tiles[count:], strict=True):
+        gate = gate * factors
+        gated, first = gate * sigmoid(gate) * (up * factors), cta.first_row(product) + offset
+        rows, skipped = min(product.rows - offset, ROWS), max(covered - offset, 0)
+        _publish(cta, "gated", product, first, gated, rows, skipped)
+        covered = offset + ROWS
+
+
+def _project(cta: Cta, product: Product, results: Sequence[Any]) -> None:
+    """Writes the last product."""
+    *tiles, factors = results
+    for offset, tile in zip(product.offsets, tiles, strict=True):
+        first, rows = cta.first_row(product) + offset, min(product.rows - offset, ROWS)
+        store_transposed(cta.refs["projected"], first, tile * factors, rows=rows, tokens=cta.plan.live)
+
+
+def _publish(
+    cta: Cta, name: str, product: Product, first_feature: Any, tile: Any, rows: int, first_row: int = 0
+) -> None:
+    """Hands over the first rows of a tile as features of the live tokens; another tile has those before `first_row`."""
+    if interpreting():
+        store_transposed(cta.refs[name], first_feature, tile, rows=rows, tokens=cta.plan.live)
+        return
+    mailbox.put_transposed(
+        cta.refs["mailbox"], cta.word(name, product), first_feature, tile, first_row=first_row, rows=rows,
+        tokens=cta.plan.live, pitch=cta.pitch(name), paired=cta.plan.is_8bit,
+    )  # fmt: skip
