@@ -72,7 +72,7 @@ def test_schedule(sizes: dict[str, int]) -> None:
     """Both products keep nearly all multiprocessors busy, and read every weight."""
     for product in plan(16, **sizes, ctas=132, eps=EPS).products:
         assert 120 <= product.ctas <= 132
-        assert product.steps * 2 * 64 == product.depth
+        assert product.k_tiles * 2 * 64 == product.depth
         assert product.rows * product.tiles >= product.features
 
 
