@@ -128,7 +128,7 @@ def test_layers_that_round_rows_as_one_operation_each() -> None:
     ]
     assert [one.runner for one in plans] == ["fused_float8", "plain"]
     ours, theirs = (
-        run(target.layers, target.norm, x, rotary, dense_attend()) for run in (Planned(plans[0]), ONE_BY_ONE)
+        run(target.layers, target.norm, x, rotary, dense_attend(), None) for run in (Planned(plans[0]), ONE_BY_ONE)
     )
     for found, expected in zip([*ours[0], ours[1]], [*theirs[0], theirs[1]], strict=True):
         assert np.abs(np.asarray(found - expected)).max() <= 0.02 * np.abs(np.asarray(expected)).max()
