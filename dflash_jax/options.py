@@ -20,7 +20,7 @@ Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 PROPOSALS: tuple[str, ...] = get_args(Proposals)
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Page dtypes whose scales are found on texts.
 CALIBRATED = ("fp8", "int8")
 

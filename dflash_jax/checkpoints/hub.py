@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from dflash_jax.errors import CheckpointError
 
@@ -55,7 +56,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
     return Path(fetched), Path(fetched).name
 
 
-def find_here(source: str | Path, revision: str | None = None) -> tuple[Path, str | None] | None:
+def find_here(source: Any, revision: str | None = None) -> tuple[Path, str | None] | None:
     """The folder that `source` means if it is one here, and its commit where that is known; None for a model of the hub.
 
     Raises:

@@ -17,7 +17,7 @@ from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 def loop_options(
-    setup: Setup, max_cycles: int, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState, *rest: Any
+    setup: Setup, max_cycles: int, weights: Any, page_table: Any, state: Any, *rest: Any
 ) -> dict[str, Any]:
     """What XLA is told about `loop` of these arguments on a GPU, which may be shapes: the options of its target's plan."""
     return dict(cycle_plans(setup, weights, page_table, state).target.xla_options)

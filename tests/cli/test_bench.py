@@ -262,13 +262,13 @@ def test_shapes_are_refused_before_they_are_filled(options, said, capsys, monkey
 def test_random_prompts_are_given_room_before_weights_are_read(target, capsys, monkeypatch) -> None:
     lengths = []
 
-    def load(**options):
+    def load(path, **options):
         lengths.append(options["max_model_len"])
         raise ParameterError("so far")
 
     limit = dj.load(target, max_batch=1).target.max_position
     monkeypatch.setattr("dflash_jax.cli.bench.load", load)
-    monkeypatch.setattr("dflash_jax.options.DEFAULT_MODEL_LEN", limit // 2)
+    monkeypatch.setattr("dflash_jax.engine.planning.DEFAULT_MODEL_LEN", limit // 2)
     few, many = ["--output-length", "3"], ["--input-length", str(limit - 3)]
     for options in ([*few, "--input-length", "5"], [*few, *many], [*few, *many, "--max-model-len", str(limit)]):
         assert main(["bench", "--model", str(target), *options]) == 2

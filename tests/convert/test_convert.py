@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_is_one_line(hf, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device", "weights")
 
-    monkeypatch.setattr(cli, "write_converted", fails)
+    monkeypatch.setattr("dflash_convert.conversion.write_converted", fails)
     assert hf.convert(hf.qwen3(), "--output", hf.root / "out") == 5
     told = "cannot be written (No space left on device): nothing is left of it; make room or name another output"
     assert capsys.readouterr().err == f"dflash-convert: output not usable: {hf.root}/out {told}\n"

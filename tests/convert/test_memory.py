@@ -30,7 +30,10 @@ def held(key):
 COMMAND = (
     MEASURE
     + """
+import jax
+import dflash_convert.conversion
 from dflash_convert.cli import main
+jax.devices()
 before = held("VmRSS")
 code = main(sys.argv[1:])
 print(before, 0, held("VmHWM"))

@@ -87,7 +87,7 @@ def test_a_wrong_byte_on_the_way_back_fails_the_verification(hf, monkeypatch):
         data[-9] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr("dflash_convert.cli.write_huggingface", wrong)
+    monkeypatch.setattr("dflash_convert.conversion.write_huggingface", wrong)
     assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 4
     assert not list(hf.root.glob("back*"))
 

@@ -216,7 +216,7 @@ def test_what_ended_a_text_is_in_it_where_that_is_asked_for(end: str, include: b
     """Whichever way it ended, and with an end token that the tokenizer does not call special. The id is among the tokens."""
     options = dict(ENDS[end])
     params = SamplingParams(max_tokens=9, include_stop=include, **{k: v for k, v in options.items() if k != "eos"})
-    request = Request(0, (1,), params, options.get("eos", ()), produced=2)
+    request = Request(0, (1,), params, options.get("eos", ()))
     update = Update(0, [ord("a"), ord("b")], [False] * 2, [], first=True, seconds=1.0)
     update.finish(request)
     done = written(update, params, options.get("eos", ()))
