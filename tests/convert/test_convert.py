@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert import cli, verify, write
+from dflash_convert import verify, write
 from orbax.checkpoint import v1 as ocp
 from safetensors.numpy import load_file, save_file
 
