@@ -33,7 +33,7 @@ from record import Record, arguments
 from dflash_jax.attention.mla import LatentForm, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.models.deepseek import MLAttention
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 
 CONFIG = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"]
 HEADS, NOPE, ROTATED = CONFIG.num_heads, CONFIG.qk_nope_head_dim, CONFIG.qk_rope_head_dim

@@ -27,7 +27,7 @@ from record import Record, arguments
 
 from dflash_jax.models.deepseek import rotate_interleaved
 from dflash_jax.models.layers import Rotary, rms_norm
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 
 CONFIG = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"]
 HEADS, HEAD_DIM, RANK, WIDTH = CONFIG.num_heads, CONFIG.head_dim, CONFIG.kv_lora_rank, CONFIG.latent_width

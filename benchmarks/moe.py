@@ -28,8 +28,7 @@ from flax import nnx
 from record import Record, arguments
 
 from dflash_jax.models.moe import Experts, ExpertsConfig
-from dflash_jax.models.presets import MOE_TARGETS
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, MOE_TARGETS
 
 ROUNDS = 60  # of a call for each of eight routings: to start them takes as long as a few of the shortest
 SHAPES = {"V2-Lite": DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], "Qwen3-30B-A3B": MOE_TARGETS["Qwen3-30B-A3B"]}

@@ -206,3 +206,15 @@ class Emitted:
     logprobs: Float[Array, "B T"]
     top_ids: Int[Array, "B T k"]
     top_logprobs: Float[Array, "B T k"]
+
+
+def without_pools(state: DecodeState) -> DecodeState:
+    """The part of a state that belongs to slots; pages belong to sequences, wherever those sit."""
+    none = Pages((), ())
+    return replace(state, target_pages=none, draft_pages=none)
+
+
+def resize(state: DecodeState, rows: Int[Array, "C"]) -> DecodeState:
+    """A state of C slots that hold the sequences of slots `rows`; -1 is an empty slot. Both states are without pools."""
+    taken = jax.tree.map(lambda leaf: leaf[jnp.maximum(rows, 0)], state)
+    return replace(taken, done=taken.done | (rows < 0))

@@ -22,8 +22,7 @@ import numpy as np
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import prefill_chunk
-from dflash_jax.decoding.resize import without_pools
-from dflash_jax.decoding.state import DecodeState, Emitted, Setup
+from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.memory import named_memory_errors

@@ -12,8 +12,7 @@ from jaxtyping import Array
 from dflash_jax.cache import Pages
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import admit, prefill_chunk
-from dflash_jax.decoding.resize import resize, without_pools
-from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
 from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
 from dflash_jax.engine.resources import MAX_CYCLES, Resources

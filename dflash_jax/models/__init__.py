@@ -1,8 +1,7 @@
 """Model families: configurations, parameters and Flax modules. `registry` is their table."""
 
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models.deepseek import Deepseek
-from dflash_jax.models.deepseek_config import DeepseekConfig
+from dflash_jax.models.deepseek import Deepseek, DeepseekConfig
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
 from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface

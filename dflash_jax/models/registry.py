@@ -14,8 +14,16 @@ from flax import nnx
 
 from dflash_jax.config import DecoderConfig, Qwen3Config, architectures_of, shown
 from dflash_jax.errors import UnsupportedModelError
-from dflash_jax.models.deepseek import Deepseek, deepseek_canonical, deepseek_parameters, deepseek_traits, is_mtp_tensor
-from dflash_jax.models.deepseek_config import ARCHITECTURES, MODEL_TYPES, DeepseekConfig
+from dflash_jax.models.deepseek import (
+    ARCHITECTURES,
+    MODEL_TYPES,
+    Deepseek,
+    DeepseekConfig,
+    deepseek_canonical,
+    deepseek_parameters,
+    deepseek_traits,
+    is_mtp_tensor,
+)
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig

@@ -24,8 +24,7 @@ from dflash_jax.checkpoints.calibration import Observer, calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
-from dflash_jax.models.presets import TARGETS
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, TARGETS
 from dflash_jax.quantization.kv_formats import scale_for
 
 from .latent_layer import Batch, make_batch

@@ -10,7 +10,7 @@ import pytest
 from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models import family_named, init_params
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 
 GQA = Qwen3Config(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, windows=(None,)

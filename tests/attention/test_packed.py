@@ -15,7 +15,7 @@ from dflash_jax.attention.standalone.packed import PackedAttend
 from dflash_jax.cache import Pages, make_pages
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import bind, family_named, init_params
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 
 CONFIG = dataclasses.replace(
     DEEPSEEK_TARGETS["DeepSeek-V3"], vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=3, num_kv_heads=3,

@@ -13,8 +13,7 @@ from dflash_jax.attention.mla import ABSORBED
 from dflash_jax.cache import Pages
 from dflash_jax.compile.executable_cache import NotDescribable, describe, rebuild
 from dflash_jax.decoding.state import Setup
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.quantization.weights import Quantised
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.compile.programs import start_compiling
-from dflash_jax.decoding.resize import resize, without_pools
+from dflash_jax.decoding.state import resize, without_pools
 from dflash_jax.engine import STOP_WIDTH, Engine, scheduler
 from dflash_jax.engine.requests import Request, empty_state
 from dflash_jax.engine.warmup import warmup_jobs

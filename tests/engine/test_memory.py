@@ -24,8 +24,7 @@ from dflash_jax.engine.memory import (
     workspace_bytes,
 )
 from dflash_jax.models.dflash import SHARED_HEAD
-from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.weights import quantise_weights
 

@@ -10,7 +10,7 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.models import DeepseekConfig, count, family_named, family_of
 from dflash_jax.models.layers import rope_frequencies
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 
 # Counted by transformers 5.23 on models without storage. Model cards say 15.7B, 236B, 671B (14B of MTP layers beside), and 1T.
 COUNTS = {

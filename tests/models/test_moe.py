@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from dflash_jax.models.moe import Experts, MoE, Router, _blocks, route
-from dflash_jax.models.presets import MOE_TARGETS
-from dflash_jax.models.presets_deepseek import DEEPSEEK_TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, MOE_TARGETS
 
 from ..devices import custom_calls
 
