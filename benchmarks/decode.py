@@ -32,7 +32,6 @@ from dflash_kernels.attention.paged.api import IMPLEMENTATIONS
 from floors import floor_ms
 from record import Record, arguments
 
-from dflash_jax.attention import paged
 from dflash_jax.bench.workload import SHAPES, published_shape
 from dflash_jax.cache import CacheScales
 from dflash_jax.checkpoints.weights import round_weights
@@ -40,7 +39,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.engine.requests import Request
-from dflash_jax.execution import plan
+from dflash_jax.execution import switches
 from dflash_jax.execution.weight_layout import blocks_pay, cycle_rows
 from dflash_jax.models import family_named, fuse_context_projection, init_params
 from dflash_jax.options import CALIBRATED, WEIGHT_DTYPES, WeightDtype
@@ -173,7 +172,7 @@ def main() -> None:
     parser.add_argument(
         "--chain",
         action=argparse.BooleanOptionalAction,
-        default=plan.PERSISTENT,
+        default=switches.PERSISTENT,
         help="one launch between two layers' attention where it takes the rows, or separate operations",
     )
     parser.add_argument(
@@ -198,21 +197,21 @@ def main() -> None:
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
     )
     options = parser.parse_args()
-    plan.PERSISTENT = options.chain
+    switches.PERSISTENT = options.chain
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
     suffix += "" if options.draft_window is None else f" window{options.draft_window}"
     suffix += "" if options.sampling == "greedy" else f" {options.sampling}"
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
-    every, whole = dict(IMPLEMENTATIONS), plan.PERSISTENT_ATTENTION
+    every, whole = dict(IMPLEMENTATIONS), switches.PERSISTENT_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
     contexts = "" if 1024 in options.context else f" ctx{min(options.context) // 1024}k"
     record = Record("decode" + (contexts + named + suffix + "".join(pages.values())).replace(" ", "_"), options)
     for attention in options.attention:
         IMPLEMENTATIONS.clear()
         IMPLEMENTATIONS.update(every if attention == "best" else {attention: every[attention]})
-        plan.PERSISTENT_ATTENTION = paged.FUSED_QKV = whole and attention == "best"
+        switches.PERSISTENT_ATTENTION = switches.FUSED_QKV = whole and attention == "best"
         jax.clear_caches()
         for name in options.models:
             kinds = options.weight_dtype, options.draft_weight_dtype

@@ -24,12 +24,10 @@ from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
 from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
-
-# Norm, rotation, write and attention of few tokens as one launch, where there is one; False for comparisons.
-FUSED_QKV = True
 
 
 class PagedAttend:
@@ -102,7 +100,7 @@ class PagedAttend:
         config = layer.config
         if self.related or layer.window is not None or layer.sinks is not None or layer.q_norm is None:
             return False
-        if not FUSED_QKV or pool.dtype != qkv.dtype:
+        if not switches.FUSED_QKV or pool.dtype != qkv.dtype:
             return False
         _, kv_heads, page_size, head_dim = pool.shape
         reason = qkv_attention_refusal(

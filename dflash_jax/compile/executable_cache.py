@@ -49,6 +49,7 @@ from dflash_jax.compile.jax_patches import (
     serialise,
 )
 from dflash_jax.compile.private_folders import foreign, open_private
+from dflash_jax.execution.switches import switches
 
 MAGIC = b"dflash_jax program 1\n"
 SUFFIX, PARTIAL = ".program", ".partial"
@@ -316,15 +317,12 @@ def _dataclass(name: str) -> type:
 
 def settings() -> dict[str, str]:
     """JAX's settings as they are for this thread, and the switches of this package that change what is traced."""
-    from dflash_jax.execution import plan
-
     found = {
         name: str(getattr(jax.config, name, None))
         for name in sorted(jax.config.values)
         if not any(part in name for part in NEUTRAL_SETTINGS)
     }
-    switches = (plan.PERSISTENT, plan.PERSISTENT_ATTENTION, plan.FUSED_DENSE)
-    return found | {"switches": ",".join(map(str, switches))}
+    return found | {f"switch {name}": str(value) for name, value in switches().items()}
 
 
 @functools.cache

@@ -27,17 +27,12 @@ from dflash_kernels import (
 )
 from dflash_kernels.core.device import target
 
+from dflash_jax.execution import switches
 from dflash_jax.models.traits import LayerTraits
 from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
 
 Runner = Literal["plain", "persistent", "fused_dense", "fused_float8", "fused_moe"]
 Layout = Literal["rows", "column_blocks"]
-
-# Switches for comparisons; `compile.executable_cache` makes them part of a stored program's key.
-PERSISTENT = True  # one kernel between two layers' attention
-PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
-FUSED_DENSE = True  # GEMMs with epilogues
-COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 
 # Of fused GEMMs: with more rows, XLA's products with nothing after them are faster.
 MOST_DENSE_ROWS = 256
@@ -255,7 +250,7 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
 
 
 def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
-    if not PERSISTENT:
+    if not switches.PERSISTENT:
         return "switched off"
     if (reason := _dense_layers_refusal(traits)) is not None:
         return reason
@@ -265,7 +260,7 @@ def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFor
 
 
 def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
-    if not FUSED_DENSE:
+    if not switches.FUSED_DENSE:
         return "switched off"
     if (reason := _dense_layers_refusal(traits)) is not None:
         return reason
@@ -319,7 +314,7 @@ _RUNNERS: Mapping[Runner, _Refuse] = {
 def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     """Why attention is not part of the persistent kernel."""
     pages = call.pages
-    if not PERSISTENT_ATTENTION:
+    if not switches.PERSISTENT_ATTENTION:
         return "switched off"
     if pages is None:
         return "there are no pages of heads, or rows may be of one sequence and attend when all of them are written"
@@ -339,7 +334,7 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
 def _blocks_refusal(traits: LayerTraits, call: CallShape, mesh: Any) -> str | None:
     """Why matrices stay in rows: blocks pay where `layer_chain` takes the layers, so that calls of few rows have a kernel as well,
     and the largest cycle, of `call.rows` tokens, waits for weights."""
-    if not COLUMN_BLOCKS:
+    if not switches.COLUMN_BLOCKS:
         return "switched off"
     if mesh is not None:
         return "layers lie on several devices"

@@ -5,9 +5,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import time
+from importlib import resources
 from pathlib import Path
 
 import jax
@@ -22,7 +24,7 @@ from dflash_jax.compile import executable_cache as stored_programs
 from dflash_jax.compile import jax_patches
 from dflash_jax.compile.executable_cache import MAGIC, SUFFIX, StoredPrograms
 from dflash_jax.compile.programs import Programs
-from dflash_jax.execution import plan
+from dflash_jax.execution import switches
 
 TRACED: list[str] = []
 
@@ -110,7 +112,9 @@ CHANGES = {
     "versions": lambda patch: patch.setattr(stored_programs, "_version", lambda name: "9.9"),
     "driver or processor": lambda patch: patch.setattr(stored_programs, "_lines", lambda *_: "other"),
     "flags": lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"),
-    "a switch of ours": lambda patch: patch.setattr(plan, "PERSISTENT", not plan.PERSISTENT),
+} | {
+    f"{name} of ours": lambda patch, name=name, value=value: patch.setattr(switches, name, not value)
+    for name, value in switches.switches().items()
 }
 
 
@@ -124,6 +128,19 @@ def test_everything_a_program_depends_on_is_in_its_key(store, monkeypatch, chang
     stored_programs.environment.cache_clear()
     assert TRACED == ["step"] * 2
     assert len(entries(store.folder)) == 2
+
+
+def test_all_switches_stand_in_one_place():
+    """A flag of another module would change what is traced, and not its key."""
+    flags = re.compile(r"^([A-Z][A-Z0-9_]*)(?::[^=]+)? = (?:True|False)\b", re.MULTILINE)
+    found = {
+        (path.name, name)
+        for package in stored_programs.SOURCES
+        for path in Path(str(resources.files(package))).rglob("*.py")
+        for name in flags.findall(path.read_text())
+    }
+    assert found == {("switches.py", name) for name in switches.switches()}
+    assert len(found) >= 5
 
 
 def test_settings_of_one_thread_are_in_the_key(store):

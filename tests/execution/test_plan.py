@@ -14,7 +14,7 @@ from dflash_jax.cache import make_pages
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.cli.info import collect, lines
 from dflash_jax.decoding.state import Setup
-from dflash_jax.execution import plan
+from dflash_jax.execution import plan, switches
 from dflash_jax.execution.plan import (
     CUBLAS_PRODUCTS,
     ONE_GRAPH,
@@ -91,9 +91,9 @@ def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest
         found = choose(TRAITS, CYCLE, FORMAT, mesh=mesh)
         assert (found.runner, {one.reason for one in found.refusals}) == ("plain", {"layers lie on several devices"})
         assert choose(TRAITS, CYCLE, None, mesh=mesh).weight_layout == "rows"
-        monkeypatch.setattr(plan, "PERSISTENT", False)
+        monkeypatch.setattr(switches, "PERSISTENT", False)
         assert choose(TRAITS, CYCLE, FORMAT).runner == "fused_dense"
-        monkeypatch.setattr(plan, "FUSED_DENSE", False)
+        monkeypatch.setattr(switches, "FUSED_DENSE", False)
         found = choose(TRAITS, CYCLE, FORMAT)
         assert (found.runner, found.refused("persistent"), found.refused("fused_dense")) == (
             "plain", "switched off", "switched off",

@@ -13,7 +13,7 @@ from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
-from dflash_jax.execution import plan
+from dflash_jax.execution import plan, switches
 from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
@@ -57,7 +57,7 @@ def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatc
         fitting = not config.attention_bias and layer_traits(config).feed_forward == "dense"
         assert chosen.runner == (wanted if fitting else "plain")
         agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
-        monkeypatch.setattr(plan, "PERSISTENT", False)
+        monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
 @pytest.mark.parametrize("case", cases("qwen3_moe"))

@@ -21,7 +21,7 @@ from dflash_jax.checkpoints.weights import (
 )
 from dflash_jax.cli.info import collect
 from dflash_jax.engine.cycle_costs import bare_cost
-from dflash_jax.execution import plan
+from dflash_jax.execution import switches
 from dflash_jax.execution.plan import CallShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import block_columns, blocks_pay, cycle_rows
@@ -71,7 +71,7 @@ def test_which_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = stored_shapes(PAIR, BFLOAT16)
     with on("NVIDIA H200"):
         kept, in_bytes = weight_shapes(PAIR, BFLOAT16), weight_shapes(PAIR, BFLOAT16, draft_weight_dtype="fp8")
-        monkeypatch.setattr(plan, "COLUMN_BLOCKS", False)
+        monkeypatch.setattr(switches, "COLUMN_BLOCKS", False)
         assert not any(isinstance(one, ColumnBlocks) for one in weight_shapes(PAIR, BFLOAT16)["target"].values())
     for role, layers in (("target", 36), ("draft", 5)):
         blocked = {name for name, one in kept[role].items() if isinstance(one, ColumnBlocks)}

@@ -1,0 +1,16 @@
+"""Switches of the fused paths, for comparisons: what is off runs as separate operations.
+
+All of the package's stand here and nowhere else: each changes what is traced, so all of them are part of a stored program's key
+(`dflash_jax.compile.executable_cache.settings`).
+"""
+
+PERSISTENT = True  # one kernel between two layers' attention
+PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
+FUSED_DENSE = True  # GEMMs with epilogues
+FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
+COLUMN_BLOCKS = True  # matrices stored in blocks of columns
+
+
+def switches() -> dict[str, bool]:
+    """Every switch by name, as it is now."""
+    return {name: value for name, value in globals().items() if name.isupper()}
