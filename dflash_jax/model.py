@@ -170,7 +170,7 @@ def load(
                 target.config, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
             )
 
-    compiled = start_compiling(reading_jobs(engine.weights))
+    compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
         with named_memory_errors("weights were loaded"):

@@ -31,7 +31,7 @@ from jax import monitoring
 from jax._src import config, core
 
 # Minor versions whose internals are what this file takes them for.
-KNOWN_VERSIONS = ((0, 11),)
+KNOWN_VERSIONS = ((0, 11), (0, 12))
 
 
 def known() -> bool:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import Event, Lock
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
 from dflash_jax.compile.jax_patches import kernels_side_by_side, name_values_once
-from dflash_jax.compile.tracing import Line, no_collection, place, short_turns
+from dflash_jax.compile.tracing import TracingQueue, arrive, job, no_collection, short_turns
 
 if TYPE_CHECKING:
     from dflash_jax.compile.executable_cache import StoredPrograms
@@ -44,47 +44,63 @@ def compiled_with[F: Callable](options: Callable[..., dict[str, Any]]) -> Callab
     return declare
 
 
-def start_compiling(jobs: Iterable[Callable[[], Any]]) -> list[Future]:
+def start_compiling(jobs: Iterable[Callable[[], Any]], *, in_order: bool = True) -> list[Future]:
     """Runs jobs that compile in the background, some side by side. A call that needs their programs waits.
 
-    They are traced in their order, whichever thread comes first. Once Python ends, none begins: the rest end with SystemExit.
+    Once Python ends, none begins: the rest end with SystemExit.
+
+    Args:
+      in_order: programs are traced in the order of the jobs: one begins once that before has its place in the tracing queue. False
+        for jobs that do not come to that queue.
     """
     jobs = list(jobs)
-    arrived, futures = [Event() for _ in jobs], [Future() for _ in jobs]
-    left, turn = iter(range(len(jobs))), Lock()
+    futures, left, turn = [Future() for _ in jobs], iter(range(len(jobs))), Lock()
+    running = arriving = 0
     # Threads do not inherit this setting where it was made for a block.
     precision = jax.config.jax_default_matmul_precision
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
 
     def run(number: int) -> None:
-        if futures[number].set_running_or_notify_cancel():
-            try:
-                with jax.default_matmul_precision(precision), short_turns(), place(number, arrived):
-                    jobs[number]()
-            except BaseException as error:
-                futures[number].set_exception(error)
-            else:
-                futures[number].set_result(None)
-        follow()
+        arrived = functools.partial(follow, arrived=1)
+        if not in_order:
+            arrived()
+        with job(number, arrived if in_order else _nothing):
+            if futures[number].set_running_or_notify_cancel():
+                try:
+                    with jax.default_matmul_precision(precision), short_turns():
+                        jobs[number]()
+                except BaseException as error:
+                    futures[number].set_exception(error)
+                else:
+                    futures[number].set_result(None)
+        follow(ended=1)
 
-    def follow() -> None:
+    def follow(arrived: int = 0, ended: int = 0) -> None:
         """The pool is given one job after the other: Python waits for all that it has before it ends."""
+        nonlocal running, arriving
         with turn:
+            arriving, running = arriving - arrived, running - ended
+            if arriving or running == THREADS:
+                return
             number = next(left, None)
             if number is None:
                 pool.shutdown(wait=False)
                 return
+            arriving, running = 1, running + 1
             try:
                 pool.submit(run, number)
             except RuntimeError as error:  # Python ends, or the system has no thread left
-                reason = SystemExit() if "interpreter shutdown" in str(error) else error
+                reason = SystemExit() if "shutdown" in str(error) else error
                 for late in (number, *left):
                     if futures[late].set_running_or_notify_cancel():
                         futures[late].set_exception(reason)
 
-    for _ in jobs[:THREADS]:
-        follow()
+    follow()
     return futures
+
+
+def _nothing() -> None:
+    pass
 
 
 def drop(futures: list[Future]) -> None:
@@ -108,7 +124,7 @@ class Programs:
     _compiled: dict[tuple, Any] = field(default_factory=dict)
     _pending: dict[tuple, Future] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
-    _tracing: Line = field(default_factory=Line)
+    _tracing: TracingQueue = field(default_factory=TracingQueue)
 
     def call(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
         """`function(*static, *args)` as a compiled program; `donate` numbers arguments of `args`."""
@@ -142,7 +158,9 @@ class Programs:
                 if (others := self._pending.get(key)) is None:
                     self._pending[key] = ours
             if others is not None:
+                arrive()
                 return others.result()
+            self._tracing.join()
             program, keep = self._make(function, static, donate, args)
             self._compiled[key] = program
             ours.set_result(program)
@@ -151,6 +169,7 @@ class Programs:
                 ours.set_exception(error)
             raise
         finally:
+            self._tracing.leave()
             if self._pending.get(key) is ours:
                 del self._pending[key]
             del ours  # which holds the error, and that this frame

@@ -2,12 +2,12 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Condition, Event, Lock, get_ident, local
+from itertools import count
+from threading import Condition, Lock, get_ident, local
 
 TURN_S = 2e-4
-PATIENCE_S = 1.0
 FROZEN = 1000  # objects: Python freezes some hundred itself, and a server all that it has, which then stays frozen
 
 
@@ -78,77 +78,70 @@ short_turns = Setting(sys.getswitchinterval, _shorten_turns, sys.setswitchinterv
 # cycles; looking for them all the time takes a tenth of its own.
 no_collection = Setting(gc.isenabled, _stop_collection, _collect_again)
 
-_PLACE = local()
-FIRST = -1
+_JOB = local()
+TRACING, FIRST = -2, -1
 
 
 @contextmanager
-def place(number: int, arrived: Sequence[Event] = ()) -> Iterator[None]:
-    """What this thread waits for inside comes in this place of a `Line`; threads that have none come first.
+def job(place: int, arrived: Callable[[], object]) -> Iterator[None]:
+    """This thread's job in the background: its programs are traced in this place; threads that have none come first.
 
     Args:
-      arrived: one event for each place, set when its thread has come to a line or will not come any more. A line waits for those
-        before this place, but not for long.
+      arrived: called once, when the job has its place in a queue, or waits for another's program, or ends without.
     """
-    before = getattr(_PLACE, "number", FIRST), getattr(_PLACE, "arrived", ())
-    _PLACE.number, _PLACE.arrived = number, arrived
+    _JOB.place, _JOB.arrived = place, arrived
     try:
         yield
     finally:
-        _PLACE.number, _PLACE.arrived = before
-        if arrived:
-            arrived[number].set()
+        arrive()
+        _JOB.place = FIRST
 
 
-def _wait_for_earlier() -> None:
-    """Until all with an earlier place are here as well: who comes to an empty line would be the first in it."""
-    arrived = getattr(_PLACE, "arrived", ())
-    if arrived:
-        arrived[_PLACE.number].set()
-        # One of them may wait for what this thread has begun.
-        for event in arrived[: _PLACE.number]:
-            event.wait(PATIENCE_S)
+def arrive() -> None:
+    """This thread's job holds up no later one any more."""
+    arrived, _JOB.arrived = getattr(_JOB, "arrived", None), None
+    if arrived is not None:
+        arrived()
 
 
-class Line:
-    """A lock that the first in line gets next, not whoever happens to wake up.
+class TracingQueue:
+    """A lock that goes to the least (place, arrival) among the threads that have joined, not to whoever happens to wake up.
 
     The program of the first token takes much less time than the cycles' program: behind it, by chance, the first token would come
-    as late as the cycles.
+    as late as the cycles. A thread joins before it looks for its program on disk, so that who finds none has kept its place, and
+    waits for nothing else until it leaves. It traces its program itself: JAX's settings are those of the thread that asks, and so
+    are interrupts and errors. A thread for all tracing would need a copy of them by way of JAX's internals.
     """
 
     def __init__(self):
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._waiting: list[tuple[int, int]] = []
-        self._arrivals = 0
-        self._taken: int | None = None  # by which thread
+        self._arrivals = count()
+        self._joined: dict[int, tuple[int, int]] = {}  # by thread
+
+    # Below the lock itself, not the condition: interrupted as its own `__exit__` begins, that would stay locked.
+    def join(self) -> None:
+        """Takes this thread's place, which `leave` gives up."""
+        with self._lock:
+            self._joined[get_ident()] = getattr(_JOB, "place", FIRST), next(self._arrivals)
+        arrive()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._joined.pop(get_ident(), None)
+            self._changed.notify_all()
 
     def __enter__(self) -> None:
-        # Here and below the lock itself, not the condition: interrupted as its own `__exit__` begins, that would stay locked.
-        ours = None
+        thread = get_ident()
         try:
+            if thread not in self._joined:
+                self.join()
             with self._lock:
-                ours, self._arrivals = (getattr(_PLACE, "number", FIRST), self._arrivals), self._arrivals + 1
-                self._waiting.append(ours)
-            _wait_for_earlier()
-            with self._lock:
-                # A turn of its own that it did not end was interrupted as it was about to.
-                self._changed.wait_for(lambda: self._taken in (None, get_ident()) and min(self._waiting) == ours)
-                self._taken = get_ident()
-                self._waiting.remove(ours)
+                self._changed.wait_for(lambda: self._joined[thread] == min(self._joined.values()))
+                self._joined[thread] = TRACING, 0  # before any that comes now
         except BaseException:
-            self._leave(ours)
+            self.leave()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self, ours: tuple[int, int] | None = None) -> None:
-        """Ends this thread's turn, and its waiting in the place `ours`."""
-        with self._lock:
-            if ours in self._waiting:
-                self._waiting.remove(ours)
-            if self._taken == get_ident():
-                self._taken = None
-            self._changed.notify_all()
+        self.leave()

@@ -15,52 +15,54 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compile.programs import Programs, start_compiling
-from dflash_jax.compile.tracing import Line, no_collection, place, short_turns
+from dflash_jax.compile.programs import THREADS, Programs, start_compiling
+from dflash_jax.compile.tracing import TracingQueue, job, no_collection, short_turns
 
 
-def waiting(line: Line, count: int) -> None:
+def joined(queue: TracingQueue, count: int) -> None:
     deadline = time.monotonic() + 10
-    while len(line._waiting) < count:
+    while len(queue._joined) < count:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("order", [[2, 0, 1], [0, 1, 2], [1, 1, 0]])
-def test_the_first_in_line_is_next_whoever_came_first(order):
-    line, seen, threads = Line(), [], []
+def test_the_least_place_is_next_whoever_came_first(order):
+    queue, seen, threads = TracingQueue(), [], []
 
     def enter(number):
-        with place(number), line:
+        with job(number, lambda: None), queue:
             seen.append(number)
 
-    with line:
+    with queue:
         for number in order:
             threads.append(threading.Thread(target=enter, args=(number,)))
             threads[-1].start()
-            waiting(line, len(threads))
-        anybody = threading.Thread(target=lambda: [line.__enter__(), seen.append(-1), line.__exit__()])
+            joined(queue, len(threads) + 1)
+        anybody = threading.Thread(target=lambda: [queue.__enter__(), seen.append(-1), queue.__exit__()])
         anybody.start()
-        waiting(line, len(threads) + 1)
+        joined(queue, len(threads) + 2)
+        assert seen == []
     for thread in (*threads, anybody):
         thread.join(10)
     assert seen == [-1, *sorted(order)]
 
 
-def test_a_line_is_left_when_what_it_guards_fails():
-    line = Line()
-    with pytest.raises(ValueError, match="inside"), line:
+def test_the_queue_is_left_when_tracing_fails():
+    queue = TracingQueue()
+    with pytest.raises(ValueError, match="inside"), queue:
         raise ValueError("inside")
-    with line:
+    assert queue._joined == {}
+    with queue:
         pass
 
 
 def test_one_at_a_time():
-    line, inside, most = Line(), [], []
+    queue, inside, most = TracingQueue(), [], []
 
     def enter():
         for _ in range(50):
-            with line:
+            with queue:
                 inside.append(1)
                 most.append(len(inside))
                 time.sleep(0)
@@ -75,55 +77,111 @@ def test_one_at_a_time():
     assert max(most) == 1
 
 
+def tracing_job(programs: Programs, traced: list[str], name: str, seconds: float = 0.0):
+    def function(x):
+        time.sleep(seconds)
+        traced.append(name)
+        return x
+
+    return lambda: programs.prepare(function, (), (), jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
 def test_what_the_first_token_needs_is_traced_before_the_cycles():
     """The cycles' program takes longest; by chance it was traced before a small one that came earlier."""
     programs, traced = Programs(), []
-
-    def job(name: str, seconds: float):
-        def function(x):
-            time.sleep(seconds)
-            traced.append(name)
-            return x
-
-        return lambda: programs.prepare(function, (), (), jax.ShapeDtypeStruct((3,), jnp.float32))
-
     names = ["prompt", "first token", "cycles", "more cycles"]
-    line = programs._tracing
-    with line:
-        futures = start_compiling([job(name, 0.05) for name in names])
-        waiting(line, len(names))
+    queue = programs._tracing
+    with queue:
+        futures = start_compiling([tracing_job(programs, traced, name, 0.05) for name in names])
+        joined(queue, len(names) + 1)
     wait(futures)
     assert traced == names
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_who_comes_first_to_an_empty_line_waits_for_earlier_places(comes):
-    """By chance the cycles' program was the first in line, and the first token came as late as the cycles."""
-    line, seen = Line(), []
+def test_who_comes_first_to_an_empty_queue_is_no_earlier_than_its_place(comes):
+    """By chance the cycles' program was the first to come, and the first token came as late as the cycles."""
+    programs, traced = Programs(), []
 
-    def job(number, seconds, comes=True):
+    def after(seconds, name, comes=True):
         time.sleep(seconds)
         if comes:
-            with line:
-                seen.append(number)
+            tracing_job(programs, traced, name)()
 
-    jobs = [partial(job, 0, 0.2, comes), partial(job, 1, 0.0), partial(job, 2, 0.1)]
+    jobs = [partial(after, 0.2, "0", comes), partial(after, 0.0, "1"), partial(after, 0.1, "2")]
     for future in start_compiling(jobs):
         future.result(10)
-    assert seen == [0, 1, 2] if comes else [1, 2]
+    assert traced == (["0", "1", "2"] if comes else ["1", "2"])
 
 
-def test_nobody_waits_long_for_an_earlier_place_that_waits_for_a_later_one(monkeypatch):
-    monkeypatch.setattr("dflash_jax.compile.tracing.PATIENCE_S", 0.05)
-    line, made = Line(), threading.Event()
+@pytest.mark.parametrize("there", [True, False])
+def test_who_looks_on_disk_keeps_its_place(monkeypatch, there):
+    """The later one waits for what an earlier one finds, at most; both look at the same time."""
+    programs, traced, looking = Programs(), [], threading.Barrier(2)
 
-    def later():
-        with line:
-            made.set()
+    class Stored:
+        def program(self, function, static, donate, args, lower):
+            looking.wait(10)
+            if static == ("first",):
+                time.sleep(0.2)
+                if there:
+                    return "found", lambda: None
+            return lower().compile(), lambda: None
 
-    for future in start_compiling([lambda: made.wait(10), later]):
+    monkeypatch.setattr(Programs, "stored", Stored())
+
+    def function(name, x):
+        traced.append(name)
+        return x
+
+    shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+    jobs = [partial(programs.prepare, function, (name,), (), shape) for name in ("first", "second")]
+    for future in start_compiling(jobs):
         future.result(10)
-    assert made.is_set()
+    assert traced == (["second"] if there else ["first", "second"])
+
+
+def test_a_job_that_waits_for_another_s_program_holds_up_nobody():
+    """It waits for a program whose own tracing comes after that of a later job."""
+    programs, traced, begun = Programs(), [], threading.Event()
+    shared = tracing_job(programs, traced, "shared")
+
+    def first():
+        begun.wait(10)
+        shared()
+
+    with programs._tracing:
+        others = start_compiling([lambda: None] * 5 + [shared])
+        joined(programs._tracing, 2)
+        begun.set()
+        futures = start_compiling([first, tracing_job(programs, traced, "later")])
+        joined(programs._tracing, 3)
+    for future in (*others, *futures):
+        future.result(10)
+    assert traced == ["later", "shared"]
+
+
+def test_jobs_without_programs_run_side_by_side_where_order_does_not_matter():
+    together = threading.Barrier(4)
+    for future in start_compiling([partial(together.wait, 10)] * 8, in_order=False):
+        future.result(20)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_no_more_jobs_at_once_than_threads(in_order):
+    programs, inside, most = Programs(), [], []
+
+    def one(number):
+        tracing_job(programs, [], str(number))()
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    for future in start_compiling([partial(one, number) for number in range(12)], in_order=in_order):
+        future.result(30)
+    assert len(most) == 12
+    assert max(most) <= THREADS
 
 
 def test_garbage_is_looked_for_again_when_the_last_is_out():
@@ -201,7 +259,7 @@ class Interrupt:
 
 
 def test_an_interrupt_at_any_moment_of_compiling_leaves_nothing_taken():
-    """The next call had waited for ever for a program that nobody compiled any more, or for a line that nobody was in."""
+    """The next call had waited for ever for a program that nobody compiled any more, or behind a thread that had gone."""
 
     def late(*_):
         raise TimeoutError
