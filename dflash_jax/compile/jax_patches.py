@@ -6,8 +6,8 @@
 * **Kernels side by side** (`kernels_side_by_side`): XLA compiles the kernels of a program one after the other, after most of what
   else it does. JAX keeps every kernel that was compiled for the rest of the process, under its hash, so a program finds what a
   smaller one has brought there: one that consists of the kernel alone.
-* **Names of values** (`name_values_once`): JAX sorts what it infers layouts for by name. It takes each name from a print of the
-  operation, and every print numbers the whole kernel again; here all come from one numbering of a kernel.
+* **Names of values** (`name_values_once`): JAX 0.11 sorts what it infers layouts for by name. It takes each name from a print of
+  the operation, and every print numbers the whole kernel again; here all come from one numbering of a kernel.
 
 None of it is done with versions of JAX that it was not written for: programs are then kept by JAX's own cache alone, and the first
 ones come later.
@@ -32,11 +32,18 @@ from jax._src import config, core
 
 # Minor versions whose internals are what this file takes them for.
 KNOWN_VERSIONS = ((0, 11), (0, 12))
+# Of them: whose layout inference sorts by name. Later ones keep no such order.
+SORTING_VERSIONS = ((0, 11),)
 
 
 def known() -> bool:
     """Whether this JAX is one that the file was written for."""
     return jax.__version_info__[:2] in KNOWN_VERSIONS
+
+
+def sorts_by_name() -> bool:
+    """Whether this JAX is one that `name_values_once` was written for."""
+    return jax.__version_info__[:2] in SORTING_VERSIONS
 
 
 class NotSerialisable(ValueError):
@@ -94,6 +101,9 @@ _FOUND = threading.local()
 monitoring.register_event_listener(_heard)
 
 
+# `jax.experimental.serialize_executable` restores the same program as fast, but its bytes are a pickle, which runs what it names
+# before anything of it can be checked, and entries of ours hold none. The refusals below read the same internals and would stay,
+# and so would the description of the results, which it does not keep.
 def serialise(program: jax.stages.Compiled) -> tuple[bytes, list[int]]:
     """XLA's bytes, and the numbers of the flat arguments that the code reads.
 
@@ -186,8 +196,8 @@ _INSTALLING, _NUMBERED = threading.Lock(), threading.local()
 
 def name_values_once() -> None:
     """From now on, names in kernels come from one numbering. Does nothing where JAX's part for them is not imported (yet)."""
-    inference: Any = sys.modules.get("jax.experimental.mosaic.gpu.layout_inference") if known() else None
-    if inference is None:
+    inference: Any = sys.modules.get("jax.experimental.mosaic.gpu.layout_inference")
+    if inference is None or not (known() and sorts_by_name()):
         return
     with _INSTALLING:
         if hasattr(inference.infer_layout, "__wrapped__"):
