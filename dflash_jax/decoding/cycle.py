@@ -132,8 +132,8 @@ def cycle(
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
 
 
-def cycle_plans(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Plans:
-    """How a cycle of these shapes runs."""
+def cycle_plans(setup: Setup, weights: Any, page_table: Any, state: Any) -> Plans:
+    """How a cycle of these arguments runs, which may be shapes."""
     return setup.plans(weights, state.done.shape[0], page_table.shape[1], (state.target_pages, state.draft_pages))
 
 

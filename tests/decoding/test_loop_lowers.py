@@ -13,7 +13,7 @@ import pytest
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.decoding import prefill
-from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.loop import loop, loop_options
 from dflash_jax.decoding.prefill import admit, prefill_chunk
 from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
@@ -40,6 +40,8 @@ def test_loop_lowers(make_pair, kind, draft, window):
     call = (engine.weights, jnp.zeros((2, 4), jnp.int32), state, jnp.int32(4), jnp.bool_(False), jnp.zeros(2, bool))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), call)
     with on(kind):
+        # A program is made ready before its arrays are there: what XLA is told follows from shapes alone.
+        assert loop_options(setup, MAX_CYCLES, *shapes) == loop_options(setup, MAX_CYCLES, *call)
         traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, *shapes)
         calls = re.findall(r"custom_call @(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
