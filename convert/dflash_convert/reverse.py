@@ -7,8 +7,9 @@ source's. The file is written front to back while arrays are read, so the whole 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,22 +18,37 @@ from dflash_convert.write import Progress, copy_sidecars, silent
 from dflash_jax.checkpoints.converted import Converted, main_dtype
 from dflash_jax.checkpoints.hf_folder import CONFIG, SINGLE
 from dflash_jax.checkpoints.safetensors import DTYPE_NAMES
+from dflash_jax.models.parameters import Source
 from dflash_jax.options import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor to write: rows of a parameter, under a name."""
+    """One tensor to write, under a name: rows of a parameter, from all places where some of the tensor's went.
+
+    Attributes:
+      sources: what the parameter takes of the tensor, each with the parameter's first row of it.
+    """
 
     name: str
     parameter: str
-    row: int
+    sources: tuple[tuple[int, Source], ...]
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """The tensor, in the parameter's dtype."""
+        parts = [(array[row : row + source.taken[0]] if source.taken else array, source) for row, source in self.sources]
+        if len(parts) == 1 and parts[0][1].runs is None:
+            return parts[0][0]
+        whole = np.empty(self.shape, array.dtype)
+        for rows, source in parts:
+            source.write(whole, rows)
+        return whole
 
 
 def tensor_bytes(converted: Converted) -> int:
@@ -63,8 +79,7 @@ def write_huggingface(folder: Path, converted: Converted, progress: Progress = s
             for name in list(arrays):
                 array = arrays.pop(name)
                 while piece is not None and piece.parameter == name:
-                    whole = piece.shape == array.shape
-                    rows = array if whole else array[piece.row : piece.row + piece.shape[0]]
+                    rows = piece.of(array)
                     flat = np.ascontiguousarray(rows.astype(piece.dtype, copy=False)).reshape(-1)
                     file.write(flat.view(np.uint8).data)
                     advance(piece.nbytes)
@@ -91,9 +106,19 @@ def _pieces(converted: Converted) -> Iterator[_Piece]:
     parameters, copies = converted.marker["parameters"], {}
     for copy, other in converted.marker["tied"].items():
         copies.setdefault(other, []).append(copy)
-    fixed = {parameter.name for parameter in converted.parameters if parameter.dtype is not None}
+    names: dict[str, list[dict[str, Any]]] = {}
     for row in converted.marker["tensors"]:
-        name = row["parameter"]
-        dtype = jnp.dtype(row["from"] if name in fixed else parameters[name]["dtype"])
-        for source in (row["source"], *copies.get(row["source"], ())):
-            yield _Piece(source, name, row["row"], tuple(row["shape"]), dtype)
+        names.setdefault(row["parameter"], []).append(row)
+    table = {parameter.name: parameter for parameter in converted.parameters}
+    for name, rows in names.items():
+        parameter, taken, tensors, first = table[name], iter(rows), dict[str, _Piece](), 0
+        for source in parameter.sources:
+            row, *_ = [next(taken) for _ in source.runs or (None,)]
+            dtype = jnp.dtype(row["from"] if parameter.dtype is not None else parameters[name]["dtype"])
+            before = tensors[row["source"]].sources if row["source"] in tensors else ()
+            pieces = (*before, (first, source))
+            tensors[row["source"]] = _Piece(row["source"], name, pieces, source.shape, dtype)
+            first += source.taken[0] if source.taken else 0
+        for own, piece in tensors.items():
+            yield piece
+            yield from (replace(piece, name=copy) for copy in copies.get(own, ()))

@@ -7,7 +7,7 @@ Nothing is read or written here; a plan with problems is still a plan, and can b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 from dflash_jax.checkpoints.converted import MIN_GROUP_BYTES
 from dflash_jax.checkpoints.safetensors import CHUNK_BYTES, DTYPES, UNREAD_BITS, Tensor, unread_dtypes
 from dflash_jax.models import Parameter
+from dflash_jax.models.parameters import Source
 from dflash_jax.options import FLOAT_DTYPES
 
 KEEP = "keep"
@@ -25,7 +26,7 @@ _OVERHEAD_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """One parameter and the tensors whose rows it is made of, in order.
+    """One parameter and the tensors, or runs of their rows, that it is made of, in order.
 
     Attributes:
       dtype: of the parameter, by numpy's name.
@@ -180,9 +181,11 @@ def make_plan(
     steps = []
     for parameter in parameters:
         if all(source.name in found for source in parameter.sources):
-            pieces = tuple(found[source.name] for source in parameter.sources)
-            wrong = _shape_problems(parameter, pieces)
-            target, refused = _target_dtype(parameter, pieces, dtype)
+            whole = [found[source.name] for source in parameter.sources]
+            wrong = _shape_problems(parameter, whole)
+            pairs = () if wrong else zip(parameter.sources, whole, strict=True)
+            pieces = tuple(piece for source, tensor in pairs for piece in _taken(source, tensor))
+            target, refused = _target_dtype(parameter, whole, dtype)
             problems += wrong + refused
             if not wrong and not refused:
                 steps.append(Step(parameter, pieces, target))
@@ -190,12 +193,24 @@ def make_plan(
     return Plan(tuple(steps), tuple(ignored), pairs, missing, unexpected, tuple(problems))
 
 
-def _shape_problems(parameter: Parameter, tensors: Sequence[Tensor]) -> list[str]:
+def _taken(source: Source, tensor: Tensor) -> list[Tensor]:
+    """What a source takes of its tensor: one piece of the file for each run of rows."""
+    if source.runs is None:
+        return [tensor if source.kept is None else replace(tensor, shape=source.kept)]
+    row = tensor.nbytes // tensor.shape[0]
     return [
+        replace(tensor, shape=(count, *tensor.shape[1:]), offset=tensor.offset + first * row)
+        for first, count in source.runs
+    ]
+
+
+def _shape_problems(parameter: Parameter, tensors: Sequence[Tensor]) -> list[str]:
+    wrong = [
         f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {list(source.shape)}; is config.json the right one?"
         for source, tensor in zip(parameter.sources, tensors, strict=True)
         if tensor.shape != source.shape
     ]
+    return list(dict.fromkeys(wrong))
 
 
 def _target_dtype(parameter: Parameter, tensors: Sequence[Tensor], dtype: str) -> tuple[str, list[str]]:

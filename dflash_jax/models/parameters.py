@@ -4,7 +4,8 @@ A family declares its parameters once, as a tuple of `Parameter`. Everything els
 checkpoint, the converter's plan, random initialisation, the way back to Hugging Face names, and parameter counts.
 
 Parameters live in a flat `dict[str, Array]` keyed by `Parameter.name`. Matrices keep the Hugging Face layout `[out, in]`, so a
-fused projection is its sources' rows one after the other and nothing is ever transposed.
+fused projection is its sources' rows one after the other and nothing is ever transposed. Where a checkpoint mixes the rows of
+several projections in one tensor, each takes its runs of rows.
 """
 
 import math
@@ -18,10 +19,44 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of a Hugging Face checkpoint, by its canonical name."""
+    """One tensor of a Hugging Face checkpoint, by its canonical name, or some of its rows.
+
+    Attributes:
+      shape: of the whole tensor.
+      runs: the rows that are taken, as first row and count of each run; None for all.
+      kept: shape of what is taken where that is another one, with the same numbers in the same order.
+    """
 
     name: str
     shape: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...] | None = None
+    kept: tuple[int, ...] | None = None
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """Shape of what is taken."""
+        if self.kept is not None:
+            return self.kept
+        return self.shape if self.runs is None else (sum(count for _, count in self.runs), *self.shape[1:])
+
+    def write(self, tensor: np.ndarray, rows: np.ndarray) -> None:
+        """Puts `rows`, of shape `taken`, back to where they came from in `tensor`, of shape `shape`."""
+        if self.runs is None:
+            tensor[...] = rows.reshape(self.shape)
+            return
+        position = 0
+        for first, count in self.runs:
+            tensor[first : first + count] = rows[position : position + count]
+            position += count
+
+
+def grouped(name: str, shape: tuple[int, ...], groups: int, sizes: Sequence[int]) -> tuple[Source, ...]:
+    """Sources of a tensor whose rows come in `groups` equal groups, each with `sizes` rows of one projection after the other."""
+    rows, sources, start = sum(sizes), [], 0
+    for size in sizes:
+        sources.append(Source(name, shape, tuple((group * rows + start, size) for group in range(groups))))
+        start += size
+    return tuple(sources)
 
 
 @dataclass(frozen=True)
@@ -40,10 +75,10 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first = self.sources[0].shape
+        first = self.sources[0].taken
         if len(self.sources) == 1:
             return first
-        return (sum(source.shape[0] for source in self.sources), *first[1:])
+        return (sum(source.taken[0] for source in self.sources), *first[1:])
 
     @property
     def size(self) -> int:
@@ -69,11 +104,13 @@ def to_huggingface(
         array = np.asarray(params[parameter.name])
         row = 0
         for source in parameter.sources:
-            if len(parameter.sources) == 1:
-                tensors[source.name] = array
+            rows = array if len(parameter.sources) == 1 else array[row : row + source.taken[0]]
+            row += source.taken[0] if source.taken else 0
+            if source.runs is None:
+                tensors[source.name] = rows.reshape(source.shape)
             else:
-                tensors[source.name] = array[row : row + source.shape[0]]
-                row += source.shape[0]
+                whole = tensors.setdefault(source.name, np.empty(source.shape, array.dtype))
+                source.write(whole, rows)
     return tensors
 
 
@@ -82,7 +119,7 @@ def init_params(
 ) -> dict[str, jax.Array]:
     """Random weights in the declared shapes, for training from scratch, tests and timing.
 
-    Norm weights are 1, biases and sinks 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
+    Norm weights are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
 
     Not for `jit`: as it stands a shape is compiled once, while one program for the matrices of a whole model takes a minute.
     """
@@ -90,7 +127,7 @@ def init_params(
     for index, parameter in enumerate(parameters):
         kind = jnp.dtype(parameter.dtype or dtype)
         leaf = parameter.name.rsplit(".", 1)[-1]
-        if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks"):
+        if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
             params[parameter.name] = jnp.zeros(parameter.shape, kind)
         elif len(parameter.shape) == 1 and leaf == "weight":
             params[parameter.name] = jnp.ones(parameter.shape, kind)
