@@ -42,7 +42,9 @@ class _Piece:
 
     def of(self, array: np.ndarray) -> np.ndarray:
         """The tensor, in the parameter's dtype."""
-        parts = [(array[row : row + source.taken[0]] if source.taken else array, source) for row, source in self.sources]
+        parts = [
+            (array[row : row + source.taken[0]] if source.taken else array, source) for row, source in self.sources
+        ]
         if len(parts) == 1 and parts[0][1].runs is None:
             return parts[0][0]
         whole = np.empty(self.shape, array.dtype)
