@@ -15,10 +15,13 @@ from dflash_jax.cli.signals import arrived, interruption, interrupts, was_interr
 
 @pytest.fixture(autouse=True)
 def heard():
-    """A shell without job control has what it starts in the background ignore interrupts."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A shell without job control has what it starts in the background ignore interrupts, and `nohup` hangups."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Interrupted:

@@ -20,9 +20,14 @@ from dflash_convert.write import output_folder
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 
-# Ctrl-C counts, although what runs in the background, as these tests may, ignores it.
-HEARING = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-COMMAND = (sys.executable, "-c", f"{HEARING}; from dflash_convert.cli import main; sys.exit(main())")
+# Signals count as at a terminal, although what runs in the background or under `nohup`, as these tests may, ignores some.
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.{hangup})
+from dflash_convert.cli import main
+sys.exit(main())
+"""
 
 
 def dead_pid() -> int:
@@ -31,9 +36,10 @@ def dead_pid() -> int:
 
 
 @contextmanager
-def started(source, output, *options):
+def started(source, output, *options, hangup="SIG_DFL"):
     """A conversion in a process of its own, once it has begun to write."""
-    command = [*COMMAND, str(source), "--output", str(output), "--quiet", *options]
+    program = [sys.executable, "-c", PROGRAM.format(hangup=hangup)]
+    command = [*program, str(source), "--output", str(output), "--quiet", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (output.parent / f"{output.name}.tmp-{process.pid}").exists():
             time.sleep(0.002)
@@ -89,13 +95,9 @@ def test_interrupted(hf, number, told):
 def test_a_hangup_that_is_ignored_ends_nothing(hf):
     """As `nohup` has it."""
     source, output = hf.qwen3(hidden_size=256, vocab_size=8192, intermediate_size=1024), hf.root / "out"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with started(source, output) as process:
-            process.send_signal(signal.SIGHUP)
-            assert process.wait() == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    with started(source, output, hangup="SIG_IGN") as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.wait() == 0
     assert open_converted(output)
 
 
