@@ -5,8 +5,10 @@ files of folders named on its command line, and with them the package, before it
 """
 
 import atexit
+import functools
 import gc
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -14,15 +16,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeAliasType, get_args
 
+import jaxtyping
 import pytest
-from jaxtyping import install_import_hook
+from jaxtyping import AbstractArray, TypeCheckError, install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
 # Files of few tests that take a minute or more: begun last, they would keep one process busy while the others have nothing left.
 LONG = (
     "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
-    "test_pipeline.py", "test_kimi_shape.py", "test_memory.py",
+    "test_pipeline.py", "test_kimi_shape.py", "test_memory.py", "test_lossless.py", "test_paged_attention_mosaic.py",
+    "test_scheduler.py", "test_column_blocks.py", "test_together.py", "test_mla_lossless.py", "test_quantised.py",
+    "test_cross_lowering.py", "test_paged_attention_narrow.py", "test_ragged_attention_mosaic.py", "test_routed_experts.py",
+    "test_mla_attention_mosaic.py",
 )  # fmt: skip
 # What an op says, whose only candidate was Triton's kernel, or `jax_triton()` itself. Other refusals, and those that came before an
 # op asked for Triton's, are failures.
@@ -32,6 +39,36 @@ WITHOUT_TRITON = re.compile(
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
+
+def check_annotations(function: Any = None, *, typechecker: Any) -> Any:
+    """What jaxtyping's import hook decorates with: jaxtyping itself where axes of arrays are named, beartype alone where none are.
+
+    jaxtyping binds every call's arguments anew, which took a sixth of the engine's tests, and beartype does not.
+    """
+    if function is None:
+        return functools.partial(check_annotations, typechecker=typechecker)
+    if not inspect.isfunction(function) or any(map(_names_axes, function.__annotations__.values())):
+        return _JAXTYPED(function, typechecker=typechecker)
+    return _beartype()(function) if function.__annotations__ else function
+
+
+def _names_axes(annotation: Any) -> bool:
+    """Whether it may hold an array's shape: texts and aliases, whose meaning comes later, may."""
+    if isinstance(annotation, str | TypeAliasType) or (
+        inspect.isclass(annotation) and issubclass(annotation, AbstractArray)
+    ):
+        return True
+    return any(map(_names_axes, get_args(annotation)))
+
+
+@functools.cache
+def _beartype() -> Any:
+    from beartype import BeartypeConf, beartype
+
+    return beartype(conf=BeartypeConf(violation_type=TypeCheckError))
+
+
+_JAXTYPED = jaxtyping.jaxtyped
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier holds one: with a thread for each of two
 # cores, a kernel of three warpgroups can wait for ever.
@@ -42,6 +79,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 if importlib.util.find_spec("beartype") is not None:
     install_import_hook(CHECKED, "beartype.beartype")
+    jaxtyping.jaxtyped = check_annotations
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -236,16 +236,26 @@ def test_an_interrupt_of_the_thread_that_steps_for_others(pair, texts):
 
 def test_ctrl_c_in_the_main_thread_leaves_other_threads_alone(pair, texts, monkeypatch):
     """Python's own interrupt, while the main thread is inside of the device's calls for everybody."""
-    engine, call, pressed, long = pair.engine, pair.engine.programs.call, [], SamplingParams(max_tokens=90)
+    engine, call, long = pair.engine, pair.engine.programs.call, SamplingParams(max_tokens=90)
+    begun, pressed = list[int](), list[int]()
     expected = {i: pair.run([texts[i][0]], long)[0][0] for i in (0, 2)}
     got: dict[int, list[int]] = {}
 
+    threads = [threading.Thread(target=lambda i=i: serve(i)) for i in expected]
+
     def pressing(function, *args):
+        """The main thread steps first, and the others submit while it is inside of its first cycles."""
         result = call(function, *args)
-        main = threading.current_thread() is threading.main_thread()
-        if main and function.__name__ == "loop" and engine.scheduler.stats.running > 1 and not pressed:
-            pressed.append(1)
-            signal.raise_signal(signal.SIGINT)
+        if threading.current_thread() is threading.main_thread() and function.__name__ == "loop":
+            if not begun:
+                begun.append(1)
+                for thread in threads:
+                    thread.start()
+                while len(engine.scheduler._inbox) < len(threads):
+                    time.sleep(0.001)
+            elif engine.scheduler.stats.running > 1 and not pressed:
+                pressed.append(1)
+                signal.raise_signal(signal.SIGINT)
         return result
 
     def serve(i: int) -> None:
@@ -253,18 +263,12 @@ def test_ctrl_c_in_the_main_thread_leaves_other_threads_alone(pair, texts, monke
         got[i] = [token for update in run for token in update.tokens]
 
     monkeypatch.setattr(engine.programs, "call", pressing)
-    while not pressed:
-        threads = [threading.Thread(target=serve, args=(i,)) for i in expected]
-        for thread in threads:
-            thread.start()
-        while not pressed and any(thread.is_alive() for thread in threads):
-            try:
-                list(engine.run([Request(0, tuple(texts[1][0]), GREEDY)], cycles=1))
-            except KeyboardInterrupt:
-                assert pressed
-        for thread in threads:
-            thread.join()
-        assert got == expected
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.run([Request(0, tuple(texts[1][0]), long)], cycles=1))
+    for thread in threads:
+        thread.join()
+    assert pressed
+    assert got == expected
 
 
 def test_an_interrupt_of_a_thread_that_waits(pair, texts, monkeypatch):
