@@ -15,8 +15,9 @@ def random_file(seed: int, **changes: Any) -> dict[str, Any]:
     file = {
         "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": 97, "hidden_size": dim * heads,
         "intermediate_size": int(rng.integers(20, 60)), "num_hidden_layers": 3, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "rms_norm_eps": float(rng.choice([1e-5, 1e-6])), "rope_theta": float(rng.choice([1e4, 5e5])),
-        "max_position_embeddings": 512, "tie_word_embeddings": bool(rng.integers(2)), "hidden_act": "silu", "eos_token_id": [1, 5],
+        "num_key_value_heads": kv_heads, "rms_norm_eps": float(rng.choice([1e-5, 1e-6])),
+        "rope_theta": float(rng.choice([1e4, 5e5])), "max_position_embeddings": 512, "hidden_act": "silu",
+        "tie_word_embeddings": bool(rng.integers(2)), "eos_token_id": [1, 5],
     }  # fmt: skip
     if rng.integers(2):
         file |= {"head_dim": dim + 4}
