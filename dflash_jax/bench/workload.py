@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dflash_jax.checkpoints.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
-from dflash_jax.device import local_device
+from dflash_jax.compile.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for
 from dflash_jax.errors import ParameterError, PromptError
