@@ -47,12 +47,12 @@ class Qwen2Config(DecoderConfig):
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
         keys = KeyReader("config.json (Qwen2)", values, notices)
-        fields = decoder_fields(keys, head_dim=None)
+        fields: dict[str, Any] = decoder_fields(keys, head_dim=None) | {"attention_bias": True}
         if not keys.flag("attention_bias", default=True):
             raise ConfigError(
                 f"{keys.subject}: attention_bias must be true or absent: queries, keys and values have biases here"
             )
-        config = cls(**fields | {"attention_bias": True}, tie_embeddings=keys.flag("tie_word_embeddings"))
+        config = cls(**fields, tie_embeddings=keys.flag("tie_word_embeddings"))
         keys.refuse_rest(NEUTRAL_KEYS, _NEUTRAL_VALUES)
         return config
 
