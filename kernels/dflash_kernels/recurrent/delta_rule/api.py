@@ -9,10 +9,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_filled, check_integers, check_wide
-from dflash_kernels.recurrent.delta_rule import reference, xla
+from dflash_kernels.recurrent.delta_rule import mosaic_gpu, reference, xla
 from dflash_kernels.recurrent.delta_rule.inputs import KEPT, TAPS, DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 
-VERIFY = {"xla": xla.delta_verify_xla, "reference": reference.delta_verify_reference}
+VERIFY = {
+    "xla": xla.delta_verify_xla,
+    "mosaic_gpu": mosaic_gpu.delta_verify_mosaic_gpu,  # after "xla" until it has been measured
+    "reference": reference.delta_verify_reference,
+}
 FOLD = {"xla": xla.delta_fold_xla, "reference": reference.delta_fold_reference}
 STEP = {"xla": xla.delta_step_xla, "reference": reference.delta_step_reference}
 PREFILL = {"xla": xla.delta_prefill_xla, "reference": reference.delta_prefill_reference}
