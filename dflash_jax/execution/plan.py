@@ -232,6 +232,8 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
     """Why no fused runner takes these layers at all."""
     if traits.attention == "latent":
         return "keys and values are latent rows, whose projections no fused runner has"
+    if traits.recurrent:
+        return "some layers are gated delta nets, and norms are zero-centered, which no fused runner has"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
     if traits.value_scale != 1.0:
