@@ -40,9 +40,9 @@ def prefill_chunk(
 
     Row i holds tokens `starts[i] .. starts[i] + lengths[i]` of the sequence with page table `page_table[i]`, padded to T; what is
     past `lengths[i]` writes nothing. Several rows may be pieces of one prompt: every layer writes the keys of all of them before
-    one of them attends, and states go on from row to row, so the pieces of a prompt are rows in order, all full but its last. `slots`
-    are the rows' slots, which only states are kept by; past the last one for rows that nobody needs. The drafter's context is written at once, from the same features: its pages are always as long as the
-    target's once a prompt is in.
+    one of them attends, and states go on from row to row, so the pieces of a prompt are rows in order, all full but its last.
+    `slots` are the rows' slots, by which only states are kept; past the last one for rows that nobody needs. The drafter's context
+    is written at once, from the same features: its pages are always as long as the target's once a prompt is in.
     """
     target = bind(setup.target, weights["target"])
     rows = jnp.arange(ids.shape[1])

@@ -212,7 +212,7 @@ class Emitted:
 
 
 def without_pools(state: DecodeState) -> DecodeState:
-    """The part of a state that belongs to slots, states of gated delta nets included; pages belong to sequences, wherever those sit."""
+    """The part of a state that belongs to slots, recurrent states included; pages belong to sequences, wherever those sit."""
     none = Pages((), ())
     return replace(state, target_pages=none, draft_pages=none)
 

@@ -155,7 +155,8 @@ def plan_memory(
         needed = longest_pages if num_pages is None else num_pages
         raise CapacityError(
             f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, "
-            f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}and {needed} pages {size(needed * page)}: {size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
+            f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}and {needed} pages {size(needed * page)}: "
+            f"{size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
             "max_batch or num_pages, load without a drafter or in a smaller dtype, or let JAX use more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )

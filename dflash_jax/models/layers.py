@@ -166,7 +166,7 @@ class Runner(Protocol):
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm",
+        norm: "RMSNorm | ZeroCenteredNorm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -192,7 +192,7 @@ class OneByOne:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm",
+        norm: "RMSNorm | ZeroCenteredNorm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,

@@ -52,7 +52,8 @@ _NEUTRAL = NEUTRAL_KEYS | {
 _NEUTRAL_VALUES = {
     **NEUTRAL_VALUES,
     "attn_output_gate": (None, True), "mamba_ssm_dtype": (None, "float32"), "output_gate_type": (None, "silu", "swish"),
-    "sliding_window": (None,), "use_sliding_window": (None, False),
+    "decoder_sparse_step": (None, 1), "mlp_only_layers": (None, []), "sliding_window": (None,),
+    "use_sliding_window": (None, False),
 }  # fmt: skip
 _NO_EXPERTS = dict.fromkeys(
     ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"), (None, 0)
@@ -290,16 +291,13 @@ class HybridLayer(nnx.Module):
     def __init__(self, config: Qwen35Config, index: int, traits: LayerTraits):
         d, eps = config.hidden_size, config.norm_eps
         self.input_norm, self.post_norm = ZeroCenteredNorm(d, eps), ZeroCenteredNorm(d, eps)
-        self.attn: Any = None
-        self.delta: Any = None
-        if index in config.full_layers:
-            self.attn = GatedAttention(config, index, traits)
-        else:
-            before = sum(full < index for full in config.full_layers)
-            self.delta = DeltaNet(d, config.delta, index - before, eps)
-        self.mlp: Any = MLP(d, config.intermediate_size)
-        if config.has_experts(index):
-            self.mlp = MoE(config, shared=config.shared_intermediate_size, gated=True)
+        attends, before = index in config.full_layers, sum(full < index for full in config.full_layers)
+        self.attn: Any = GatedAttention(config, index, traits) if attends else None
+        self.delta: Any = None if attends else DeltaNet(d, config.delta, index - before, eps)
+        shared = config.shared_intermediate_size
+        self.mlp: Any = (
+            MoE(config, shared=shared, gated=True) if config.has_experts(index) else MLP(d, config.intermediate_size)
+        )
 
     def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
         mixer = self.delta if self.attn is None else self.attn
