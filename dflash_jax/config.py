@@ -6,7 +6,7 @@ runs as something it is not. `to_dict` and `from_dict` are this package's own JS
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -61,6 +61,8 @@ NO_EXPERTS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
 )
 # A norm on every head's queries and keys: the Qwen3 families and their drafters have it, whatever a file calls it.
 HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"qk_layernorm": (None, True), "use_qk_norm": (None, True)}
+# Families without it.
+NO_HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"qk_layernorm": (None, False), "use_qk_norm": (None, False)}
 
 # The largest sizes that are believed of a file, far above any model's: whatever is built from one is bounded before it is built.
 MAX_LAYERS, MAX_BLOCK, MAX_POSITION = 1024, 1024, 1 << 28
@@ -487,11 +489,17 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             )
 
 
-def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, Any]:
+def decoder_fields(
+    keys: KeyReader,
+    *,
+    head_dim: int | None = 128,
+    windows: Callable[[KeyReader, int], tuple[int | None, ...]] | None = None,
+) -> dict[str, Any]:
     """The fields of `DecoderConfig` from a Qwen3-style `config.json`.
 
     Args:
       head_dim: what an absent `head_dim` means; None: the hidden size over the heads.
+      windows: reads each of so many layers' window; None: `layer_windows`.
     """
     refuse_quantised(keys.values)
     hidden = keys.integer("hidden_size")
@@ -520,7 +528,7 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
         "rope": rope,
         "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
-        "windows": layer_windows(keys, layers),
+        "windows": (layer_windows if windows is None else windows)(keys, layers),
     }
 
 

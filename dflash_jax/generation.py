@@ -9,14 +9,14 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import tqdm
 
-from dflash_jax._scalars import as_flag, as_integer
 from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
-from dflash_jax.prompts import Prompt, is_chat, is_single, prompt_ids
+from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.detokenizer import TextStream
+from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -169,7 +169,7 @@ def make_requests(
     requests = []
     for place, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
         try:
-            ids = prompt_ids(model, prompt, chat=chat, options=chat_options)
+            ids = prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options)
         except PromptError as error:
             if len(prompts) == 1:
                 raise

@@ -12,7 +12,6 @@ from typing import Any, Unpack, cast, get_args
 import tqdm
 from jaxtyping import Array
 
-from dflash_jax._scalars import as_flag, as_integer
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
@@ -25,7 +24,7 @@ from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import LoadKeywords, read_options, taking_options
+from dflash_jax.options import LoadKeywords, as_flag, as_integer, read_options, taking_options
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 

@@ -1,16 +1,20 @@
 """Every option of `load`, declared and checked once: `load`, the command line, `info` and `bench` read it here.
 
+Values are as callers have them: Python's own numbers and flags, or scalars of numpy, JAX and the like, which `as_integer`,
+`as_number` and `as_flag` make Python's, here and for other arguments. A number that comes out of an array is no less a number. What
+would have to be rounded, counted as one or read is refused still: 5.0 for an integer, True for 1, a text, an array with an axis.
+
 Nothing slow is imported, since the command line makes its arguments of these fields before it imports JAX. What an option comes to
 for a model's sizes is in `engine/planning.py`.
 """
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, no_type_check
 
-from dflash_jax._scalars import as_integer
 from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
@@ -23,6 +27,31 @@ PROPOSALS: tuple[str, ...] = get_args(Proposals)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Page dtypes whose scales are found on texts.
 CALIBRATED = ("fp8", "int8")
+
+
+def as_integer(value: Any) -> int | None:
+    """An integer, None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_number(value: Any) -> int | float | None:
+    """An integer or a floating point number, infinite ones and NaN included, None for anything else."""
+    if (whole := as_integer(value)) is not None:
+        return whole
+    return float(value) if isinstance(value, float) or "float" in _kind(value) else None
+
+
+def as_flag(value: Any) -> bool | None:
+    """True or False, None for anything else."""
+    return bool(value) if isinstance(value, bool) or _kind(value) == "bool" else None
+
+
+def _kind(value: Any) -> str:
+    """The dtype's name of a scalar or of an array without axes, empty for all else."""
+    return str(getattr(value, "dtype", "")) if getattr(value, "ndim", None) == 0 else ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, no_type_check
 
-from dflash_jax._scalars import as_flag, as_integer, as_number
 from dflash_jax.errors import ParameterError
+from dflash_jax.options import as_flag, as_integer, as_number
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64

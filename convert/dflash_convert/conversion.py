@@ -19,7 +19,7 @@ from dflash_jax.checkpoints.hub import resolve_source
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, inspect, open_checkpoint
 from dflash_jax.checkpoints.mapping import KEEP
 from dflash_jax.checkpoints.pair import check_pair
-from dflash_jax.device import local_device
+from dflash_jax.compile.device import local_device
 from dflash_jax.errors import CheckpointError, ConfigError, PairError, TokenizerError
 from dflash_jax.models import DFlashConfig
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids

@@ -17,13 +17,13 @@ from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.cli.info import PACKAGES, installed_version
 from dflash_jax.cli.terminal import note
+from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
-from dflash_jax.device import local_device
 from dflash_jax.engine.planning import choose_model_len
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model, load
-from dflash_jax.prompts import prompt_ids
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.prompts import prompt_ids
 
 STDOUT = "-", "/dev/stdout"
 COLUMNS = (
@@ -131,7 +131,8 @@ def _workload(args: argparse.Namespace, model: Model, texts: Sequence[str]) -> W
     if args.prompts is None:
         count = max(8, *args.concurrency)
         return synthetic(model.target.vocab_size, args.input_length, count, args.output_length, **_law(args))
-    ids = tuple(prompt_ids(model, text, chat=args.chat, options=dict(args.chat_option)) for text in texts)
+    told = {"chat": args.chat, "options": dict(args.chat_option)}
+    ids = tuple(prompt_ids(model.tokenizer, model.name, text, **told) for text in texts)
     return Workload(f"{len(texts)} prompts of {args.prompts}", ids, args.output_length, **_law(args))
 
 

@@ -7,19 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax._scalars import as_integer
 from dflash_jax.cache import check_cache_dtype
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
 from dflash_jax.checkpoints.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
-from dflash_jax.device import local_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, LoadOptions
+from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, LoadOptions, as_integer
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:

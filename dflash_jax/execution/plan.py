@@ -246,7 +246,7 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
         return reason
     if traits.feed_forward != "dense":
         return "some layers have experts"
-    if traits.bias:
+    if traits.bias != "none":
         return "attention's projections have biases"
     return None
 

@@ -21,6 +21,7 @@ from dflash_jax.models.layers import (
     linear,
     rotary_tables,
 )
+from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -85,3 +86,14 @@ class Decoder(nnx.Module):
     def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:
         """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written."""
         return best_rows(hidden, self.head_weight)
+
+
+def target_parameters(config: DecoderConfig, layers: Iterable[Parameter], *, tied: bool) -> tuple[Parameter, ...]:
+    """A `Decoder`'s parameters around those of its layers, by their published names."""
+    v, d = config.vocab_size, config.hidden_size
+    return (
+        single("embed.weight", "model.embed_tokens.weight", (v, d)),
+        *layers,
+        single("norm.weight", "model.norm.weight", (d,)),
+        *(() if tied else (single("lm_head.weight", "lm_head.weight", (v, d)),)),
+    )

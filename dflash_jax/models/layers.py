@@ -259,8 +259,8 @@ class Attention(nnx.Module):
         reach = config.windows[index]
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear((n + 2 * k) * h + beside, config.hidden_size, bias=traits.bias)
-        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias)
+        self.qkv_proj = Linear((n + 2 * k) * h + beside, config.hidden_size, bias=traits.bias != "none")
+        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
 
@@ -366,11 +366,11 @@ def decoder_parameters(
         ]
         if traits.qk_norm:
             table += [single(f"{ours}attn.{one}.weight", f"{attn}{one}.weight", (h,)) for one in ("q_norm", "k_norm")]
-        if traits.bias:
-            table += [
-                Parameter(f"{ours}attn.qkv_proj.bias", tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)),
-                single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)),
-            ]
+        if traits.bias != "none":
+            biases = tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)
+            table.append(Parameter(f"{ours}attn.qkv_proj.bias", biases))
+        if traits.bias == "all":
+            table.append(single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)))
         if traits.sinks:
             table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))

@@ -11,6 +11,9 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.mistral import MistralConfig
+from dflash_jax.models.qwen2 import Qwen2Config
 from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 
@@ -104,8 +107,10 @@ def _draft(
     theta: float = 1e6,
     max_position: int = 40_960,
     norm_eps: float = 1e-6,
+    block: int = 16,
+    rope: RopeConfig | None = None,
 ) -> DFlashConfig:
-    """A drafter with blocks of 16 and full attention that is not causal; `heads` are queries, keys and head size."""
+    """A drafter with full attention that is not causal; `heads` are queries, keys and head size."""
     return DFlashConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -115,11 +120,11 @@ def _draft(
         num_kv_heads=heads[1],
         head_dim=heads[2],
         norm_eps=norm_eps,
-        rope=RopeConfig(theta=theta, original_max_position=max_position),
+        rope=RopeConfig(theta=theta, original_max_position=max_position) if rope is None else rope,
         max_position=max_position,
         windows=(None,) * layers,
         causal=(False,) * layers,
-        block_size=16,
+        block_size=block,
         mask_token_id=mask,
         target_layer_ids=taps,
         num_target_layers=target_layers,
@@ -182,6 +187,89 @@ HYBRID_TARGETS: Mapping[str, Qwen35Config] = MappingProxyType(
     }
 )
 
+
+def _llama3(factor: float) -> RopeConfig:
+    """Rotation of Llama 3.1 and later: 8,192 positions stretched."""
+    return RopeConfig(kind="llama3", theta=5e5, factor=factor, original_max_position=8192)
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: tuple[int, int, int], *, factor: float, tied: bool
+) -> LlamaConfig:
+    """A target of Llama 3.1 or 3.2; `heads` are queries, keys and head size."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        norm_eps=1e-5,
+        rope=_llama3(factor),
+        max_position=131_072,
+        windows=(None,) * layers,
+        tie_embeddings=tied,
+    )
+
+
+def _qwen2(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], *, tied: bool) -> Qwen2Config:
+    """A target of Qwen2.5 Instruct; `heads` are queries, keys and head size."""
+    return Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        rope=RopeConfig(theta=1e6, original_max_position=32_768),
+        max_position=32_768,
+        windows=(None,) * layers,
+        tie_embeddings=tied,
+    )
+
+
+def _mistral(vocab: int, theta: float, window: int | None) -> MistralConfig:
+    """A target of seven billion parameters."""
+    return MistralConfig(
+        vocab_size=vocab,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=theta, original_max_position=32_768),
+        max_position=32_768,
+        windows=(window,) * 32,
+    )
+
+
+LLAMA_TARGETS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        # Instruct releases have the same configurations.
+        "Llama-3.1-8B": _llama(4096, 14_336, 32, (32, 8, 128), factor=8.0, tied=False),
+        "Llama-3.2-1B": _llama(2048, 8192, 16, (32, 8, 64), factor=32.0, tied=True),
+        "Llama-3.2-3B": _llama(3072, 8192, 28, (24, 8, 128), factor=32.0, tied=True),
+    }
+)
+
+QWEN2_TARGETS: Mapping[str, Qwen2Config] = MappingProxyType(
+    {
+        "Qwen2.5-0.5B": _qwen2(151_936, 896, 4864, 24, (14, 2, 64), tied=True),
+        "Qwen2.5-7B": _qwen2(152_064, 3584, 18_944, 28, (28, 4, 128), tied=False),
+    }
+)
+
+MISTRAL_TARGETS: Mapping[str, MistralConfig] = MappingProxyType(
+    {
+        "Mistral-7B-v0.1": _mistral(32_000, 1e4, 4096),
+        "Mistral-7B-v0.3": _mistral(32_768, 1e6, None),
+    }
+)
+
 _HEADS = (32, 8, 128)
 _QWEN35 = {"vocab": 248_320, "mask": 248_070, "theta": 1e7, "max_position": 262_144}
 
@@ -204,6 +292,11 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         ),
         # The norm's epsilon is its target's.
         "Qwen2.5-0.5B-DFlash": _draft(896, 4864, 5, (14, 2, 64), (1, 6, 11, 16, 21), 24, max_position=32_768),
+        # Mask id (the first reserved one), rotary settings and epsilon are assumed: its target's. Inner width is from its size.
+        "LLaMA3.1-8B-Instruct-DFlash-UltraChat": _draft(
+            4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32,
+            vocab=128_256, mask=128_002, max_position=131_072, norm_eps=1e-5, block=10, rope=_llama3(8.0),
+        ),
         # Rotary settings and epsilon are their targets'.
         "dflash_qwen3_4b_block7": _block7(TARGETS["Qwen3-4B"], (1, 9, 17, 25, 33)),
         "dflash_qwen3_8b_block7": _block7(TARGETS["Qwen3-8B"], (1, 9, 17, 25, 33)),

@@ -27,7 +27,10 @@ from dflash_jax.models.deepseek import (
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
+from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
 from dflash_jax.models.parameters import Parameter
+from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
 from dflash_jax.models.qwen3_5 import ARCHITECTURES as HYBRID_ARCHITECTURES
 from dflash_jax.models.qwen3_5 import MODEL_TYPES as HYBRID_TYPES
@@ -131,6 +134,16 @@ FAMILIES = (
     Family(
         "qwen3_moe", "target", ("Qwen3MoeForCausalLM",), Qwen3MoeConfig, Qwen3Moe, qwen3_moe_parameters, qwen3_moe_canonical,
         traits=qwen3_moe_traits, facts=_experts,
+    ),
+    Family(
+        "llama", "target", ("LlamaForCausalLM",), LlamaConfig, Llama, llama_parameters, llama_canonical, traits=llama_traits,
+    ),
+    Family(
+        "qwen2", "target", ("Qwen2ForCausalLM",), Qwen2Config, Qwen2, qwen2_parameters, qwen2_canonical, traits=qwen2_traits,
+    ),
+    Family(
+        "mistral", "target", ("MistralForCausalLM",), MistralConfig, Mistral, mistral_parameters, mistral_canonical,
+        traits=mistral_traits,
     ),
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax._scalars import as_flag, as_number
 from dflash_jax.errors import DFlashError, ParameterError, PromptError, TokenizerError
+from dflash_jax.options import as_flag, as_number
 from dflash_jax.text import template_process
 from dflash_jax.text.template_process import MAX_TEXT_BYTES
 

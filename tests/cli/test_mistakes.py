@@ -17,7 +17,7 @@ from dflash_convert.write import OutputError, output_folder
 
 import dflash_jax as dj
 from dflash_jax.cli.commands import main
-from dflash_jax.device import local_device
+from dflash_jax.compile.device import local_device
 
 GENERATE = [sys.executable, "-m", "dflash_jax.cli.commands", "generate", "ab", "--max-tokens", "5", "--model"]
 CONVERT = [sys.executable, "-c", "import sys; from dflash_convert.command import main; sys.exit(main())"]

@@ -152,3 +152,9 @@ def test_files_and_folders_import_in_one_direction(package):
 
 def _folder(name: str) -> str:
     return ".".join(name.split(".")[:2])
+
+
+def test_the_top_of_the_package_is_seen_at_once():
+    """Files and folders of `dflash_jax`, without `__init__.py`, `py.typed` and what Python itself leaves there."""
+    top = {path.name for path in PACKAGES[0].iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+    assert len(top) <= 24, f"find a room for one of them: {', '.join(sorted(top))}"

@@ -4,9 +4,9 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from dflash_jax._scalars import as_integer
 from dflash_jax.errors import PromptError, TokenizerError
-from dflash_jax.model import Model
+from dflash_jax.options import as_integer
+from dflash_jax.text.tokenizer import Tokenizer
 
 type Messages = Sequence[Mapping[str, Any]]
 type Prompt = str | Sequence[int] | Messages
@@ -41,8 +41,10 @@ def _is_id(value: Any) -> bool:
     return as_integer(value) is not None
 
 
-def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """Token ids of one prompt.
+def prompt_ids(
+    tokenizer: Tokenizer | None, model_name: str, prompt: Any, *, chat: bool, options: Mapping[str, Any] | None
+) -> tuple[int, ...]:
+    """Token ids of one prompt, for a model of this name with this tokenizer.
 
     Raises:
       PromptError: it is neither text, token ids nor messages, or the model has no chat template, or that refuses the messages.
@@ -65,11 +67,11 @@ def prompt_ids(model: Model, prompt: Any, *, chat: bool, options: Mapping[str, A
             f"a prompt must be a text, token ids or messages, got {type(prompt).__name__} {prompt!r:.80}: decode bytes, and give "
             "an array of ids as a list"
         )
-    if model.tokenizer is None:
+    if tokenizer is None:
         raise TokenizerError(
-            f"{model.name} has no tokenizer.json: pass token ids, or add the file to the model's folder (transformers writes it: "
+            f"{model_name} has no tokenizer.json: pass token ids, or add the file to the model's folder (transformers writes it: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...), unless the tokenizer is code of its release, as Kimi-K2's)"
         )
     if isinstance(prompt, str):
-        return tuple(model.tokenizer.encode(prompt))
-    return tuple(model.tokenizer.encode_chat(prompt, **(options or {})))
+        return tuple(tokenizer.encode(prompt))
+    return tuple(tokenizer.encode_chat(prompt, **(options or {})))
