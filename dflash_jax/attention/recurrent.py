@@ -95,8 +95,11 @@ def prefilling(
     follows = ((slots == jnp.roll(slots, 1)) & ~fresh).at[0].set(False)
 
     def mix(layer: DeltaNet, projected: Array, state: DeltaState) -> tuple[Array, DeltaState, None]:
-        rows = {"slots": slots, "follows": follows, "fresh": fresh, "lengths": lengths}
-        return *delta_prefill(projected, layer.weights, state, layer.shape, eps=layer.eps, **rows), None
+        after = delta_prefill(
+            projected, layer.weights, state, layer.shape, eps=layer.eps, slots=slots, follows=follows, fresh=fresh,
+            lengths=lengths,
+        )  # fmt: skip
+        return *after, None
 
     return _with_states(paged, pages, states, mix)
 

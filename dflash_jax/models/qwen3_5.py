@@ -49,13 +49,13 @@ _NEUTRAL = NEUTRAL_KEYS | {
     "full_attention_interval", "language_model_only", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
 }  # fmt: skip
 # The mixer's dtype is what the state is kept in; the gate is the one that the family has, whatever a file calls it.
-_NEUTRAL_VALUES = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES,
     "attn_output_gate": (None, True), "mamba_ssm_dtype": (None, "float32"), "output_gate_type": (None, "silu", "swish"),
     "decoder_sparse_step": (None, 1), "mlp_only_layers": (None, []), "sliding_window": (None,),
     "use_sliding_window": (None, False),
 }  # fmt: skip
-_NO_EXPERTS = dict.fromkeys(
+_NO_EXPERTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"), (None, 0)
 )
 _BESIDE_TEXT = NEUTRAL_KEYS | {
@@ -138,10 +138,8 @@ class Qwen35Config(DecoderConfig):
             refuse_quantised(values)
         keys = KeyReader(f"config.json ({kind})", values, notices)
         fields = _decoder(keys, kind) | _delta(keys)
-        neutral_values = _NEUTRAL_VALUES
-        if kind == DENSE:
-            neutral_values = neutral_values | _NO_EXPERTS
-        else:
+        neutral_values = {**_NEUTRAL_VALUES, **(_NO_EXPERTS if kind == DENSE else {})}
+        if kind != DENSE:
             fields |= _experts(keys, kind, fields["num_layers"])
             fields["experts_in_one"] = any(name.endswith(".experts.gate_up_proj") for name in tensor_names)
         tied = keys.flag("tie_word_embeddings")
@@ -152,7 +150,7 @@ class Qwen35Config(DecoderConfig):
         if whole is not None:
             # What the text model reads may be said twice, but not in two ways.
             twice = {key: (values.get(key),) for key in keys.read} | {"tie_word_embeddings": (tied,)}
-            whole.refuse_rest(_BESIDE_TEXT, NEUTRAL_VALUES | twice)
+            whole.refuse_rest(_BESIDE_TEXT, {**NEUTRAL_VALUES, **twice})
         return config
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.decoding.prefill import admit, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import prompt_calls
@@ -195,7 +195,9 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
 
     def prefilled(*given):
         table, *rest = (jnp.asarray(x, jnp.int32) for x in given)
-        return prefill_chunk(setup, engine.weights, table, engine._make_pools(), *rest)
+        return prefill_chunk(
+            setup, engine.weights, table, Caches(*engine._make_pools()), *rest, jnp.zeros(rest[0].shape[0], jnp.int32)
+        )
 
     ids = np.zeros((1, 48), np.int32)
     ids[0, :43] = prompt
