@@ -104,7 +104,7 @@ def engines(
 def scales(target: DecoderConfig) -> CacheScales:
     """Of int8 pages: random weights make about normal values, whose largest of a text are some four deviations."""
     of_channels = np.full((target.num_kv_heads, target.head_dim), 4 / INT8_CALIBRATED_TO, np.float32)
-    return CacheScales((), (of_channels,) * target.num_layers)
+    return CacheScales((), (of_channels,) * target.cached_layers)
 
 
 def resized(

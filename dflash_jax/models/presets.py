@@ -278,6 +278,8 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "Qwen3-4B-DFlash-b16": _draft(2560, 9728, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3-8B-DFlash-b16": _draft(4096, 12_288, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3.5-4B-DFlash": _draft(2560, 9728, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
+        # No file of it was seen: the shape of Qwen3-8B's drafter with the taps of the 4B's.
+        "Qwen3.5-9B-DFlash": _draft(4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
         # Inner width and heads are its target family's, from second hand.
         "Qwen3-Coder-30B-A3B-DFlash": _draft(
             2048, 6144, 8, (32, 4, 128), (1, 7, 14, 20, 26, 32, 39, 45), 48, theta=1e7, max_position=262_144,

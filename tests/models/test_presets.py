@@ -29,11 +29,12 @@ TARGET_OF = {
     "Qwen3-4B-DFlash-b16": "Qwen3-4B", "Qwen3-8B-DFlash-b16": "Qwen3-8B", "dflash_qwen3_4b_block7": "Qwen3-4B",
     "dflash_qwen3_8b_block7": "Qwen3-8B", "dflash_qwen3_14b_block7": "Qwen3-14B",
     "Qwen3-Coder-30B-A3B-DFlash": "Qwen3-Coder-30B-A3B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
-    "Qwen2.5-0.5B-DFlash": "Qwen2.5-0.5B", "Qwen3.5-4B-DFlash": "Qwen3.5-4B", "Qwen3.5-27B-DFlash": "Qwen3.5-27B",
+    "Qwen2.5-0.5B-DFlash": "Qwen2.5-0.5B", "Qwen3.5-4B-DFlash": "Qwen3.5-4B", "Qwen3.5-9B-DFlash": "Qwen3.5-9B",
+    "Qwen3.5-27B-DFlash": "Qwen3.5-27B",
     "Qwen3.5-35B-A3B-DFlash": "Qwen3.5-35B-A3B",
 }  # fmt: skip
 # Published drafters whose configuration is not known here; a checkpoint's own file counts anyway.
-UNSEEN = {"Qwen3.5-9B-DFlash", "Qwen3.6-27B-DFlash", "Qwen3.6-35B-A3B-DFlash", "Qwen3-Coder-Next-DFlash"}
+UNSEEN = {"Qwen3.6-27B-DFlash", "Qwen3.6-35B-A3B-DFlash", "Qwen3-Coder-Next-DFlash"}
 DENSE_TARGETS = {**TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **MISTRAL_TARGETS}
 
 
