@@ -19,8 +19,8 @@ def stored(weights: object) -> int:
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals read. None with
-    experts: how many of them tokens of random weights take is not known.
+    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals
+    read. None with experts: how many of them tokens of random weights take is not known.
     """
     target, drafter = engine.target, engine.draft
     if getattr(target, "num_experts", 0):
