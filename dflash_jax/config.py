@@ -205,11 +205,17 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def from_keys(cls, keys: KeyReader, max_position: int) -> "RopeConfig":
+    def from_keys(
+        cls, keys: KeyReader, max_position: int, *, partial: float = 1.0, neutral: Collection[str] = ()
+    ) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
         A file may have both: model cards say to add `rope_scaling` with YaRN, also to a file whose `rope_parameters` say `default`.
         The kind is then the one that scales, and what stands in both, or inside and outside, must agree.
+
+        Args:
+          partial: what an absent `partial_rotary_factor` means.
+          neutral: keys that say nothing of text alone.
 
         Raises:
           ConfigError: a kind that is not implemented, a value that cannot be, two values for one thing, or a key that this kind
@@ -220,7 +226,7 @@ class RopeConfig:
         kind = scaling.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise ConfigError(f"{scaling.subject}: rope_type must be {_ROPE_KINDS}, got {shown(kind)}")
-        theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", 1.0)
+        theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", partial)
         if not 0 < partial <= 1:
             raise ConfigError(f"{scaling.subject}: partial_rotary_factor must be in (0, 1], got {partial}")
         needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
@@ -266,7 +272,7 @@ class RopeConfig:
                 f"attn_factor={ignored} of rope_scaling is left out, as transformers leaves it out; vLLM multiplies rotated "
                 "queries and keys by it. For that, set attention_factor to the product in config.json"
             )
-        scaling.refuse_rest({"finetuned"}, _ROPE_NEUTRAL)
+        scaling.refuse_rest({"finetuned", *neutral}, _ROPE_NEUTRAL)
         return rope
 
     @classmethod
@@ -384,6 +390,11 @@ class DecoderConfig:
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(f"{type(self).__name__}: {len(self.windows)} windows for {self.num_layers} layers")
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers that keep keys and values in pages."""
+        return self.num_layers
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -1,6 +1,7 @@
 """The part all targets share: embedding, a stack of layers with taps on the residual stream, final norm and head."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -33,13 +34,19 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend, cache)`."""
+    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend, cache)`.
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool):
+    Args:
+      norm: the final one; None for an `RMSNorm`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool, norm: nnx.Module | None = None
+    ):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm: Any = RMSNorm(config.hidden_size, config.norm_eps) if norm is None else norm
         self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size)
 
     def __call__(

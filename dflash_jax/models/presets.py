@@ -14,6 +14,7 @@ from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
 from dflash_jax.models.qwen2 import Qwen2Config
+from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 
 
@@ -51,6 +52,45 @@ def _moe_target(theta: float, max_position: int) -> Qwen3MoeConfig:
         experts_per_token=8,
         moe_intermediate_size=768,
         norm_routing_weights=True,
+    )
+
+
+def _hybrid(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    *,
+    vocab: int = 248_320,
+    tied: bool = False,
+    experts: tuple[int, int] | None = None,
+    grouped: bool = False,
+) -> Qwen35Config:
+    """A hybrid target, every fourth layer of which attends; `heads` are queries and keys, `experts` all and those of a token."""
+    mixture = {} if experts is None else {
+        "num_experts": experts[0], "experts_per_token": experts[1], "moe_intermediate_size": 512,
+        "shared_intermediate_size": 512, "experts_in_one": not grouped,
+    }  # fmt: skip
+    return Qwen35Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=256,
+        rope=RopeConfig(theta=1e7, partial=0.25, original_max_position=262_144),
+        max_position=262_144,
+        windows=(None,) * layers,
+        full_layers=tuple(range(3, layers, 4)),
+        linear_key_heads=16,
+        linear_value_heads=value_heads,
+        linear_key_dim=128,
+        linear_value_dim=128,
+        grouped_projections=grouped,
+        tie_embeddings=tied,
+        **mixture,
     )
 
 
@@ -132,6 +172,18 @@ MOE_TARGETS: Mapping[str, Qwen3MoeConfig] = MappingProxyType(
     {
         "Qwen3-30B-A3B": _moe_target(1e6, 40_960),
         "Qwen3-Coder-30B-A3B-Instruct": _moe_target(1e7, 262_144),
+    }
+)
+
+# Qwen3.6-27B and Qwen3.6-35B-A3B have the shapes of the 3.5 of their size. That the 4B shares embedding and head is from second
+# hand; positions are those of the published files.
+HYBRID_TARGETS: Mapping[str, Qwen35Config] = MappingProxyType(
+    {
+        "Qwen3.5-4B": _hybrid(2560, 9216, 32, (16, 4), 32, tied=True),
+        "Qwen3.5-9B": _hybrid(4096, 12_288, 32, (16, 4), 32),
+        "Qwen3.5-27B": _hybrid(5120, 17_408, 64, (24, 4), 48),
+        "Qwen3.5-35B-A3B": _hybrid(2048, 5632, 40, (16, 2), 32, experts=(256, 8)),
+        "Qwen3-Coder-Next": _hybrid(2048, 5632, 48, (16, 2), 32, vocab=151_936, experts=(512, 10), grouped=True),
     }
 )
 
@@ -226,6 +278,8 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "Qwen3-4B-DFlash-b16": _draft(2560, 9728, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3-8B-DFlash-b16": _draft(4096, 12_288, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3.5-4B-DFlash": _draft(2560, 9728, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
+        # No file of it was seen: the shape of Qwen3-8B's drafter with the taps of the 4B's.
+        "Qwen3.5-9B-DFlash": _draft(4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
         # Inner width and heads are its target family's, from second hand.
         "Qwen3-Coder-30B-A3B-DFlash": _draft(
             2048, 6144, 8, (32, 4, 128), (1, 7, 14, 20, 26, 32, 39, 45), 48, theta=1e7, max_position=262_144,

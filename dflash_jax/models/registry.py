@@ -32,6 +32,9 @@ from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical,
 from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
+from dflash_jax.models.qwen3_5 import ARCHITECTURES as HYBRID_ARCHITECTURES
+from dflash_jax.models.qwen3_5 import MODEL_TYPES as HYBRID_TYPES
+from dflash_jax.models.qwen3_5 import Qwen35, Qwen35Config, qwen35_canonical, qwen35_parameters, qwen35_traits
 from dflash_jax.models.qwen3_moe import (
     Qwen3Moe,
     Qwen3MoeConfig,
@@ -118,6 +121,10 @@ def _latent(config: DeepseekConfig) -> dict[str, Any]:
     return {"latent_width": config.latent_width} | _experts(config)
 
 
+def _hybrid(config: Qwen35Config) -> dict[str, Any]:
+    return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
+
+
 def _block(config: DFlashConfig) -> dict[str, Any]:
     return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
 
@@ -141,6 +148,10 @@ FAMILIES = (
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,
         traits=deepseek_traits, model_types=MODEL_TYPES, surplus=is_mtp_tensor, facts=_latent,
+    ),
+    Family(
+        "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
+        traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

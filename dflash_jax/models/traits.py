@@ -46,6 +46,7 @@ class LayerTraits:
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
+      recurrent: whether some layers are gated delta nets, which keep a state and no keys, and norms are zero-centered.
     """
 
     hidden: int
@@ -63,6 +64,7 @@ class LayerTraits:
     feed_forward: Literal["dense", "moe", "mixed"] = "dense"
     activation: Activation = "silu"
     experts: ExpertTraits | None = None
+    recurrent: bool = False
 
     @property
     def heads_width(self) -> int:

@@ -49,7 +49,7 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 32, None, "fused_dense", "apart"), ("Qwen3-4B", 64, None, "plain", "apart"),
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
-        ("Llama-3.1-8B", 1, None, "persistent", "apart"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
+        ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
         ("Qwen2.5-7B", 1, None, "plain", "apart"),
     ],
 )  # fmt: skip
@@ -73,7 +73,7 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
     [
         ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
-        ({"feed_forward": "mixed"}, "persistent", "experts"), ({"qk_norm": False}, "in_layer", "not normed"),
+        ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
         ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"),
     ],

@@ -109,8 +109,10 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mixture": ((array(16, 128, dtype=jnp.float32), array(16, 2048), *EXPERTS), {"taken": 8, "normed": True}),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
+    "attention_chain without norms": ((*HEADS, *STREAM_AND_LAYER), {"normed": False}),
     "linear_chain": ((array(16, 12800), array(2560, 12800), array(2560), array(10240, 2560)), {}),
     "qkv_attention": ((*HEADS, *NORMS), {}),
+    "qkv_attention without norms": ((*HEADS, None, None), {}),
     "latent_pack": ((array(64, 576),), {"kv_lora_rank": 512}),
     "latent_unpack": ((array(64, 656, dtype=jnp.uint8),), {"kv_lora_rank": 512}),
     "latent_encode": ((array(64, 576),), {"pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 512}),
@@ -132,10 +134,10 @@ def layer_chain(*arrays: Any) -> Any:
     return dflash_kernels.layer_chain(*arrays, exchange=exchange)
 
 
-def attention_chain(*arrays: Any) -> Any:
+def attention_chain(*arrays: Any, normed: bool = True) -> Any:
     stream, down = arrays[len(HEADS)], arrays[len(HEADS) + 4]
     starts = dflash_kernels.attention_chain_exchange(stream, down, 1, TOKENS, heads=32, kv_heads=8)
-    norm = jnp.ones((128,), jnp.bfloat16)
+    norm = jnp.ones((128,), jnp.bfloat16) if normed else None
     exchange = tuple(map(jax.new_ref, starts))
     return dflash_kernels.attention_chain(*arrays, q_norm=norm, k_norm=norm, exchange=exchange)
 
@@ -203,8 +205,8 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
-        "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
-        "float8_candidates", "filtered_choice",
+        "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
+        "float8_best", "float8_candidates", "filtered_choice",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
