@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import DeltaShape, NoImplementationError, delta_verify
-from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_verify
+from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_verify
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls
@@ -45,12 +45,40 @@ def test_verify(shape: DeltaShape, slots: int, tokens: int, dtype: Any) -> None:
     check_verify(arguments, shape, launch_verify(*arguments, shape, eps=EPS, interpret=INTERPRET))
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
+def fold_call(shape: DeltaShape, slots: int, tokens: int, dtype: Any) -> tuple[Any, Any]:
+    """A state and factors; what is past a count of `tokens - 1` is rubbish in the last slot."""
+    projected, weights, state = call(shape, slots, tokens, dtype)
+    _, factors = delta_verify(projected, weights, state, shape, eps=EPS, implementation="xla")
+    return state, factors._replace(u=factors.u.at[-1, tokens - 1].set(jnp.nan))
+
+
+def check_fold(arguments: tuple[Any, Any], counts: Any, found: Any) -> None:
+    state, factors = arguments
+    expected = delta_fold(state, factors, counts, implementation="xla")
+    close(found.s, np.asarray(expected.s, np.float64), 5e-7)
+    np.testing.assert_array_equal(found.conv, expected.conv)
+    for slot, count in enumerate(counts):
+        if count == 0:
+            np.testing.assert_array_equal(found.s[slot], state.s[slot])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_fold(dtype: Any) -> None:
+    """Counts of none, fewer tokens than the convolution keeps, and more."""
+    arguments, counts = fold_call(DeltaShape(1, 2, 128, 128), 3, 5, dtype), jnp.array([0, 2, 4])
+    check_fold(arguments, counts, launch_fold(*arguments, counts, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
 def test_lowers_for_an_h200(tokens: int) -> None:
     shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B
     shapes = jax.eval_shape(functools.partial(call, shape, 2, tokens, jnp.bfloat16))
     verify = functools.partial(delta_verify, shape=shape, eps=EPS, implementation="mosaic_gpu")
     assert custom_calls(verify, *shapes) == ["mosaic_gpu_v2"]
+    state, factors = jax.eval_shape(functools.partial(fold_call, shape, 2, tokens, jnp.bfloat16))
+    counts = jax.ShapeDtypeStruct((2,), jnp.int32)
+    fold = functools.partial(delta_fold, implementation="mosaic_gpu")
+    assert custom_calls(fold, state, factors, counts) == ["mosaic_gpu_v2"]
 
 
 def test_refusals_name_their_reason() -> None:
@@ -77,3 +105,27 @@ def test_verify_for_real(tokens: int, heads: tuple[int, int], dtype: Any) -> Non
     for slots in (1, 5):
         arguments = call(shape, slots, tokens, dtype)
         check_verify(arguments, shape, delta_verify(*arguments, shape, eps=EPS, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_fold_for_real(tokens: int, dtype: Any) -> None:
+    for heads in ((16, 32), (16, 48)):
+        arguments = fold_call(DeltaShape(*heads, 128, 128), tokens + 1, tokens, dtype)
+        counts = jnp.arange(tokens + 1)[::-1]
+        check_fold(arguments, counts, delta_fold(*arguments, counts, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+def test_step_for_real() -> None:
+    shape, live = DeltaShape(16, 32, 128, 128), jnp.array([True, False, True])
+    projected, weights, state = call(shape, 3, 1, jnp.bfloat16)
+    found, expected = (
+        delta_step(projected, weights, state, live, shape, eps=EPS, implementation=name)
+        for name in ("mosaic_gpu", "xla")
+    )
+    close(found[0][::2], np.asarray(expected[0][::2], np.float64), 0.01)
+    close(found[1].s, np.asarray(expected[1].s, np.float64), 1e-6)
+    np.testing.assert_array_equal(found[1].conv, expected[1].conv)
+    np.testing.assert_array_equal(found[1].s[1], state.s[1])

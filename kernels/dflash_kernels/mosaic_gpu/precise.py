@@ -13,8 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import tiled
@@ -23,23 +21,7 @@ from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, thread_op
 STEP = 8  # rows that one instruction sums over
 LEFT_PITCH = 36  # numbers from row to row: without bank conflicts for stores of four and loads of one
 LEFT, RIGHT, SUMMED = 32, 128, 128  # columns of both sides, rows
-VECTOR = plgpu.Layout.WG_STRIDED((SUMMED,), vec_size=1)  # a number of each thread
 _STEPS_AT_ONCE = 2
-
-
-def _stored_columns(target: Any, columns: list[Any], *, first: int) -> None:
-    for place, column in enumerate(columns):
-        target.at[:, first + place][...] = column
-
-
-@thread_op(args=(GLOBAL, VECTOR), interpret=_stored_columns)
-def store_columns(target: Any, columns: list[Any], *, first: int) -> None:
-    """Columns of 128 float32, a multiple of four of them, to `target [128, LEFT_PITCH]` in shared memory from column `first` on."""
-    row = th.add(th.address(target, space=3), th.mul(th.thread(), 4 * LEFT_PITCH))
-    values = [_number(column) for column in columns]
-    for place in range(0, len(values), 4):
-        at = th.add(row, 4 * (first + place))
-        th.inline("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", at, *values[place : place + 4])
 
 
 def _products(left: Any, right: Any, out: Any, gram: Any, squares: Any) -> None:
@@ -127,12 +109,6 @@ def products(left: Any, right: Any, out: Any, gram: Any, squares: Any) -> None:
         for distance in (1, 2):
             total = th.fadd(total, th.shuffle_xor(total, distance))
         th.inline("st.shared.f32 [$0], $1;", th.add(squares_at, 32 * index), total)
-
-
-def _number(array: Any) -> Any:
-    """What a thread has of an array of one number a thread."""
-    held = array.registers.item()
-    return vector.extract(held, [], [0]) if isinstance(held.type, ir.VectorType) else held
 
 
 def _shared(address: Any) -> Any:

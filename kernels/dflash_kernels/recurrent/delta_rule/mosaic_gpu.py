@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_kernels.core.device import require_hopper
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
@@ -21,6 +21,27 @@ def delta_verify_mosaic_gpu(
     return launch_verify(projected, weights, state, shape, eps=eps)
 
 
+def delta_fold_mosaic_gpu(state: DeltaState, factors: DeltaFactors, counts: Int[Array, "B"]) -> DeltaState:
+    """See `delta_fold`. Raises NotImplementedError for what it does not take."""
+    require_hopper()
+    return launch_fold(state, factors, counts)
+
+
+def delta_step_mosaic_gpu(
+    projected: Float[Array, "B 1 W"],
+    weights: DeltaWeights,
+    state: DeltaState,
+    live: Bool[Array, "B"],
+    shape: DeltaShape,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "B 1 O"], DeltaState]:
+    """See `delta_step`: two launches. Raises NotImplementedError for what they do not take."""
+    require_hopper()
+    out, factors = launch_verify(projected, weights, state, shape, eps=eps)
+    return out, launch_fold(state, factors, live.astype(jnp.int32))
+
+
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
 @functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))
 def launch_verify(
@@ -32,6 +53,23 @@ def launch_verify(
     from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90 as kernel
 
     return kernel.verify(projected, weights, state, shape, eps, interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def launch_fold(state: DeltaState, factors: DeltaFactors, counts: Array, *, interpret: Any = None) -> DeltaState:
+    """`delta_fold` without the device check, in place where `state` is given up."""
+    tokens, widths = factors.cum.shape[1], state.s.shape[2:]
+    if widths != (WIDTH, WIDTH) or tokens > MOST:
+        raise NotImplementedError(
+            f"takes heads of {WIDTH} and up to {MOST} tokens, not {tokens} of {widths[0]} and {widths[1]}"
+        )
+    if state.conv.dtype not in (jnp.bfloat16, jnp.float32) or factors.rows.dtype != state.conv.dtype:
+        raise NotImplementedError(
+            f"takes rows in bfloat16 and float32, not {factors.rows.dtype} for {state.conv.dtype}"
+        )
+    from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_fold as kernel
+
+    return kernel.fold(state, factors, counts, interpret)
 
 
 def _require(projected: Array, weights: DeltaWeights, shape: DeltaShape) -> None:

@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.mosaic_gpu.columns import VECTOR, convolved, solve, store_columns
 from dflash_kernels.mosaic_gpu.layouts import rows_of, tiled
-from dflash_kernels.mosaic_gpu.precise import LEFT_PITCH, VECTOR, products, store_columns
+from dflash_kernels.mosaic_gpu.precise import LEFT_PITCH, products
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
 from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
 from dflash_kernels.recurrent.delta_rule.inputs import KEPT, TAPS, DeltaFactors, DeltaShape, DeltaState, DeltaWeights
@@ -81,9 +82,11 @@ class _Head:
         self.leads = self.key * shape.heads_per_key == self.head  # of the heads of a key, the one that writes it
 
     def run(self) -> None:
-        b, tokens = self.buffers, range(self.tokens)
+        b = self.buffers
         plgpu.copy_gmem_to_smem(self.s.at[self.slot, self.head], b["state"], b["arrived"])
         k, v = self._convolve()
+        of_z = self.shape.channels + self.head * WIDTH
+        z = [_load(self.projected.at[self.slot, token, pl.ds(of_z, WIDTH)]) for token in range(self.tokens)]
         cum = self._gates()
         plgpu.barrier_wait(b["arrived"])
         plgpu.commit_smem()
@@ -93,17 +96,14 @@ class _Head:
         plgpu.commit_smem()
         self._weigh()
         plgpu.commit_smem()
-        self._solve(v)
-        plgpu.commit_smem()
-        self._norm()
-        plgpu.commit_smem()
-        for token in tokens:
+        solve(b["found"], b["gram"], b["entries"], b["gates"], v)
+        self._finish(z)
+        for token in range(self.tokens):
             self.cum[self.slot, token, self.head] = cum[token]
-            self._gate(token)
 
         @pl.when(self.leads)
         def _():
-            for token in tokens:
+            for token in range(self.tokens):
                 self.k.at[self.slot, token, self.key][...] = k[token] * b["lengths"][token]
 
     def _convolve(self) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -120,13 +120,10 @@ class _Head:
             )
             for place in places
         ]
-        found = []
-        for earlier, rows, taps in held:
-            wide = [row.astype(jnp.float32) for row in (*earlier, *rows)]
-            sums = [_dot(taps, wide[token : token + TAPS]) for token in range(self.tokens)]
-            found.append([x * sigmoid(x) for x in sums])
-        nothing = jnp.zeros((WIDTH,), jnp.float32)
-        q, k, v = found
+        q, k, v = (
+            convolved([row.astype(jnp.float32) for row in (*earlier, *rows)], taps) for earlier, rows, taps in held
+        )
+        nothing = plgpu.layout_cast(jnp.zeros((WIDTH,), jnp.float32), VECTOR)
         for part, first in ((k, 0), (q, MOST)):
             store_columns(self.buffers["columns"], [*part, *[nothing] * (MOST - self.tokens)], first=first)
 
@@ -194,42 +191,23 @@ class _Head:
         weight = rows_of(b["gram"], MATRIX) * factor * length * jnp.exp(jnp.minimum(end - start, 0.0))
         b["gram"][...] = jnp.where(seen, weight, 0.0)
 
-    def _solve(self, v: list[jax.Array]) -> None:
-        """Writes and outputs, a column in every thread; outputs, rounded, take the place of what keys found."""
-        b, u = self.buffers, list[jax.Array]()
-        found, weights, entries = b["found"], b["gram"], b["entries"]
-
-        def entering(row: int) -> jax.Array:
-            return _load(found.at[row]) * entries[row]
-
-        for token in range(self.tokens):
-            new = b["gates"][token] * v[token] - entering(token)
-            for before, written in enumerate(u):
-                new = new - weights[token, before] * written
-            u.append(new)
-            self.u.at[self.slot, token, self.head][...] = new
-        for token in range(self.tokens):
-            out = entering(MOST + token)
-            for before, written in enumerate(u[: token + 1]):
-                out = out + weights[MOST + token, before] * written
-            found.at[token][...] = out.astype(self.dtype).astype(jnp.float32)
-
-    def _norm(self) -> None:
-        """Rows of outputs in shared memory to their norms, rounded."""
-        place = self.buffers["found"].at[pl.ds(0, MOST)]
-        tile = rows_of(place, _ROWS)
+    def _finish(self, z: list[jax.Array]) -> None:
+        """Writes and outputs out of shared memory: the former as they are, the latter rounded, normed and times SiLU of z."""
+        found, rounded = self.buffers["found"], jnp.promote_types(self.norm.dtype, self.dtype)
+        for token, gate in enumerate(z):
+            self.u.at[self.slot, token, self.head][...] = _load(found.at[token])
+            found.at[token][...] = gate.astype(jnp.float32)
+        plgpu.commit_smem()
+        gate, place = rows_of(found.at[pl.ds(0, MOST)], _ROWS), found.at[pl.ds(MOST, MOST)]
+        tile = rows_of(place, _ROWS).astype(self.dtype).astype(jnp.float32)
         factor = lax.rsqrt((tile * tile).sum(axis=1) * (1 / WIDTH) + self.eps)
-        normed = tile * plgpu.layout_cast(lax.broadcast_in_dim(factor, tile.shape, [0]), _ROWS)
-        place[...] = normed.astype(self.dtype).astype(jnp.float32)
-
-    def _gate(self, token: int) -> None:
-        """A token's normed output to its place."""
-        own = self.head * WIDTH
-        common = jnp.promote_types(self.norm.dtype, self.dtype)
-        weighted = _load(self.norm).astype(jnp.float32) * _load(self.buffers["found"].at[token])
-        z = _load(self.projected.at[self.slot, token, pl.ds(self.shape.channels + own, WIDTH)]).astype(jnp.float32)
-        gated = weighted.astype(common).astype(jnp.float32) * (z * sigmoid(z))
-        self.out.at[self.slot, token, pl.ds(own, WIDTH)][...] = gated.astype(self.dtype)
+        normed = (tile * _in_rows(factor, tile.shape, 0)).astype(self.dtype).astype(jnp.float32)
+        weight = _in_rows(rows_of(self.norm, _ROWS.reduce(0)).astype(jnp.float32), tile.shape, 1)
+        place[...] = (weight * normed).astype(rounded).astype(jnp.float32) * (gate * sigmoid(gate))
+        plgpu.commit_smem()
+        for token in range(self.tokens):
+            out = self.out.at[self.slot, token, pl.ds(self.head * WIDTH, WIDTH)]
+            out[...] = _load(found.at[MOST + token]).astype(self.dtype)
 
 
 def _load(ref: Any) -> jax.Array:
@@ -244,8 +222,8 @@ def _along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), MATRIX)
 
 
-def _dot(taps: list[jax.Array], rows: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, [tap * row for tap, row in zip(taps, rows, strict=True)])
+def _in_rows(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), _ROWS)
 
 
 def _softplus(x: jax.Array) -> jax.Array:
