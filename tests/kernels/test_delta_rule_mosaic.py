@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_step, delta_verify
-from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_step, launch_verify
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls
@@ -69,12 +69,32 @@ def test_fold(dtype: Any) -> None:
     check_fold(arguments, counts, launch_fold(*arguments, counts, interpret=INTERPRET))
 
 
+def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, found: Any) -> None:
+    """Slots that are not live keep their states, bit for bit."""
+    (_, _, state), (out, after) = arguments, found
+    expected_out, expected = delta_step(*arguments, live, shape, eps=EPS, implementation="xla")
+    close(out[live], np.asarray(expected_out[live], np.float64), 0.01 if out.dtype == jnp.bfloat16 else 1e-5)
+    close(after.s, np.asarray(expected.s, np.float64), 1e-6)
+    np.testing.assert_array_equal(after.conv, expected.conv)
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_step(dtype: Any) -> None:
+    shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
+    arguments = call(shape, 2, 1, dtype)
+    check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lowers_for_an_h200(tokens: int) -> None:
     shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B
     shapes = jax.eval_shape(functools.partial(call, shape, 2, tokens, jnp.bfloat16))
     verify = functools.partial(delta_verify, shape=shape, eps=EPS, implementation="mosaic_gpu")
     assert custom_calls(verify, *shapes) == ["mosaic_gpu_v2"]
+    if tokens == 1:
+        step = functools.partial(delta_step, shape=shape, eps=EPS, implementation="mosaic_gpu")
+        assert custom_calls(step, *shapes, jax.ShapeDtypeStruct((2,), jnp.bool_)) == ["mosaic_gpu_v2"]
     state, factors = jax.eval_shape(functools.partial(fold_call, shape, 2, tokens, jnp.bfloat16))
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
     fold = functools.partial(delta_fold, implementation="mosaic_gpu")
@@ -118,14 +138,9 @@ def test_fold_for_real(tokens: int, dtype: Any) -> None:
 
 
 @pytest.mark.gpu
-def test_step_for_real() -> None:
-    shape, live = DeltaShape(16, 32, 128, 128), jnp.array([True, False, True])
-    projected, weights, state = call(shape, 3, 1, jnp.bfloat16)
-    found, expected = (
-        delta_step(projected, weights, state, live, shape, eps=EPS, implementation=name)
-        for name in ("mosaic_gpu", "xla")
-    )
-    close(found[0][::2], np.asarray(expected[0][::2], np.float64), 0.01)
-    close(found[1].s, np.asarray(expected[1].s, np.float64), 1e-6)
-    np.testing.assert_array_equal(found[1].conv, expected[1].conv)
-    np.testing.assert_array_equal(found[1].s[1], state.s[1])
+@pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
+    shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
+    arguments = call(shape, 3, 1, dtype)
+    check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))

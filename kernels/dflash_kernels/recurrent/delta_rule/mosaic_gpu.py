@@ -36,10 +36,9 @@ def delta_step_mosaic_gpu(
     *,
     eps: float,
 ) -> tuple[Float[Array, "B 1 O"], DeltaState]:
-    """See `delta_step`: two launches. Raises NotImplementedError for what they do not take."""
+    """See `delta_step`. Raises NotImplementedError for what it does not take."""
     require_hopper()
-    out, factors = launch_verify(projected, weights, state, shape, eps=eps)
-    return out, launch_fold(state, factors, live.astype(jnp.int32))
+    return launch_step(projected, weights, state, live, shape, eps=eps)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
@@ -70,6 +69,18 @@ def launch_fold(state: DeltaState, factors: DeltaFactors, counts: Array, *, inte
     from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_fold as kernel
 
     return kernel.fold(state, factors, counts, interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))
+def launch_step(
+    projected: Array, weights: DeltaWeights, state: DeltaState, live: Array, shape: DeltaShape, *, eps: float,
+    interpret: Any = None,
+) -> tuple[Array, DeltaState]:  # fmt: skip
+    """`delta_step` without the device check, in place where `state` is given up."""
+    _require(projected, weights, shape)
+    from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_step as kernel
+
+    return kernel.step(projected, weights, state, live.astype(jnp.int32), shape, eps, interpret)
 
 
 def _require(projected: Array, weights: DeltaWeights, shape: DeltaShape) -> None:

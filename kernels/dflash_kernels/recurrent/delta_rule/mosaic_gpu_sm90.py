@@ -6,7 +6,6 @@ and queries find in the state, and in each other, are products on tensor cores a
 sixteen unknowns, is solved in its registers, where the outputs come from as well.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.mosaic_gpu.columns import VECTOR, convolved, solve, store_columns
 from dflash_kernels.mosaic_gpu.layouts import rows_of, tiled
 from dflash_kernels.mosaic_gpu.precise import LEFT_PITCH, products
-from dflash_kernels.mosaic_gpu.softmax import sigmoid
+from dflash_kernels.mosaic_gpu.softmax import sigmoid, softplus
 from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
 from dflash_kernels.recurrent.delta_rule.inputs import KEPT, TAPS, DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 
@@ -152,7 +151,7 @@ class _Head:
                 gates[place] = self.projected[self.slot, token, column].astype(jnp.float32)
         plgpu.commit_smem()
         given = _load(gates)
-        decay = -jnp.exp(self.a_log[self.head].astype(jnp.float32)) * _softplus(
+        decay = -jnp.exp(self.a_log[self.head].astype(jnp.float32)) * softplus(
             given + self.dt_bias[self.head].astype(jnp.float32)
         )
         plgpu.commit_smem()
@@ -224,14 +223,3 @@ def _along(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def _in_rows(vector: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [axis]), _ROWS)
-
-
-def _softplus(x: jax.Array) -> jax.Array:
-    """`log(1 + exp(x))`, with the logarithm as a series: the hardware's own is as far off near 1 as elsewhere, and a decay of
-    hardly anything is kept over thousands of tokens.
-    """
-    small = jnp.exp(-jnp.abs(x))
-    ratio = small / (2.0 + small)
-    square = ratio * ratio
-    series = functools.reduce(lambda total, power: total * square + 1 / power, (13, 11, 9, 7, 5, 3, 1), 1 / 15)
-    return jnp.maximum(x, 0.0) + 2.0 * ratio * series
