@@ -8,7 +8,8 @@ token i >= j (https://arxiv.org/abs/2412.06464):
     out = exp(cum) Q S + (Q K^T * D) u
     S' = exp(cum[-1]) S + (exp(cum[-1] - cum) K)^T u
 
-Heads are not repeated: inside, value heads are `[Hk, r]`, r of them for each key head.
+A chunk's products with the state are by value heads, with key heads repeated and gates multiplied in beforehand, for all chunks at
+once: what is left for one after the other are three products without a transpose between them.
 """
 
 import functools
@@ -38,16 +39,13 @@ CHUNK = 64
 
 
 class _Chunk(NamedTuple):
-    """What a chunk is without its state: c tokens, r value heads for each key head."""
+    """What a chunk of c tokens is without its state, by value heads: three products with little between them are left."""
 
-    q: Float[Array, "B c Hk dk"]
-    k: Float[Array, "B c Hk dk"]
-    v: Float[Array, "B Hk r c dv"]
-    beta: Float[Array, "B Hk r c"]
-    cum: Float[Array, "B Hk r c"]
-    to_end: Float[Array, "B Hk r c"]  # decay from each token to the last
-    inverse: Float[Array, "B Hk r c c"]
-    seen: Float[Array, "B Hk r c c"]
+    entering: Float[Array, "B Hv 2c dk"]  # what looks into the state: keys times beta and decay, queries times decay
+    v: Float[Array, "B Hv c dv"]  # times beta
+    inverse: Float[Array, "B Hv c c"]
+    leaving: Float[Array, "B Hv c+dk c"]  # what becomes of writes: outputs, and the state at the end
+    end: Float[Array, "B Hv"]  # decay of the whole chunk
 
 
 def delta_verify_xla(
@@ -61,16 +59,16 @@ def delta_verify_xla(
 def _verify(
     projected: Float[Array, "B T W"], state: DeltaState, *, weights: DeltaWeights, shape: DeltaShape, eps: float
 ) -> tuple[Float[Array, "B T O"], DeltaFactors]:
-    b, t, _ = projected.shape
+    t = projected.shape[1]
     padded = _padded(projected, _chunk_of(t))
     rows = with_earlier(padded, state.conv)
     live = jnp.broadcast_to(jnp.arange(padded.shape[1]) < t, padded.shape[:2])
     tokens = tokens_of(rows, padded, weights, shape, live if padded.shape[1] > t else None)
     chunk = _chunk(tokens, shape)
-    out, u = _through(chunk, _grouped(state.s, shape))
-    out, u = _token_major(out)[:, :t], _token_major(u)[:, :t]
-    cum = jnp.moveaxis(chunk.cum.reshape(b, shape.value_heads, -1), 1, 2)[:, :t]
-    factors = DeltaFactors(tokens.k[:, :t], u, cum, projected[..., : shape.channels])
+    found, new = _entered(chunk, state.s)
+    leaving = chunk.leaving[:, :, : found.shape[2]]
+    out, u = (jnp.swapaxes(x, 1, 2)[:, :t] for x in (found + einsum("bhij,bhjv->bhiv", leaving, new), new))
+    factors = DeltaFactors(tokens.k[:, :t], u, jnp.cumsum(tokens.g, axis=1)[:, :t], projected[..., : shape.channels])
     return gated_norm(out, projected, weights, shape, eps), factors
 
 
@@ -167,55 +165,48 @@ def delta_prefill_xla(
     chunks = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), _chunk(pieces, shape))
 
     def advance(s: Array, chunk: _Chunk) -> tuple[Array, Array]:
-        one = _Chunk(*(x[None] for x in chunk))
-        out, u = _through(one, s)
-        s = s * jnp.exp(one.cum[..., -1])[..., None, None] + einsum(
-            "bthd,bhrtv->bhrdv", one.k, u * one.to_end[..., None]
-        )
-        return s, out[0]
+        found, u = _entered(chunk, s)
+        left = einsum("hij,hjv->hiv", chunk.leaving, u)
+        return s * chunk.end[:, None, None] + left[:, size:], found + left[:, :size]
 
     def row(s: Array, told: tuple[Array, Array, _Chunk]) -> tuple[Array, tuple[Array, Array]]:
         goes_on, mine, chunks = told
-        s, out = jax.lax.scan(advance, jnp.where(goes_on, s, _grouped(mine[None], shape)), chunks)
-        return s, (out, s[0])
+        s, out = jax.lax.scan(advance, jnp.where(goes_on, s, mine), chunks)
+        return s, (out, s)
 
-    zero = jnp.zeros_like(_grouped(state.s[:1], shape))
-    _, (out, ends) = jax.lax.scan(row, zero, (follows, held.s, chunks))
-    out = _token_major(out.reshape(-1, *out.shape[2:])).reshape(n, -1, shape.value_heads, shape.value_dim)[:, :length]
+    _, (out, ends) = jax.lax.scan(row, jnp.zeros_like(state.s[0]), (follows, held.s, chunks))
+    out = jnp.swapaxes(out, 2, 3).reshape(n, -1, shape.value_heads, shape.value_dim)[:, :length]
 
     goes_on = jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
     where = jnp.where(inside & (lengths > 0) & ~goes_on, slots, slots_there)
-    s = state.s.at[where].set(ends.reshape(n, *state.s.shape[1:]), mode="drop")
+    s = state.s.at[where].set(ends, mode="drop")
     conv = state.conv.at[where].set(after.astype(state.conv.dtype), mode="drop")
     return gated_norm(out, projected, weights, shape, eps), DeltaState(s, conv)
 
 
 def _chunk(tokens: Tokens, shape: DeltaShape) -> _Chunk:
-    b, c, key_heads, _ = tokens.k.shape
-    beta, g = (part.reshape(b, c, key_heads, -1) for part in (tokens.beta, tokens.g))
-    beta, cum = jnp.moveaxis(beta, 1, 3), jnp.moveaxis(jnp.cumsum(g, axis=1), 1, 3)
-    v = jnp.moveaxis(tokens.v.reshape(b, c, key_heads, shape.heads_per_key, -1), 1, 3)
-    # A decay between two tokens is the sum of the logs between them: the difference of two sums from the chunk's beginning loses as
-    # many digits as these have before the point. Masked before the exponential, which overflows above the diagonal.
+    c, repeats = tokens.k.shape[1], shape.heads_per_key
+    q, k, v = (jnp.swapaxes(part, 1, 2) for part in tokens[:3])
+    beta, g, cum = (jnp.swapaxes(part, 1, 2) for part in (tokens.beta, tokens.g, jnp.cumsum(tokens.g, axis=1)))
+    # A decay between two tokens is the sum of the logs between them: the difference of two sums from the chunk's beginning
+    # loses as many digits as these have before the point. Masked before the exponential, which overflows above the diagonal.
     lower, below = np.tri(c, dtype=bool), np.tri(c, k=-1, dtype=bool)
-    logs = einsum(
-        "il,bhrlj->bhrij", np.tri(c, dtype=np.float32), jnp.where(below, jnp.moveaxis(g, 1, 3)[..., None], 0.0)
-    )
+    logs = einsum("il,bhlj->bhij", np.tri(c, dtype=np.float32), jnp.where(below, g[..., None], 0.0))
     decay = jnp.exp(jnp.where(lower, logs, -jnp.inf))
-    of_keys = einsum("bihd,bjhd->bhij", tokens.k, tokens.k)[:, :, None]
-    of_queries = einsum("bihd,bjhd->bhij", tokens.q, tokens.k)[:, :, None]
+    of_keys, of_queries = (jnp.repeat(einsum("bhid,bhjd->bhij", x, k), repeats, axis=1) for x in (k, q))
     inverse = unit_lower_inverse(jnp.where(below, beta[..., None] * of_keys * decay, 0.0))
-    return _Chunk(tokens.q, tokens.k, v, beta, cum, decay[..., -1, :], inverse, of_queries * decay)
+    q, k, since = jnp.repeat(q, repeats, axis=1), jnp.repeat(k, repeats, axis=1), jnp.exp(cum)
+    entering = jnp.concatenate([k * (beta * since)[..., None], q * since[..., None]], axis=2)
+    to_end = jnp.swapaxes(k * decay[:, :, -1, :, None], 2, 3)
+    leaving = jnp.concatenate([of_queries * decay, to_end], axis=2)
+    return _Chunk(entering, beta[..., None] * v, inverse, leaving, since[..., -1])
 
 
-def _through(chunk: _Chunk, s: Float[Array, "B Hk r dk dv"]) -> tuple[Array, Array]:
-    """Outputs and writes `[B, Hk, r, c, dv]` of a chunk that begins in state `s`, which is read once."""
-    c = chunk.k.shape[1]
-    both = jnp.concatenate([chunk.k, chunk.q], axis=1)
-    found = einsum("bthd,bhrdv->bhrtv", both, s)
-    decay = jnp.exp(chunk.cum)[..., None]
-    u = einsum("bhrij,bhrjv->bhriv", chunk.inverse, chunk.beta[..., None] * (chunk.v - found[..., :c, :] * decay))
-    return found[..., c:, :] * decay + einsum("bhrij,bhrjv->bhriv", chunk.seen, u), u
+def _entered(chunk: _Chunk, s: Float[Array, "*B Hv dk dv"]) -> tuple[Array, Array]:
+    """What queries find in the state `s`, which is read once, and the tokens' writes; both `[..., Hv, c, dv]`."""
+    found = einsum("...td,...dv->...tv", chunk.entering, s)
+    of_keys, of_queries = jnp.split(found, 2, axis=-2)
+    return of_queries, einsum("...ij,...jv->...iv", chunk.inverse, chunk.v - of_keys)
 
 
 def _slot_by_slot(call: Callable[..., Any], *of_slots: Any, dtype: Any) -> Any:
@@ -272,10 +263,6 @@ def _padded(x: Float[Array, "n L W"], size: int) -> Float[Array, "n P W"]:
 
 def _grouped(s: Float[Array, "B Hv dk dv"], shape: DeltaShape) -> Float[Array, "B Hk r dk dv"]:
     return s.reshape(s.shape[0], shape.key_heads, shape.heads_per_key, *s.shape[2:])
-
-
-def _token_major(x: Float[Array, "B Hk r c dv"]) -> Float[Array, "B c Hv dv"]:
-    return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1, x.shape[4])
 
 
 def _along(flags: Bool[Array, "n"], x: Array) -> Array:
