@@ -1,7 +1,8 @@
-"""Time of one decode step and one DFlash cycle in the exact shapes of Qwen3 models, random bf16 weights, against the floor.
+"""Time of one decode step and one DFlash cycle in the exact shapes of published models, random bf16 weights, against the floor.
 
     python benchmarks/decode.py --models qwen3-4b --context 1024 --batch 1 8
     python benchmarks/decode.py --models qwen3-4b --context 8192 --batch 8 --cache-dtype none int8
+    python benchmarks/decode.py --models llama-3.1-8b qwen3-8b --batch 1 8 32
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
     python benchmarks/decode.py --models qwen3-4b --context 32768 --draft-window 2048
@@ -104,7 +105,7 @@ def engines(
 def scales(target: DecoderConfig) -> CacheScales:
     """Of int8 pages: random weights make about normal values, whose largest of a text are some four deviations."""
     of_channels = np.full((target.num_kv_heads, target.head_dim), 4 / INT8_CALIBRATED_TO, np.float32)
-    return CacheScales((), (of_channels,) * target.num_layers)
+    return CacheScales((), (of_channels,) * target.cached_layers)
 
 
 def resized(
@@ -239,7 +240,8 @@ def add(
 ) -> None:
     """Rows of one model and context: a step and a cycle for each batch, the first token, and the time of compiling."""
     at = f"ctx{context // 1024}k"
-    kinds = [(kind, kind == "cycle", name if kind == "step" else f"{name}-b16") for kind in options.kinds]
+    block = published_shape(name)[2].block_size
+    kinds = [(kind, kind == "cycle", name if kind == "step" else f"{name}-b{block}") for kind in options.kinds]
     started = time.perf_counter()
     runs = [
         start(

@@ -19,15 +19,16 @@ def stored(weights: object) -> int:
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    Bytes are weights, keys and values, and for a draft the head again, or the copy of it that greedy proposals read. None with
-    experts: how many of them tokens of random weights take is not known.
+    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals
+    read. None with experts: how many of them tokens of random weights take is not known.
     """
     target, drafter = engine.target, engine.draft
-    if hasattr(target, "num_experts"):
+    if getattr(target, "num_experts", 0):
         return None
     read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
     pages = page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
     took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
+    took += 2 * batch * engine.state_bytes / card().bandwidth  # read once, written once
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
@@ -50,7 +51,7 @@ def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, c
         for leaf in jax.tree.leaves(weight)
         if leaf.ndim > 1
     )
-    attention = 2 * context * config.num_heads * config.head_dim * config.num_layers
+    attention = 2 * context * config.num_heads * config.head_dim * config.cached_layers
     return max(
         (stored(weights) + batch * context * pages) / card().bandwidth,
         2 * rows * (matrices + attention) / card().products,

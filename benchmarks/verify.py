@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from record import Record, arguments
 
-from dflash_jax.bench.workload import SHAPES, random_pair
+from dflash_jax.bench.workload import SHAPES, published_shape, random_pair
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.engine import Engine
 from dflash_jax.engine import cycle_costs as costs
@@ -32,7 +32,6 @@ from dflash_jax.engine.cycle_costs import bare_cost
 from dflash_jax.engine.requests import STOP_WIDTH, Request
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 CYCLES = 16  # between two looks at the results
@@ -78,8 +77,7 @@ def write_table(paths: list[Path]) -> Path:
     pairs: dict[str, dict[str, Any]] = {}
     for row in [row for path in paths for row in json.loads(path.read_text()) if row.get("verified")]:
         name, context = row["shapes"], row["context"]
-        family, target, draft = SHAPES[name]
-        configs = {**TARGETS, **MOE_TARGETS}[target], DRAFTERS[draft]
+        family, *configs = published_shape(name)
         shapes = weight_shapes(
             [(configs[0], family_named(family)), (configs[1], family_named("dflash"))], jnp.dtype("bfloat16")
         )

@@ -6,7 +6,7 @@ runs as something it is not. `to_dict` and `from_dict` are this package's own JS
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -61,6 +61,8 @@ NO_EXPERTS: Mapping[str, tuple[Any, ...]] = dict.fromkeys(
 )
 # A norm on every head's queries and keys: the Qwen3 families and their drafters have it, whatever a file calls it.
 HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"qk_layernorm": (None, True), "use_qk_norm": (None, True)}
+# Families without it.
+NO_HEAD_NORMS: Mapping[str, tuple[Any, ...]] = {"qk_layernorm": (None, False), "use_qk_norm": (None, False)}
 
 # The largest sizes that are believed of a file, far above any model's: whatever is built from one is bounded before it is built.
 MAX_LAYERS, MAX_BLOCK, MAX_POSITION = 1024, 1024, 1 << 28
@@ -203,11 +205,17 @@ class RopeConfig:
     truncate: bool = True
 
     @classmethod
-    def from_keys(cls, keys: KeyReader, max_position: int) -> "RopeConfig":
+    def from_keys(
+        cls, keys: KeyReader, max_position: int, *, partial: float = 1.0, neutral: Collection[str] = ()
+    ) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
         A file may have both: model cards say to add `rope_scaling` with YaRN, also to a file whose `rope_parameters` say `default`.
         The kind is then the one that scales, and what stands in both, or inside and outside, must agree.
+
+        Args:
+          partial: what an absent `partial_rotary_factor` means.
+          neutral: keys that say nothing of text alone.
 
         Raises:
           ConfigError: a kind that is not implemented, a value that cannot be, two values for one thing, or a key that this kind
@@ -218,7 +226,7 @@ class RopeConfig:
         kind = scaling.get("rope_type", "default")
         if not isinstance(kind, str) or kind not in _ROPE_KEYS:
             raise ConfigError(f"{scaling.subject}: rope_type must be {_ROPE_KINDS}, got {shown(kind)}")
-        theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", 1.0)
+        theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", partial)
         if not 0 < partial <= 1:
             raise ConfigError(f"{scaling.subject}: partial_rotary_factor must be in (0, 1], got {partial}")
         needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
@@ -264,7 +272,7 @@ class RopeConfig:
                 f"attn_factor={ignored} of rope_scaling is left out, as transformers leaves it out; vLLM multiplies rotated "
                 "queries and keys by it. For that, set attention_factor to the product in config.json"
             )
-        scaling.refuse_rest({"finetuned"}, _ROPE_NEUTRAL)
+        scaling.refuse_rest({"finetuned", *neutral}, _ROPE_NEUTRAL)
         return rope
 
     @classmethod
@@ -383,6 +391,11 @@ class DecoderConfig:
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(f"{type(self).__name__}: {len(self.windows)} windows for {self.num_layers} layers")
 
+    @property
+    def cached_layers(self) -> int:
+        """Layers that keep keys and values in pages."""
+        return self.num_layers
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -476,11 +489,17 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             )
 
 
-def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, Any]:
+def decoder_fields(
+    keys: KeyReader,
+    *,
+    head_dim: int | None = 128,
+    windows: Callable[[KeyReader, int], tuple[int | None, ...]] | None = None,
+) -> dict[str, Any]:
     """The fields of `DecoderConfig` from a Qwen3-style `config.json`.
 
     Args:
       head_dim: what an absent `head_dim` means; None: the hidden size over the heads.
+      windows: reads each of so many layers' window; None: `layer_windows`.
     """
     refuse_quantised(keys.values)
     hidden = keys.integer("hidden_size")
@@ -509,7 +528,7 @@ def decoder_fields(keys: KeyReader, *, head_dim: int | None = 128) -> dict[str, 
         "rope": rope,
         "max_position": rope.longest(max_position),
         "attention_bias": keys.flag("attention_bias"),
-        "windows": layer_windows(keys, layers),
+        "windows": (layer_windows if windows is None else windows)(keys, layers),
     }
 
 

@@ -4,9 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import delta_prefill
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
+from dflash_jax.cache.recurrent import zero_state
+from dflash_jax.models.delta_net import DeltaNet
 from dflash_jax.models.layers import Attention, Cache, Rotary
 
 
@@ -24,6 +27,16 @@ class DenseAttend:
         visible = layer_mask(layer, q.shape[1], k.shape[1])[None] if self.mask is None else self.mask
         sinks = None if layer.sinks is None else layer.sinks[...]
         return masked_attention(q, k, v, visible, layer.scale, sinks), cache
+
+    def delta(self, layer: DeltaNet, projected: Array, cache: Cache = None) -> tuple[Array, Cache]:
+        """Gated delta nets that begin with the tokens: `projected [B,T,W]` to `[B,T,Hv*dv]`."""
+        rows, tokens = projected.shape[:2]
+        every = jnp.ones(rows, bool)
+        out, _ = delta_prefill(
+            projected, layer.weights, zero_state(rows, layer.shape, projected.dtype), layer.shape, eps=layer.eps,
+            slots=jnp.arange(rows), follows=~every, fresh=every, lengths=jnp.full(rows, tokens),
+        )  # fmt: skip
+        return out, cache
 
     def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         """Latent attention of what the layer projects; see `latent_parts`."""

@@ -1,7 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class PagedAttend:
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary, pool: Array) -> bool:
         """Whether norm, rotation, write and attention are one operation."""
         config = layer.config
-        if self.related or layer.window is not None or layer.sinks is not None or layer.q_norm is None:
+        if self.related or layer.window is not None or layer.sinks is not None:
             return False
         if not switches.FUSED_QKV or pool.dtype != qkv.dtype:
             return False
@@ -123,7 +123,7 @@ class PagedAttend:
         """A whole layer: `attention_chain` with its weights from the output projection on; see `execution.persistent`."""
         i = layer.index
         rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
-        q_norm, k_norm = (cast(Array, one) for one in layer.norms)  # plans take no layer without them
+        q_norm, k_norm = layer.norms
         out = attention_chain(
             cache.k[i], cache.v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
             scales=scales, k_scale=cache.k_scale[i] if cache.k_scale else None,

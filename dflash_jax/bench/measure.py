@@ -200,7 +200,7 @@ def _prompts(engine: Engine, jobs: Jobs, workload: Workload, users: int) -> list
     if users > 1 and buckets.room([first]) >= least:
         together = [(rows, buckets.piece) for rows in buckets.pieces if rows >= buckets.count([first, least])]
         parts |= {(engine.width_of(length), shape) for length in lengths for shape in together}
-    prefills = [jobs.prefill(width, *shape) for width, shape in sorted(parts)]
+    prefills = [jobs.prefill(width, *shape, users) for width, shape in sorted(parts)]
     return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for _, (rows, _) in parts}))]
 
 

@@ -18,13 +18,18 @@ from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import DRAFTERS, HYBRID_TARGETS, LLAMA_TARGETS, MOE_TARGETS, TARGETS
 from dflash_jax.options import LoadKeywords, read_options
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
     "qwen3-4b": ("qwen3", "Qwen3-4B", "Qwen3-4B-DFlash-b16"),
     "qwen3-8b": ("qwen3", "Qwen3-8B", "Qwen3-8B-DFlash-b16"),
+    "llama-3.1-8b": ("llama", "Llama-3.1-8B", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    "qwen3.5-4b": ("qwen3_5", "Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
+    "qwen3.5-9b": ("qwen3_5", "Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
+    "qwen3.5-27b": ("qwen3_5", "Qwen3.5-27B", "Qwen3.5-27B-DFlash"),
+    "qwen3.5-35b-a3b": ("qwen3_5", "Qwen3.5-35B-A3B", "Qwen3.5-35B-A3B-DFlash"),
     "qwen3-coder-30b-a3b": ("qwen3_moe", "Qwen3-Coder-30B-A3B-Instruct", "Qwen3-Coder-30B-A3B-DFlash"),
 }
 # Keys under which prompt files hold a prompt, in the order they are looked for.
@@ -122,7 +127,7 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target, draft = SHAPES[name]
-    return family, {**TARGETS, **MOE_TARGETS}[target], DRAFTERS[draft]
+    return family, {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS}[target], DRAFTERS[draft]
 
 
 def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:

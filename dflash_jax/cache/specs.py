@@ -31,10 +31,10 @@ class LayerSpec:
 
 
 def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[LayerSpec, ...]:
-    """One spec for each layer of `config`; latent where it has a `latent_width`. Entries of packed rows are bytes."""
+    """One spec for each layer of `config` with pages; latent where it has a `latent_width`. Entries of packed rows are bytes."""
     latent_width = getattr(config, "latent_width", 0)
     if latent_width:
         rank = getattr(config, "kv_lora_rank", 0)
         width = packed_latent_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
-        return (LayerSpec(1, width, values=False),) * config.num_layers
-    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.num_layers
+        return (LayerSpec(1, width, values=False),) * config.cached_layers
+    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.cached_layers

@@ -16,6 +16,15 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
     "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
+    "meta-llama/Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+    "meta-llama/Meta-Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+    "Qwen/Qwen3.5-4B": "z-lab/Qwen3.5-4B-DFlash",
+    "Qwen/Qwen3.5-9B": "z-lab/Qwen3.5-9B-DFlash",
+    "Qwen/Qwen3.5-27B": "z-lab/Qwen3.5-27B-DFlash",
+    "Qwen/Qwen3.5-35B-A3B": "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "Qwen/Qwen3.6-27B": "z-lab/Qwen3.6-27B-DFlash",
+    "Qwen/Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
+    "Qwen/Qwen3-Coder-Next": "z-lab/Qwen3-Coder-Next-DFlash",
 }
 
 

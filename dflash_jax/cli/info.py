@@ -70,6 +70,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "weight_bytes": memory.weights,
             "reading_bytes": memory.reading,
             "workspace_bytes": memory.workspace,
+            "state_bytes": memory.states,
             "pool_bytes": memory.pools,
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
@@ -171,7 +172,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         (
             "memory",
             f"{size(memory['free_bytes'])} free: {size(memory['weight_bytes'])} weights, {size(memory['workspace_bytes'])} "
-            f"workspace (estimated), {size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
+            f"workspace (estimated), {_states(memory)}{size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
         ),
         *_rounding(memory),
         *_plans(facts["execution"]),
@@ -179,6 +180,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def _states(memory: dict[str, Any]) -> str:
+    return f"{size(memory['state_bytes'])} states, " if memory["state_bytes"] else ""
 
 
 def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:

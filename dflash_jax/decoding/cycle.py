@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
+from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.largest import largest
@@ -85,8 +86,9 @@ def cycle(
         lens = jnp.where(live, setup.width, 0)
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         attend = PagedAttend(page_table, positions, lens, pages.page_size, heads=heads)
+        attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
-        hidden, features, pages = target(ids, positions, attend, setup.taps, run, pages)
+        hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
 
@@ -116,6 +118,7 @@ def cycle(
         ended = stopped | (counts >= state.remaining)
         counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        pages, recurrent = committed(cache, state.recurrent, counts)
         keep = (places < counts[:, None])[:, :, None]
         next_state = DecodeState(
             pending=jnp.where(live, last, state.pending),
@@ -128,6 +131,7 @@ def cycle(
             request=state.request,
             target_pages=pages,
             draft_pages=draft_pages,
+            recurrent=recurrent,
         )
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
 

@@ -1,10 +1,14 @@
 """Prompts: the target's and the drafter's pages are filled chunk by chunk, then the first token is chosen."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from dflash_kernels import DeltaState
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
+from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
@@ -14,37 +18,48 @@ from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 
 
+class Caches(NamedTuple):
+    """What pieces of prompts are written to: pages of the target and the drafter, and states of slots where the target has such."""
+
+    target: Pages
+    draft: Pages
+    recurrent: tuple[DeltaState, ...] = ()
+
+
 def prefill_chunk(
     setup: Setup,
     weights: Weights,
     page_table: Int[Array, "n W"],
-    pages: tuple[Pages, Pages],
+    caches: Caches,
     ids: Int[Array, "n T"],
     starts: Int[Array, "n"],
     lengths: Int[Array, "n"],
-) -> tuple[tuple[Pages, Pages], Float[Array, "n 1 V"]]:
-    """Target and drafter pages with pieces of prompts, one in each row, and the logits after the last token of each.
+    slots: Int[Array, "n"],
+) -> tuple[Caches, Float[Array, "n 1 V"]]:
+    """Caches with pieces of prompts, one in each row, and the logits after the last token of each.
 
     Row i holds tokens `starts[i] .. starts[i] + lengths[i]` of the sequence with page table `page_table[i]`, padded to T; what is
     past `lengths[i]` writes nothing. Several rows may be pieces of one prompt: every layer writes the keys of all of them before
-    one of them attends. The drafter's context is written at once, from the same features: its pages are always as long as the
-    target's once a prompt is in.
+    one of them attends, and states go on from row to row, so the pieces of a prompt are rows in order, all full but its last.
+    `slots` are the rows' slots, by which only states are kept; past the last one for rows that nobody needs. The drafter's context
+    is written at once, from the same features: its pages are always as long as the target's once a prompt is in.
     """
     target = bind(setup.target, weights["target"])
     rows = jnp.arange(ids.shape[1])
     positions = starts[:, None] + rows
     with jax.named_scope("prefill"):
         related = ids.shape[0] > 1
-        shape = None if related else page_shape(pages[0], page_table.shape[1])
+        shape = None if related else page_shape(caches.target, page_table.shape[1])
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
         heads = attending_heads(setup.target, run.plan)
-        attend = PagedAttend(
-            page_table, positions, lengths, pages[0].page_size, setup.form, related=related, heads=heads
-        )
-        hidden, features, target_pages = target(ids, positions, attend, setup.taps, run, pages[0])
+        page_size, states = caches.target.page_size, caches.recurrent
+        attend = PagedAttend(page_table, positions, lengths, page_size, setup.form, related=related, heads=heads)
+        attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
+        hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+        target_pages, states = committed(cache, states, lengths)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
-    draft_pages = pages[1]
+    draft_pages = caches.draft
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         live = rows < lengths[:, None]
@@ -52,7 +67,7 @@ def prefill_chunk(
         draft_pages = write_context(
             drafter, draft_pages, page_table, context_products(drafter, features), positions, live
         )
-    return (target_pages, draft_pages), logits
+    return Caches(target_pages, draft_pages, states), logits
 
 
 def admit(
@@ -61,7 +76,7 @@ def admit(
     """Places prefilled requests into slots and emits their first tokens, unless they had emitted some before.
 
     Args:
-      state: B slots; its pages pass through.
+      state: B slots; its pages, and the states of gated delta nets, pass through.
       slots: index to fill for each row; B for a row that nobody needs.
       rows: the requests as a state of n slots (its pages are ignored): `seq_lens` tokens of each are in the pages, `produced` were
         emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
@@ -79,6 +94,7 @@ def admit(
         pending=jnp.where(resumed, rows.pending, token[:, 0]), seq_lens=rows.seq_lens, features=rows.features,
         fresh=jnp.zeros_like(gained), produced=rows.produced + gained, remaining=rows.remaining - gained,
         done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
+        recurrent=state.recurrent,
     )  # fmt: skip
 
     def place(whole: Array, part: Array) -> Array:

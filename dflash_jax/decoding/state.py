@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import DeltaState
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
@@ -157,6 +158,7 @@ class DecodeState:
       produced: tokens emitted so far, the pending one included.
       remaining: tokens that may still be emitted.
       done: finished or empty slots; they change nothing and read nothing.
+      recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
     """
 
     pending: Int[Array, "B"]
@@ -169,6 +171,7 @@ class DecodeState:
     request: RequestArrays
     target_pages: Pages
     draft_pages: Pages
+    recurrent: tuple[DeltaState, ...] = ()
 
 
 _NUMBERS = ("pending", "seq_lens", "fresh", "produced", "remaining", "done")
@@ -209,7 +212,7 @@ class Emitted:
 
 
 def without_pools(state: DecodeState) -> DecodeState:
-    """The part of a state that belongs to slots; pages belong to sequences, wherever those sit."""
+    """The part of a state that belongs to slots, recurrent states included; pages belong to sequences, wherever those sit."""
     none = Pages((), ())
     return replace(state, target_pages=none, draft_pages=none)
 

@@ -15,7 +15,9 @@ from importlib import resources
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from dflash_jax.cache.recurrent import state_bytes
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
@@ -39,6 +41,7 @@ class Stack:
       share: of the experts that one token takes.
       products: multiplications and additions of one row.
       kept: bytes of keys and values that each token of the context leaves.
+      state: bytes of a sequence's recurrent states.
     """
 
     layers: int
@@ -47,6 +50,7 @@ class Stack:
     share: float
     products: float
     kept: float
+    state: float = 0.0
 
     def seconds(self, rows: int, tokens: float) -> float:
         """A pass of `rows` rows over contexts of `tokens` tokens together."""
@@ -54,6 +58,10 @@ class Stack:
         return max(read / BANDWIDTH, rows * self.products / ARITHMETIC) + (
             self.layers * LAYER_S + tokens * self.kept / BANDWIDTH
         )
+
+    def state_seconds(self, slots: int, verified: int) -> float:
+        """States are read and written by one token; by more they are read, and read and written once it is known which stand."""
+        return slots * self.state * (2 if verified == 1 else 3) / BANDWIDTH
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ class CycleCost:
     def modelled(self, slots: int, verified: int, context: float) -> float:
         rows, tokens = slots * verified, slots * context
         seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
+        seconds += self.target.state_seconds(slots, verified)
         if verified > 1:
             seen = tokens if self.window is None else slots * min(context, float(self.window))
             seconds += self.draft.seconds(slots * self.block, seen) + self.proposing.seconds(rows - slots, 0.0)
@@ -134,10 +143,10 @@ def cycle_cost(
 
 def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:
     """What bytes and products say alone."""
-    kept = jax.tree.leaves(weights["target"])[0].dtype.itemsize
+    dtype = jax.tree.leaves(weights["target"])[0].dtype
     shares = {"target": _expert_share(target), "draft": 0.0}
     stacks = {
-        role: _stack(config, weights[role], shares[role], kept)
+        role: _stack(config, weights[role], shares[role], dtype)
         for role, config in (("target", target), ("draft", draft))
     }
     tied = getattr(target, "tie_embeddings", False)
@@ -157,7 +166,7 @@ def _products(weight: Any) -> float:
     return math.prod(weight.shape) * (1.0 if getattr(weight, "dynamic", False) else 2.0)
 
 
-def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, itemsize: int) -> Stack:
+def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, dtype: jnp.dtype) -> Stack:
     """What the layers of a model read: every matrix but the embedding and the head."""
     dense = experts = products = 0.0
     for name, weight in weights.items():
@@ -168,8 +177,8 @@ def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, item
             experts, products = experts + size, products + each * share
         else:
             dense, products = dense + size, products + each
-    kept = float(sum(spec.entries for spec in layer_specs(config)) * itemsize)
-    return Stack(config.num_layers, dense, experts, share, products, kept)
+    kept = float(sum(spec.entries for spec in layer_specs(config)) * dtype.itemsize)
+    return Stack(config.num_layers, dense, experts, share, products, kept, float(state_bytes(config, dtype)))
 
 
 def _expert_share(config: DecoderConfig) -> float:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.attention.mla import LatentForm
+from dflash_jax.cache.recurrent import delta_layers
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import DFlashConfig
@@ -33,6 +34,7 @@ class MemoryPlan:
       weights: of both models, as they stay.
       reading: the most that weights take while they are read, before there are pages.
       workspace: for activations, logits and scores of one cycle or one chunk, an estimate on the safe side.
+      states: of gated delta nets, of all slots twice: a batch that changes its number of slots has both for a moment.
       page: one page of both models.
       num_pages: pages planned.
       full_pages: pages with which every slot could hold a request of full length.
@@ -47,6 +49,7 @@ class MemoryPlan:
     num_pages: int
     full_pages: int
     longest_pages: int
+    states: int = 0
 
     @property
     def pools(self) -> int:
@@ -54,7 +57,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        return self.free - self.weights - self.workspace - self.pools
+        return self.free - self.weights - self.workspace - self.states - self.pools
 
 
 def free_memory() -> int:
@@ -77,7 +80,7 @@ def workspace_bytes(
     rows = max(batch * block, chunk)
     widest = 4 * target.hidden_size + 3 * target.intermediate_size + 2 * target.num_heads * target.head_dim
     features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
-    activations = rows * (widest + 2 * features) * dtype.itemsize
+    activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
     scores = 2 * 4 * rows * target.num_heads * tokens
@@ -87,6 +90,19 @@ def workspace_bytes(
         + max(logits, scores, context_bytes(target, tokens, dtype))
         + _OVERHEAD_BYTES
     )
+
+
+def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
+    """What the gated delta nets of a model hold of `rows` tokens: the factors of all layers, and of one layer in work the
+    projection, queries, keys, values and results in float32."""
+    shape, layers = delta_layers(target)
+    if shape is None:
+        return 0
+    factors = (
+        4 * (shape.key_heads * shape.key_dim + shape.value_heads * (shape.value_dim + 1))
+        + dtype.itemsize * shape.channels
+    )
+    return rows * (layers * factors + 2 * shape.columns * dtype.itemsize + 4 * 4 * shape.columns)
 
 
 def experts_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
@@ -117,26 +133,30 @@ def plan_memory(
     max_batch: int,
     num_pages: int | None,
     free: int,
+    state: int = 0,
 ) -> MemoryPlan:
     """Decides the number of pages.
 
     Args:
       reading: see `MemoryPlan`.
+      state: bytes of one slot's states.
       num_pages: as many exactly; None for as many as `max_batch` requests of full length need, fewer where there is no room.
 
     Raises:
       CapacityError: not even one request of full length fits, or not `num_pages`, or not the weights while they are read.
     """
     full = max_batch * longest_pages
-    room = max(0, (free - weights - workspace) // page)
+    states = 2 * max_batch * state
+    room = max(0, (free - weights - workspace - states) // page)
     pages = min(full, room) if num_pages is None else num_pages
-    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages)
+    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages, states)
     short = plan.num_pages < longest_pages if num_pages is None else num_pages > room
     if short:
         needed = longest_pages if num_pages is None else num_pages
         raise CapacityError(
-            f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, and "
-            f"{needed} pages {size(needed * page)}: {size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
+            f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, "
+            f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}and {needed} pages {size(needed * page)}: "
+            f"{size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
             "max_batch or num_pages, load without a drafter or in a smaller dtype, or let JAX use more of the device "
             "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )

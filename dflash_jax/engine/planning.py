@@ -64,6 +64,7 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
     return plan_memory(
         weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
         longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+        state=engine.state_bytes,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.cache import Pages
+from dflash_jax.cache.recurrent import make_states
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
@@ -204,7 +205,8 @@ def _slots(
 
 def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
-    return jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools))
+    state = jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools))
+    return replace(state, recurrent=make_states(setup.target, slots, dtype))
 
 
 def request_rows(

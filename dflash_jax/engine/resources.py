@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
+from dflash_jax.cache.recurrent import state_bytes
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -48,7 +49,7 @@ class Resources:
         an integer stays, None is the whole block. A length up to 1 token drafts nothing.
       draft_window: see `Setup`.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
-      share_prefixes: whether a request uses pages again that hold the beginning of its prompt.
+      share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       allocator: the account of pages; all are free whenever nothing runs.
@@ -106,6 +107,11 @@ class Resources:
         """Bytes of one page of both models."""
         target = page_bytes(self.target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
         return target + (0 if self.draft is None else page_bytes(self.draft, self.page_size, self.dtype))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot's states of gated delta nets; 0 for a target without."""
+        return state_bytes(self.target, self.dtype)
 
     @property
     def pool_bytes(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import prefill_chunk
+from dflash_jax.decoding.prefill import Caches, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
@@ -188,7 +188,9 @@ class Batch:
 
     def __init__(self, core: Resources, *, draft: bool, slots: int, needs: Needs):
         self.core, self.draft, self.needs = core, draft, needs
-        root = (b"with drafter" if draft else b"target alone") if core.share_prefixes else None
+        # States are of whole contexts: a page without the state that belongs to its end is no beginning of another one.
+        shares = core.share_prefixes and not core.state_bytes
+        root = (b"with drafter" if draft else b"target alone") if shares else None
         self.slots = Slots(slots, core.buckets.width[-1], core.allocator, core.page_size, root)
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
@@ -259,17 +261,18 @@ class Batch:
         core = self.core
         pieces = [(job, start) for job in jobs for start in range(job.filled, job.length, size)][:rows]
         ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
+        slots = np.full((rows,), self.size, np.int32)
         width = core.width_of(max(min(start + size, job.length) for job, start in pieces))
         table, ends = np.full((rows, width), -1, np.int32), dict[Job, int]()
         contexts = {job: job.context for job in jobs}
         for row, (job, start) in enumerate(pieces):
             piece = contexts[job][start : start + size]
             ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
-            table[row], ends[job] = self.slots.tables[job.slot, :width], row
-        pages = (self.state.target_pages, self.state.draft_pages)
-        step = (core.weights, table, pages, ids, starts, lengths)
-        pages, logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
-        self.keep(replace(self.state, target_pages=pages[0], draft_pages=pages[1]))
+            table[row], slots[row], ends[job] = self.slots.tables[job.slot, :width], job.slot, row
+        caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
+        step = (core.weights, table, caches, ids, starts, lengths, slots)
+        (target, draft, states), logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
+        self.keep(replace(self.state, target_pages=target, draft_pages=draft, recurrent=states))
         for job, row in ends.items():
             job.filled = int(starts[row] + lengths[row])
         return {row: job for job, row in ends.items() if job.filled == job.length}, logits

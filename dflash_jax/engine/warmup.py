@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
+from dflash_jax.cache.recurrent import make_states
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import admit, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
 from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
@@ -40,10 +41,11 @@ def warmup_jobs(
         jobs = Jobs(core, setup, STOP_WIDTH)
         for old, new in itertools.permutations(sizes, 2):
             yield jobs.resize(old, new)
-        for width in buckets.width:
-            yield from (jobs.prefill(width, rows, buckets.piece) for rows in buckets.pieces)
+        # States are written by slot: for a target that has such the program of a prompt is of a number of slots.
+        for width, slots in itertools.product(buckets.width, sizes if core.state_bytes else sizes[:1]):
+            yield from (jobs.prefill(width, rows, buckets.piece, slots) for rows in buckets.pieces)
             if buckets.whole is not None and width * core.page_size > PIECES_OF_ONE * buckets.piece:
-                yield jobs.prefill(width, *buckets.whole)
+                yield jobs.prefill(width, *buckets.whole, slots)
         for size in sizes:
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
@@ -64,7 +66,7 @@ def first_jobs(
     setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
     setup = setup.verifying(first_length(core, setup, requests, slots))
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
-    yield from (jobs.prefill(*call) for call in calls)
+    yield from (jobs.prefill(*call, slots) for call in calls)
     yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
     widths, longest = dict[int, None](), 0
     for request, count in itertools.product(requests, cycles):
@@ -112,9 +114,11 @@ class Jobs:
     def pools(self) -> tuple[Pages, Pages]:
         return self.core.pool_shapes()
 
-    def prefill(self, width: int, rows: int, size: int) -> partial[None]:
+    def prefill(self, width: int, rows: int, size: int, slots: int) -> partial[None]:
         ids, numbers = jax.ShapeDtypeStruct((rows, size), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
-        step = (self.core.weights, self._table(rows, width), self.pools, ids, numbers, numbers)
+        states = jax.eval_shape(partial(make_states, self.core.target, slots, self.core.dtype))
+        caches = Caches(*self.pools, states)
+        step = (self.core.weights, self._table(rows, width), caches, ids, numbers, numbers, numbers)
         return partial(self.prepare, prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
 
     def admit(self, slots: int, rows: int) -> partial[None]:

@@ -232,6 +232,8 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
     """Why no fused runner takes these layers at all."""
     if traits.attention == "latent":
         return "keys and values are latent rows, whose projections no fused runner has"
+    if traits.recurrent:
+        return "some layers are gated delta nets, and norms are zero-centered, which no fused runner has"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
     if traits.value_scale != 1.0:
@@ -244,7 +246,7 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
         return reason
     if traits.feed_forward != "dense":
         return "some layers have experts"
-    if traits.bias:
+    if traits.bias != "none":
         return "attention's projections have biases"
     return None
 
@@ -320,8 +322,6 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
         return "there are no pages of heads, or rows may be of one sequence and attend when all of them are written"
     if traits.window or traits.sinks:
         return "layers have sliding windows or attention sinks"
-    if not traits.qk_norm:
-        return "queries and keys are not normed, the kernel norms them"
     if traits.rotary_dim != traits.head_dim:
         return f"{traits.rotary_dim} of a head's {traits.head_dim} entries rotate, the kernel rotates all"
     return attention_chain_refusal(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 from dflash_kernels import embed_norm
@@ -13,7 +13,7 @@ from dflash_jax.execution.fused_float8 import run_fused_float8
 from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
-from dflash_jax.models.layers import ONE_BY_ONE, Cache, RMSNorm, Rotary
+from dflash_jax.models.layers import ONE_BY_ONE, Cache, RMSNorm, Rotary, ZeroCenteredNorm
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -42,7 +42,7 @@ class Planned:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: RMSNorm,
+        norm: RMSNorm | ZeroCenteredNorm,
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -52,6 +52,7 @@ class Planned:
     ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
         if self.plan.runner == "plain":
             return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
+        norm = cast(RMSNorm, norm)  # the only one that plans with a fused runner are made for
         first: jax.Array = layers[0].input_norm(x) if normed is None else normed
         match self.plan.runner:
             case "persistent":

@@ -1,6 +1,7 @@
 """The part all targets share: embedding, a stack of layers with taps on the residual stream, final norm and head."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -20,6 +21,7 @@ from dflash_jax.models.layers import (
     linear,
     rotary_tables,
 )
+from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -32,13 +34,19 @@ class Embedding(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend, cache)`."""
+    """A decoder with taps on its residual stream; a family gives its layers, called as `layer(x, rotary, attend, cache)`.
 
-    def __init__(self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool):
+    Args:
+      norm: the final one; None for an `RMSNorm`.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool, norm: nnx.Module | None = None
+    ):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm: Any = RMSNorm(config.hidden_size, config.norm_eps) if norm is None else norm
         self.lm_head = None if tied else Linear(config.vocab_size, config.hidden_size)
 
     def __call__(
@@ -78,3 +86,14 @@ class Decoder(nnx.Module):
     def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:
         """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written."""
         return best_rows(hidden, self.head_weight)
+
+
+def target_parameters(config: DecoderConfig, layers: Iterable[Parameter], *, tied: bool) -> tuple[Parameter, ...]:
+    """A `Decoder`'s parameters around those of its layers, by their published names."""
+    v, d = config.vocab_size, config.hidden_size
+    return (
+        single("embed.weight", "model.embed_tokens.weight", (v, d)),
+        *layers,
+        single("norm.weight", "model.norm.weight", (d,)),
+        *(() if tied else (single("lm_head.weight", "lm_head.weight", (v, d)),)),
+    )

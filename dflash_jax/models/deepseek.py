@@ -30,7 +30,7 @@ from dflash_jax.config import (
     shown,
 )
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import (
     MLP,
     Cache,
@@ -388,8 +388,7 @@ class Deepseek(Decoder):
 
 def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
     """Parameters of a checkpoint with latent attention."""
-    v, d = config.vocab_size, config.hidden_size
-    table = [single("embed.weight", "model.embed_tokens.weight", (v, d))]
+    d, table = config.hidden_size, list[Parameter]()
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         table.append(single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)))
@@ -399,10 +398,7 @@ def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
             table += mlp_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")
         else:
             table += moe_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")
-    table.append(single("norm.weight", "model.norm.weight", (d,)))
-    if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
-    return tuple(table)
+    return target_parameters(config, table, tied=config.tie_embeddings)
 
 
 def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:

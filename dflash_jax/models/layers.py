@@ -75,6 +75,17 @@ def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised)
     return dense_best(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
 
 
+@runtime_checkable
+class DeltaAttend(Protocol):
+    """An `Attend` that also runs gated delta nets on whatever states the caller keeps."""
+
+    def delta(self, layer: Any, projected: Array, cache: Cache) -> tuple[Array, Cache]:
+        """`projected [B,T,W]`, columns as `dflash_kernels.delta_verify` takes them, to `[B,T,Hv*dv]`, and the cache with the states
+        after these tokens, or with what they are made from once it is known how many of the tokens stand.
+        """
+        ...
+
+
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
     """Root-mean-square norm in float32, cast back before the weight is applied, as Hugging Face's Qwen3 does."""
     wide = x.astype(jnp.float32)
@@ -155,7 +166,7 @@ class Runner(Protocol):
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm",
+        norm: "RMSNorm | ZeroCenteredNorm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -181,7 +192,7 @@ class OneByOne:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm",
+        norm: "RMSNorm | ZeroCenteredNorm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -208,6 +219,19 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
+class ZeroCenteredNorm(nnx.Module):
+    """RMS norm whose weight is kept as its offset from 1; both are applied in float32, as Hugging Face's Qwen3.5 does."""
+
+    def __init__(self, dim: int, eps: float):
+        self.offset = nnx.Param(jnp.zeros((dim,)))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * (1.0 + self.offset[...].astype(jnp.float32))).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """A matrix `[F, D]` in the checkpoint's layout, with an optional bias `[F]`."""
 
@@ -224,16 +248,19 @@ class Attention(nnx.Module):
     """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
     Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
+
+    Args:
+      beside: rows of the projection after those of queries, keys and values, for a subclass that has a use for them.
     """
 
-    def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True):
+    def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True, beside: int = 0):
         self.config, self.index, self.causal = config, index, causal
         self.scale = config.head_dim**-0.5
         reach = config.windows[index]
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear((n + 2 * k) * h, config.hidden_size, bias=traits.bias)
-        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias)
+        self.qkv_proj = Linear((n + 2 * k) * h + beside, config.hidden_size, bias=traits.bias != "none")
+        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
 
@@ -339,11 +366,11 @@ def decoder_parameters(
         ]
         if traits.qk_norm:
             table += [single(f"{ours}attn.{one}.weight", f"{attn}{one}.weight", (h,)) for one in ("q_norm", "k_norm")]
-        if traits.bias:
-            table += [
-                Parameter(f"{ours}attn.qkv_proj.bias", tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)),
-                single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)),
-            ]
+        if traits.bias != "none":
+            biases = tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)
+            table.append(Parameter(f"{ours}attn.qkv_proj.bias", biases))
+        if traits.bias == "all":
+            table.append(single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)))
         if traits.sinks:
             table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))

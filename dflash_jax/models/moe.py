@@ -246,19 +246,30 @@ def _rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]
 
 
 class MoE(nnx.Module):
-    """Routed experts plus the shared experts, if any, which are one feed-forward of their joint width."""
+    """Routed experts plus the shared experts, if any, which are one feed-forward of their joint width.
+
+    Args:
+      shared: that width; None for that of `num_shared_experts` routed ones.
+      gated: whether a token weights what its shared experts give, by the sigmoid of one product.
+    """
 
     routed = True
 
-    def __init__(self, config: ExpertsConfig):
+    def __init__(self, config: ExpertsConfig, *, shared: int | None = None, gated: bool = False):
         self.router, self.experts = Router(config), Experts(config)
-        shared = config.moe_intermediate_size * config.num_shared_experts
+        shared = config.moe_intermediate_size * config.num_shared_experts if shared is None else shared
         self.shared = MLP(config.hidden_size, shared) if shared else None
+        self.shared_gate = Linear(1, config.hidden_size) if gated else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(rows, *self.router(rows)).reshape(x.shape)
-        return routed if self.shared is None else routed + self.shared(x)
+        if self.shared is None:
+            return routed
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32)).astype(x.dtype)
+        return routed + shared
 
 
 def expert_traits(config: ExpertsConfig) -> ExpertTraits:

@@ -11,6 +11,10 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.llama import LlamaConfig
+from dflash_jax.models.mistral import MistralConfig
+from dflash_jax.models.qwen2 import Qwen2Config
+from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 
 
@@ -51,6 +55,45 @@ def _moe_target(theta: float, max_position: int) -> Qwen3MoeConfig:
     )
 
 
+def _hybrid(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int],
+    value_heads: int,
+    *,
+    vocab: int = 248_320,
+    tied: bool = False,
+    experts: tuple[int, int] | None = None,
+    grouped: bool = False,
+) -> Qwen35Config:
+    """A hybrid target, every fourth layer of which attends; `heads` are queries and keys, `experts` all and those of a token."""
+    mixture = {} if experts is None else {
+        "num_experts": experts[0], "experts_per_token": experts[1], "moe_intermediate_size": 512,
+        "shared_intermediate_size": 512, "experts_in_one": not grouped,
+    }  # fmt: skip
+    return Qwen35Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=256,
+        rope=RopeConfig(theta=1e7, partial=0.25, original_max_position=262_144),
+        max_position=262_144,
+        windows=(None,) * layers,
+        full_layers=tuple(range(3, layers, 4)),
+        linear_key_heads=16,
+        linear_value_heads=value_heads,
+        linear_key_dim=128,
+        linear_value_dim=128,
+        grouped_projections=grouped,
+        tie_embeddings=tied,
+        **mixture,
+    )
+
+
 def _draft(
     hidden: int,
     inner: int,
@@ -64,8 +107,10 @@ def _draft(
     theta: float = 1e6,
     max_position: int = 40_960,
     norm_eps: float = 1e-6,
+    block: int = 16,
+    rope: RopeConfig | None = None,
 ) -> DFlashConfig:
-    """A drafter with blocks of 16 and full attention that is not causal; `heads` are queries, keys and head size."""
+    """A drafter with full attention that is not causal; `heads` are queries, keys and head size."""
     return DFlashConfig(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -75,11 +120,11 @@ def _draft(
         num_kv_heads=heads[1],
         head_dim=heads[2],
         norm_eps=norm_eps,
-        rope=RopeConfig(theta=theta, original_max_position=max_position),
+        rope=RopeConfig(theta=theta, original_max_position=max_position) if rope is None else rope,
         max_position=max_position,
         windows=(None,) * layers,
         causal=(False,) * layers,
-        block_size=16,
+        block_size=block,
         mask_token_id=mask,
         target_layer_ids=taps,
         num_target_layers=target_layers,
@@ -130,6 +175,101 @@ MOE_TARGETS: Mapping[str, Qwen3MoeConfig] = MappingProxyType(
     }
 )
 
+# Qwen3.6-27B and Qwen3.6-35B-A3B have the shapes of the 3.5 of their size. That the 4B shares embedding and head is from second
+# hand; positions are those of the published files.
+HYBRID_TARGETS: Mapping[str, Qwen35Config] = MappingProxyType(
+    {
+        "Qwen3.5-4B": _hybrid(2560, 9216, 32, (16, 4), 32, tied=True),
+        "Qwen3.5-9B": _hybrid(4096, 12_288, 32, (16, 4), 32),
+        "Qwen3.5-27B": _hybrid(5120, 17_408, 64, (24, 4), 48),
+        "Qwen3.5-35B-A3B": _hybrid(2048, 5632, 40, (16, 2), 32, experts=(256, 8)),
+        "Qwen3-Coder-Next": _hybrid(2048, 5632, 48, (16, 2), 32, vocab=151_936, experts=(512, 10), grouped=True),
+    }
+)
+
+
+def _llama3(factor: float) -> RopeConfig:
+    """Rotation of Llama 3.1 and later: 8,192 positions stretched."""
+    return RopeConfig(kind="llama3", theta=5e5, factor=factor, original_max_position=8192)
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: tuple[int, int, int], *, factor: float, tied: bool
+) -> LlamaConfig:
+    """A target of Llama 3.1 or 3.2; `heads` are queries, keys and head size."""
+    return LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        norm_eps=1e-5,
+        rope=_llama3(factor),
+        max_position=131_072,
+        windows=(None,) * layers,
+        tie_embeddings=tied,
+    )
+
+
+def _qwen2(vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], *, tied: bool) -> Qwen2Config:
+    """A target of Qwen2.5 Instruct; `heads` are queries, keys and head size."""
+    return Qwen2Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        rope=RopeConfig(theta=1e6, original_max_position=32_768),
+        max_position=32_768,
+        windows=(None,) * layers,
+        tie_embeddings=tied,
+    )
+
+
+def _mistral(vocab: int, theta: float, window: int | None) -> MistralConfig:
+    """A target of seven billion parameters."""
+    return MistralConfig(
+        vocab_size=vocab,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=theta, original_max_position=32_768),
+        max_position=32_768,
+        windows=(window,) * 32,
+    )
+
+
+LLAMA_TARGETS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        # Instruct releases have the same configurations.
+        "Llama-3.1-8B": _llama(4096, 14_336, 32, (32, 8, 128), factor=8.0, tied=False),
+        "Llama-3.2-1B": _llama(2048, 8192, 16, (32, 8, 64), factor=32.0, tied=True),
+        "Llama-3.2-3B": _llama(3072, 8192, 28, (24, 8, 128), factor=32.0, tied=True),
+    }
+)
+
+QWEN2_TARGETS: Mapping[str, Qwen2Config] = MappingProxyType(
+    {
+        "Qwen2.5-0.5B": _qwen2(151_936, 896, 4864, 24, (14, 2, 64), tied=True),
+        "Qwen2.5-7B": _qwen2(152_064, 3584, 18_944, 28, (28, 4, 128), tied=False),
+    }
+)
+
+MISTRAL_TARGETS: Mapping[str, MistralConfig] = MappingProxyType(
+    {
+        "Mistral-7B-v0.1": _mistral(32_000, 1e4, 4096),
+        "Mistral-7B-v0.3": _mistral(32_768, 1e6, None),
+    }
+)
+
 _HEADS = (32, 8, 128)
 _QWEN35 = {"vocab": 248_320, "mask": 248_070, "theta": 1e7, "max_position": 262_144}
 
@@ -138,6 +278,8 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "Qwen3-4B-DFlash-b16": _draft(2560, 9728, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3-8B-DFlash-b16": _draft(4096, 12_288, 5, _HEADS, (1, 9, 17, 25, 33), 36),
         "Qwen3.5-4B-DFlash": _draft(2560, 9728, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
+        # No file of it was seen: the shape of Qwen3-8B's drafter with the taps of the 4B's.
+        "Qwen3.5-9B-DFlash": _draft(4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32, **_QWEN35),
         # Inner width and heads are its target family's, from second hand.
         "Qwen3-Coder-30B-A3B-DFlash": _draft(
             2048, 6144, 8, (32, 4, 128), (1, 7, 14, 20, 26, 32, 39, 45), 48, theta=1e7, max_position=262_144,
@@ -152,6 +294,11 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         ),
         # The norm's epsilon is its target's.
         "Qwen2.5-0.5B-DFlash": _draft(896, 4864, 5, (14, 2, 64), (1, 6, 11, 16, 21), 24, max_position=32_768),
+        # Mask id (the first reserved one), rotary settings and epsilon are assumed: its target's. Inner width is from its size.
+        "LLaMA3.1-8B-Instruct-DFlash-UltraChat": _draft(
+            4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32,
+            vocab=128_256, mask=128_002, max_position=131_072, norm_eps=1e-5, block=10, rope=_llama3(8.0),
+        ),
         # Rotary settings and epsilon are their targets'.
         "dflash_qwen3_4b_block7": _block7(TARGETS["Qwen3-4B"], (1, 9, 17, 25, 33)),
         "dflash_qwen3_8b_block7": _block7(TARGETS["Qwen3-8B"], (1, 9, 17, 25, 33)),

@@ -1,9 +1,9 @@
 """Qwen3 dense targets: the Flax module, its parameters and their Hugging Face names."""
 
 from dflash_jax.config import Qwen3Config
-from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters
-from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.parameters import Parameter
 
 
 class Qwen3(Decoder):
@@ -16,12 +16,7 @@ class Qwen3(Decoder):
 
 def qwen3_parameters(config: Qwen3Config) -> tuple[Parameter, ...]:
     """Parameters of a dense Qwen3 checkpoint."""
-    v, d = config.vocab_size, config.hidden_size
-    table = [single("embed.weight", "model.embed_tokens.weight", (v, d)), *decoder_parameters(config, "model.")]
-    table.append(single("norm.weight", "model.norm.weight", (d,)))
-    if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
-    return tuple(table)
+    return target_parameters(config, decoder_parameters(config, "model."), tied=config.tie_embeddings)
 
 
 def qwen3_canonical(name: str) -> str | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyReader, decoder_fields, shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters, mlp_parameters
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
-from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
 
@@ -123,10 +123,5 @@ def qwen3_moe_parameters(config: Qwen3MoeConfig) -> tuple[Parameter, ...]:
         parameters = mlp_parameters if index in config.dense_layers else moe_parameters
         return parameters(config, ours, theirs)
 
-    v, d = config.vocab_size, config.hidden_size
-    table = [single("embed.weight", "model.embed_tokens.weight", (v, d))]
-    table += decoder_parameters(config, "model.", feed_forward=feed_forward)
-    table.append(single("norm.weight", "model.norm.weight", (d,)))
-    if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
-    return tuple(table)
+    layers = decoder_parameters(config, "model.", feed_forward=feed_forward)
+    return target_parameters(config, layers, tied=config.tie_embeddings)

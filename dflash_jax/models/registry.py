@@ -27,8 +27,14 @@ from dflash_jax.models.deepseek import (
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
+from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
 from dflash_jax.models.parameters import Parameter
+from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
+from dflash_jax.models.qwen3_5 import ARCHITECTURES as HYBRID_ARCHITECTURES
+from dflash_jax.models.qwen3_5 import MODEL_TYPES as HYBRID_TYPES
+from dflash_jax.models.qwen3_5 import Qwen35, Qwen35Config, qwen35_canonical, qwen35_parameters, qwen35_traits
 from dflash_jax.models.qwen3_moe import (
     Qwen3Moe,
     Qwen3MoeConfig,
@@ -115,6 +121,10 @@ def _latent(config: DeepseekConfig) -> dict[str, Any]:
     return {"latent_width": config.latent_width} | _experts(config)
 
 
+def _hybrid(config: Qwen35Config) -> dict[str, Any]:
+    return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
+
+
 def _block(config: DFlashConfig) -> dict[str, Any]:
     return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
 
@@ -126,8 +136,22 @@ FAMILIES = (
         traits=qwen3_moe_traits, facts=_experts,
     ),
     Family(
+        "llama", "target", ("LlamaForCausalLM",), LlamaConfig, Llama, llama_parameters, llama_canonical, traits=llama_traits,
+    ),
+    Family(
+        "qwen2", "target", ("Qwen2ForCausalLM",), Qwen2Config, Qwen2, qwen2_parameters, qwen2_canonical, traits=qwen2_traits,
+    ),
+    Family(
+        "mistral", "target", ("MistralForCausalLM",), MistralConfig, Mistral, mistral_parameters, mistral_canonical,
+        traits=mistral_traits,
+    ),
+    Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,
         traits=deepseek_traits, model_types=MODEL_TYPES, surplus=is_mtp_tensor, facts=_latent,
+    ),
+    Family(
+        "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
+        traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

@@ -39,13 +39,14 @@ class LayerTraits:
       rotary_dim: leading entries of a head that rotate.
       attention: "heads" keeps keys and values of heads, "latent" one row for all of them (MLA).
       qk_norm: whether every head of queries and keys is normed before it rotates.
-      bias: whether attention's projections have biases.
+      bias: which of attention's projections have biases; "qkv" leaves the output's without.
       window: whether a layer attends through a sliding window.
       sinks: whether heads have learned attention sinks.
       value_scale: factor on what attention gives.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
+      recurrent: whether some layers are gated delta nets, which keep a state and no keys, and norms are zero-centered.
     """
 
     hidden: int
@@ -56,13 +57,14 @@ class LayerTraits:
     rotary_dim: int
     attention: Literal["heads", "latent"] = "heads"
     qk_norm: bool = True
-    bias: bool = False
+    bias: Literal["none", "qkv", "all"] = "none"
     window: bool = False
     sinks: bool = False
     value_scale: float = 1.0
     feed_forward: Literal["dense", "moe", "mixed"] = "dense"
     activation: Activation = "silu"
     experts: ExpertTraits | None = None
+    recurrent: bool = False
 
     @property
     def heads_width(self) -> int:
@@ -80,7 +82,7 @@ def decoder_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:
     rotary = int(config.head_dim * config.rope.partial)
     traits = LayerTraits(
         hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        inner=config.intermediate_size, rotary_dim=rotary + rotary % 2, bias=config.attention_bias,
+        inner=config.intermediate_size, rotary_dim=rotary + rotary % 2, bias="all" if config.attention_bias else "none",
         window=any(reach is not None for reach in config.windows),
     )  # fmt: skip
     return replace(traits, **changes)

@@ -68,6 +68,8 @@ from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_ref
 from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, stream_norm
 from dflash_kernels.quantize.api import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
+from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 from dflash_kernels.sampling.api import filtered_choice
 from dflash_kernels.sampling.reference import filter_logits, scaled_logits
 
@@ -80,6 +82,10 @@ __all__ = [
     "LATENT_TILE",
     "Chained",
     "ColumnBlocks",
+    "DeltaFactors",
+    "DeltaShape",
+    "DeltaState",
+    "DeltaWeights",
     "Float8Rows",
     "KvWritten",
     "MlaWritten",
@@ -96,6 +102,10 @@ __all__ = [
     "chain_exchange",
     "chain_stream",
     "deinterleave_columns",
+    "delta_fold",
+    "delta_prefill",
+    "delta_step",
+    "delta_verify",
     "dense",
     "dense_best",
     "dense_gated",

@@ -13,17 +13,35 @@ from dflash_jax.attention.mla import ABSORBED
 from dflash_jax.cache import Pages
 from dflash_jax.compile.executable_cache import NotDescribable, describe, rebuild
 from dflash_jax.decoding.state import Setup
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import (
+    DEEPSEEK_TARGETS,
+    DRAFTERS,
+    LLAMA_TARGETS,
+    MISTRAL_TARGETS,
+    MOE_TARGETS,
+    QWEN2_TARGETS,
+    TARGETS,
+)
 from dflash_jax.quantization.weights import Quantised
+
+PRESETS = {
+    **TARGETS,
+    **DRAFTERS,
+    **MOE_TARGETS,
+    **DEEPSEEK_TARGETS,
+    **LLAMA_TARGETS,
+    **QWEN2_TARGETS,
+    **MISTRAL_TARGETS,
+}
 
 
 def through_json(value):
     return json.loads(json.dumps(describe(value)))
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *DRAFTERS, *MOE_TARGETS, *DEEPSEEK_TARGETS])
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_configuration_comes_back_equal(name):
-    config = ({**TARGETS, **DRAFTERS, **MOE_TARGETS, **DEEPSEEK_TARGETS})[name]
+    config = PRESETS[name]
     assert rebuild(through_json(config)) == config
 
 

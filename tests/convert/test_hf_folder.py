@@ -190,7 +190,7 @@ def test_quantised_checkpoints_are_refused(hf, key, value, method):
 
 def test_configuration_errors_keep_their_type_when_the_files_are_sound(hf):
     folder = hf.qwen3()
-    edit_config(folder, architectures=["LlamaForCausalLM"])
+    edit_config(folder, architectures=["GemmaForCausalLM"])
     with pytest.raises(UnsupportedModelError, match="Qwen3ForCausalLM"):
         open_checkpoint(folder)
     edit_config(folder, architectures=["Qwen3ForCausalLM"], unheard_of_switch=3)

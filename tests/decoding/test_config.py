@@ -220,8 +220,8 @@ def test_families_are_found_by_architecture_then_by_kind() -> None:
     assert family_of(changed(DRAFT, architectures=REMOVE)).name == "dflash"
     assert family_named("dflash").config_class is DFlashConfig
     with pytest.raises(
-        UnsupportedModelError, match=r"\['LlamaForCausalLM'\].*known architectures: Qwen3ForCausalLM, .*DFlash"
+        UnsupportedModelError, match=r"\['GemmaForCausalLM'\].*known architectures: Qwen3ForCausalLM, .*DFlash"
     ):
-        family_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-    with pytest.raises(UnsupportedModelError, match=r"no model family is called 'llama'; known: qwen3, .*dflash"):
-        family_named("llama")
+        family_of({"architectures": ["GemmaForCausalLM"], "model_type": "gemma"})
+    with pytest.raises(UnsupportedModelError, match=r"no model family is called 'gemma'; known: qwen3, .*dflash"):
+        family_named("gemma")

@@ -13,7 +13,7 @@ import dflash_jax as dj
 from dflash_jax.checkpoints.huggingface import assemble
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.checkpoints.weights import weight_shapes
-from dflash_jax.decoding.prefill import prefill_chunk
+from dflash_jax.decoding.prefill import Caches, prefill_chunk
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named, fuse_context_projection, init_params
@@ -71,7 +71,13 @@ def test_pieces_of_prompts_are_what_whole_ones_are(cache_dtype):
 
     def prefill(table, ids, starts, lengths):
         numbers = (np.asarray(x, np.int32) for x in (ids, starts, lengths))
-        step = (weights, np.asarray(table, np.int32), engine.take_pools(), *numbers)
+        step = (
+            weights,
+            np.asarray(table, np.int32),
+            Caches(*engine.take_pools()),
+            *numbers,
+            np.arange(len(ids), dtype=np.int32),
+        )
         return engine.programs.call(prefill_chunk, (setup,), (2,), *step)[1]
 
     lengths, logits = (300, 190), []

@@ -14,7 +14,7 @@ from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.decoding import prefill
 from dflash_jax.decoding.loop import loop, loop_options
-from dflash_jax.decoding.prefill import admit, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
@@ -58,7 +58,7 @@ def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):
     def lowered():
         with on("NVIDIA H200"):
             call = jax.jit(partial(prefill_chunk, setup))
-            traced = call.trace(engine.weights, table, engine.pool_shapes(), ids, numbers, numbers)
+            traced = call.trace(engine.weights, table, Caches(*engine.pool_shapes()), ids, numbers, numbers, numbers)
             return traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
 
     assert "qkv_attention" not in lowered()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
-from dflash_jax.decoding.prefill import admit, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import prompt_calls
@@ -195,7 +195,8 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
 
     def prefilled(*given):
         table, *rest = (jnp.asarray(x, jnp.int32) for x in given)
-        return prefill_chunk(setup, engine.weights, table, engine._make_pools(), *rest)
+        rest.append(jnp.arange(len(rest[0])))
+        return prefill_chunk(setup, engine.weights, table, Caches(*engine._make_pools()), *rest)
 
     ids = np.zeros((1, 48), np.int32)
     ids[0, :43] = prompt
@@ -205,7 +206,7 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
     table = tables[[1, 0, 0, 0, 0, 1]]
     pieces, logits = prefilled(table, rows, starts, lengths)
     np.testing.assert_allclose(logits[3], expected[0], atol=2e-5)
-    for got, wanted in zip(pieces, whole, strict=True):
+    for got, wanted in zip(pieces[:2], whole[:2], strict=True):
         for a, b in zip((*got.k, *got.v), (*wanted.k, *wanted.v), strict=True):
             np.testing.assert_allclose(a[:4], b[:4], atol=2e-5)
             assert not np.asarray(a[4:7]).any()

@@ -27,8 +27,8 @@ from dflash_jax.execution.plan import (
 )
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import cycle_rows
-from dflash_jax.models import family_named, layer_traits
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models import family_for, family_named, layer_traits
+from dflash_jax.models.presets import DRAFTERS, LLAMA_TARGETS, MOE_TARGETS, QWEN2_TARGETS, TARGETS
 from dflash_jax.quantization.weights import quantise_weights
 
 from ..devices import h200, on
@@ -49,15 +49,16 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 32, None, "fused_dense", "apart"), ("Qwen3-4B", 64, None, "plain", "apart"),
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
+        ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
+        ("Qwen2.5-7B", 1, None, "plain", "apart"),
     ],
 )  # fmt: skip
 def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    config = (TARGETS | MOE_TARGETS)[name]
+    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS)[name]
     config = replace(config, num_layers=1, windows=config.windows[:1])
-    family = family_named("qwen3_moe" if name in MOE_TARGETS else "qwen3")
     with h200():
-        shapes = weight_shapes([(config, family)], BFLOAT16, weights, rows=16 * sequences)["target"]
+        shapes = weight_shapes([(config, family_for(config))], BFLOAT16, weights, rows=16 * sequences)["target"]
         found = choose(layer_traits(config), replace(CYCLE, sequences=sequences), weight_format(shapes))
     assert (found.runner, found.attention) == (runner, attention)
     assert found.device == "NVIDIA H200"
@@ -70,9 +71,9 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
 @pytest.mark.parametrize(
     ("change", "what", "said"),
     [
-        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": True}, "persistent", "biases"),
+        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
-        ({"feed_forward": "mixed"}, "persistent", "experts"), ({"qk_norm": False}, "in_layer", "not normed"),
+        ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
         ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"),
     ],

@@ -25,7 +25,7 @@ from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 from ..devices import h200
 from ..models.golden_files import cases, golden
 
-CASES = cases("qwen3")
+CASES = [*cases("qwen3"), "llama_published", "mistral_window", "qwen2_window"]
 
 
 def runs(plan: ExecutionPlan, model: Any, x: jax.Array, rotary: Rotary, attend: Any) -> list[jax.Array]:
@@ -121,7 +121,9 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: None)
     whole_plan, whole = run()
     traits = layer_traits(config)
-    fitting = traits.feed_forward == "dense" and not (traits.bias or traits.window) and config.rope.partial == 1
+    fitting = (
+        traits.feed_forward == "dense" and traits.bias == "none" and not traits.window and config.rope.partial == 1
+    )
     assert (apart_plan.attention, whole_plan.attention) == ("apart", "in_layer" if fitting else "apart")
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
     written = []

@@ -16,6 +16,7 @@ EPS = 1e-6
 UNUSED = 2147480000  # entries of page tables past a sequence's last page
 QWEN3_4B = {"hidden": 2560, "inner": 9728, "heads": 32, "kv_heads": 8, "next": 6144}
 QWEN3_8B = {"hidden": 4096, "inner": 12288, "heads": 32, "kv_heads": 8, "next": 6144}
+LLAMA_8B = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "next": 6144}
 MIDDLE = {"hidden": 1024, "inner": 3072, "heads": 32, "kv_heads": 8, "next": 1024}
 TINY = {"hidden": 128, "inner": 128, "heads": 2, "kv_heads": 1, "next": 128}
 
@@ -55,6 +56,11 @@ def make(
     }  # fmt: skip
 
 
+def without_norms(call: dict[str, Any]) -> dict[str, Any]:
+    """The call of a model that does not norm its heads."""
+    return {**call, "q_norm": None, "k_norm": None}
+
+
 def arrays(call: dict[str, Any]) -> tuple[Heads, Layer]:
     """A call as implementations get it."""
     heads = {name: call[name] for name in Heads._fields if name in call}
@@ -88,7 +94,7 @@ def _separate(call: dict[str, Any], slots: Any, *, causal: bool) -> tuple[Any, .
 def separate(call: dict[str, Any], *, causal: bool, wide: bool) -> list[np.ndarray]:
     """Stream, projection and pools of the definitions of three operations, computed in float32 throughout with `wide`."""
     if wide:
-        call = {name: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for name, x in call.items()}
+        call = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, call)
     page_size, table, q_lens = call["k_pages"].shape[2], np.asarray(call["page_table"]), np.asarray(call["q_lens"])
     tokens = call["qkv"].shape[0] // len(table)
     slots = np.full((len(table), tokens), -1, np.int32)

@@ -20,7 +20,19 @@ from dflash_kernels.fused.layer.plan import attention_plan, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
-from .attention_chain_cases import EPS, MIDDLE, QWEN3_4B, QWEN3_8B, TINY, arrays, check, in_float8, make
+from .attention_chain_cases import (
+    EPS,
+    LLAMA_8B,
+    MIDDLE,
+    QWEN3_4B,
+    QWEN3_8B,
+    TINY,
+    arrays,
+    check,
+    in_float8,
+    make,
+    without_norms,
+)
 
 # One program: by itself every operation of it would be compiled.
 definition = jax.jit(functools.partial(attention_chain, exchange=None, eps=EPS, implementation="xla"))
@@ -74,6 +86,13 @@ def test_agrees_over_float8_pages(
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
+@pytest.mark.parametrize("float8", [False, True])
+def test_agrees_where_heads_are_not_normed(float8: bool) -> None:
+    call = without_norms(make(5, [70], [5], TINY, page_size=128))
+    call = in_float8(call) if float8 else call
+    check(call, interpreted(call, ctas=3))
+
+
 def test_the_definition() -> None:
     """A sequence that its table cuts short among them: what has no place there is neither written nor seen."""
     call = make(3, [40, 0, 35, 7], [3, 0, 2, 3], TINY, page_size=16, width=3)
@@ -95,12 +114,12 @@ def test_last_layer_projects_nothing() -> None:
     ("tokens", "b", "sizes", "width", "float8", "count"),
     [
         (1, 1, QWEN3_4B, 2, False, 2), (16, 1, QWEN3_8B, 600, False, 1), (2, 8, QWEN3_4B, 2, False, 1),
-        (16, 1, QWEN3_4B, 600, True, 1), (1, 1, QWEN3_8B, 2, True, 1),
+        (16, 1, QWEN3_4B, 600, True, 1), (1, 1, QWEN3_8B, 2, True, 1), (16, 1, LLAMA_8B, 26, False, 1),
     ],
 )  # fmt: skip
 def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: int, float8: bool, count: int) -> None:
     """Layers one after the other; pools and exchange are changed in place."""
-    change = in_float8 if float8 else lambda call: call
+    change = in_float8 if float8 else without_norms if sizes is LLAMA_8B else lambda call: call
     call = jax.eval_shape(lambda: change(make(tokens, [tokens] * b, [tokens] * b, sizes, width=width)))
 
     def layers(call: dict[str, Any]) -> Any:
@@ -116,7 +135,7 @@ def test_lowers_for_an_h200(tokens: int, b: int, sizes: dict[str, int], width: i
     assert "output_operand_alias" in text
 
 
-@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B, LLAMA_8B])
 @pytest.mark.parametrize(("b", "tokens"), [(1, 1), (1, 16), (2, 8), (16, 1)])
 def test_schedule(b: int, tokens: int, sizes: dict[str, int]) -> None:
     """Attention keeps most multiprocessors busy, and all that it needs at once fits into their memory."""
@@ -179,6 +198,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         ({"next_norm": None}, "come with the weight of its norm"),
         ({"stream": call["stream"][:, :1]}, "a column for each of 2 rows"),
         ({"v_pages": call["v_pages"].astype(jnp.float16)}, "must be alike"),
+        ({"q_norm": None}, r"q_norm None and k_norm \(128,\) must be one weight for each of 128 dims, or None both"),
         ({"qkv": call["qkv"][:, :256]}, r"must be \[M, \(N \+ 2 \* 1\) \* 128\]"),
         ({"cos": jnp.zeros((2, 65)), "sin": jnp.zeros((2, 65))}, "at most 128 dims to turn"),
     ]  # fmt: skip
@@ -226,6 +246,9 @@ def test_other_devices_are_refused() -> None:
         (MIDDLE, 16, [16], [16], 128, True, {}),
         (MIDDLE, 2, [0, 1, 2, 63, 65, 513, 1000, 257], [0, 1, 2, 2, 1, 2, 0, 2], 32, True, {}),
         (MIDDLE, 11, [777], [9], 64, False, {}),
+        (LLAMA_8B, 16, [1091], [16], 64, True, {"norms": False}),
+        (LLAMA_8B, 1, [5121], [1], 64, True, {"norms": False}),
+        (MIDDLE, 11, [777], [9], 64, False, {"norms": False, "float8": True}),
     ],
 )
 def test_full_size_on_a_gpu(
@@ -239,6 +262,7 @@ def test_full_size_on_a_gpu(
 ) -> None:
     call, options = make(tokens, seq_lens, q_lens, sizes, page_size=page_size), dict(options)
     call = in_float8(call) if options.pop("float8", False) else call
+    call = call if options.pop("norms", True) else without_norms(call)
 
     @jax.jit
     def run(call: dict[str, Any]) -> Any:

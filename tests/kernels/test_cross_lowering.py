@@ -46,6 +46,15 @@ STREAM_AND_LAYER = (
     array(2560, 16, dtype=jnp.float32), array(2560, 4096), array(2560), array(2 * 9728, 2560), array(2560, 9728), array(2560),
     array(6144, 2560),
 )  # fmt: skip
+# A layer of Qwen3.5-27B.
+DELTA = {"shape": dflash_kernels.DeltaShape(16, 48, 128, 128), "eps": 1e-6}
+NET = dflash_kernels.DeltaWeights(array(10240, 4), *[array(48, dtype=jnp.float32)] * 2, array(128))
+SLOTS = dflash_kernels.DeltaState(array(BATCH, 48, 128, 128, dtype=jnp.float32), array(BATCH, 3, 10240))
+FACTORS = dflash_kernels.DeltaFactors(
+    array(BATCH, TOKENS, 16, 128, dtype=jnp.float32), array(BATCH, TOKENS, 48, 128, dtype=jnp.float32),
+    array(BATCH, TOKENS, 48, dtype=jnp.float32), array(BATCH, TOKENS, 10240),
+)  # fmt: skip
+FLAGS = array(BATCH, dtype=jnp.bool_)
 # Each op's arrays and keyword arguments.
 OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "paged_attention": ((array(BATCH, TOKENS, 32, 128), POOL, POOL, integers(BATCH, TABLE), integers(BATCH)), {}),
@@ -109,8 +118,16 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mixture": ((array(16, 128, dtype=jnp.float32), array(16, 2048), *EXPERTS), {"taken": 8, "normed": True}),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
+    "attention_chain without norms": ((*HEADS, *STREAM_AND_LAYER), {"normed": False}),
     "linear_chain": ((array(16, 12800), array(2560, 12800), array(2560), array(10240, 2560)), {}),
     "qkv_attention": ((*HEADS, *NORMS), {}),
+    "qkv_attention without norms": ((*HEADS, None, None), {}),
+    "delta_verify": ((array(BATCH, TOKENS, 16480), NET, SLOTS), DELTA),
+    "delta_fold": ((SLOTS, FACTORS, integers(BATCH)), {}),
+    "delta_step": ((array(BATCH, 1, 16480), NET, SLOTS, FLAGS), DELTA),
+    "delta_prefill": (
+        (array(BATCH, 64, 16480), NET, SLOTS, integers(BATCH), FLAGS, FLAGS, integers(BATCH)), DELTA,
+    ),
     "latent_pack": ((array(64, 576),), {"kv_lora_rank": 512}),
     "latent_unpack": ((array(64, 656, dtype=jnp.uint8),), {"kv_lora_rank": 512}),
     "latent_encode": ((array(64, 576),), {"pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 512}),
@@ -132,10 +149,10 @@ def layer_chain(*arrays: Any) -> Any:
     return dflash_kernels.layer_chain(*arrays, exchange=exchange)
 
 
-def attention_chain(*arrays: Any) -> Any:
+def attention_chain(*arrays: Any, normed: bool = True) -> Any:
     stream, down = arrays[len(HEADS)], arrays[len(HEADS) + 4]
     starts = dflash_kernels.attention_chain_exchange(stream, down, 1, TOKENS, heads=32, kv_heads=8)
-    norm = jnp.ones((128,), jnp.bfloat16)
+    norm = jnp.ones((128,), jnp.bfloat16) if normed else None
     exchange = tuple(map(jax.new_ref, starts))
     return dflash_kernels.attention_chain(*arrays, q_norm=norm, k_norm=norm, exchange=exchange)
 
@@ -151,11 +168,17 @@ def filtered_choice(logits: Any, noise: Any, temperature: Any, min_p: Any, top_p
     return dflash_kernels.filtered_choice(logits, noise, **law)
 
 
+def delta_prefill(projected: Any, weights: Any, state: Any, slots: Any, *told: Any, **options: Any) -> Any:
+    told = dict(zip(("follows", "fresh", "lengths"), told, strict=True))
+    return dflash_kernels.delta_prefill(projected, weights, state, slots=slots, **told, **options)
+
+
 # Of calls that need more than arrays in order.
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "layer_chain": layer_chain,
     "attention_chain": attention_chain,
     "linear_chain": linear_chain,
+    "delta_prefill": delta_prefill,
     "filtered_choice": filtered_choice,
     "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
@@ -203,8 +226,8 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
-        "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto", "float8_best",
-        "float8_candidates", "filtered_choice",
+        "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
+        "float8_best", "float8_candidates", "filtered_choice",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

@@ -66,6 +66,16 @@ def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
     check(call, found, causal)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_agrees_where_heads_are_not_normed(splits: int) -> None:
+    call = make([5, 69, 250], [5, 5, 4], tokens=5, kv_heads=1, group=4, width=4) | {"q_norm": None, "k_norm": None}
+    found = launch(
+        Heads(**call), causal=True, scale=HEAD_DIM**-0.5, eps=EPS, tuning=Tuning(splits=splits, stages=2, together=False),
+        interpret=plgpu.InterpretGPUParams(),
+    )  # fmt: skip
+    check(call, found, causal=True)
+
+
 def test_is_the_two_operations() -> None:
     """In float32, through the public functions."""
     call = make([5, 69, 130], [5, 4, 5], tokens=5, kv_heads=2, group=2, width=4)
@@ -136,17 +146,20 @@ def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: in
     assert (f"tensor<4x8x{parts}x24x128xf32>" in text) == (parts > 1)
 
 
-@pytest.mark.parametrize(("b", "launches"), [(2, 2), (4, 1), (8, 1), (32, 1)])
-def test_lowers_for_an_h200_in_place(b: int, launches: int) -> None:
+@pytest.mark.parametrize(
+    ("b", "launches", "normed"), [(2, 2, True), (4, 1, True), (8, 1, True), (32, 1, True), (8, 1, False)]
+)
+def test_lowers_for_an_h200_in_place(b: int, launches: int, normed: bool) -> None:
     """Eight parts are put together by a kernel, four by XLA."""
     wide, pool = (
         jax.ShapeDtypeStruct((b * 16, 6144), jnp.bfloat16),
         jax.ShapeDtypeStruct((600, 8, PAGE, 128), jnp.bfloat16),
     )
     table, lens = jax.ShapeDtypeStruct((b, 17), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
-    angles, norm = jax.ShapeDtypeStruct((b * 16, 64), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    angles = jax.ShapeDtypeStruct((b * 16, 64), jnp.float32)
+    norm = jax.ShapeDtypeStruct((128,), jnp.bfloat16) if normed else None
 
-    def run(k: jax.Array, v: jax.Array, *given: jax.Array) -> Any:
+    def run(k: jax.Array, v: jax.Array, *given: Any) -> Any:
         return qkv_attention(k, v, *given[:-2], q_norm=given[-2], k_norm=given[-1], implementation="mosaic_gpu")
 
     call = (pool, pool, wide, table, lens, lens, angles, angles, norm, norm)
@@ -158,13 +171,14 @@ def test_lowers_for_an_h200_in_place(b: int, launches: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("b", [1, 2, 3, 4, 5, 8, 32])
-@pytest.mark.parametrize("causal", [True, False])
-def test_full_size_agrees_with_the_definition(causal: bool, b: int) -> None:
+@pytest.mark.parametrize(("causal", "normed"), [(True, True), (False, True), (True, False)])
+def test_full_size_agrees_with_the_definition(causal: bool, normed: bool, b: int) -> None:
     """More tiles than a warp holds page ids of among them."""
     longest = 2500 if b == 32 else 5000
     lens = [longest, *(1040 - 7 * i for i in range(b - 4)), 16, 80, 0][:b]
     call = make(
         lens, [16 if length else 0 for length in lens], tokens=16, kv_heads=8, group=4, width=-(-longest // PAGE)
     )
+    call |= {} if normed else {"q_norm": None, "k_norm": None}
     found = jax.jit(lambda call: qkv_attention(**call, causal=causal, implementation="mosaic_gpu"))(call)
     check(call, found, causal)

@@ -24,6 +24,14 @@ STARTS, LENS, ROWS = jnp.zeros(2, jnp.int32), jnp.array([3, 4], jnp.int32), jnp.
 STREAM, PARTS, EPS = jnp.ones((3, 4)), jnp.ones((2, 3, 4)), 1e-6
 EXPERTS = {"x": ROWS, "gate_up": jnp.ones((4, 8, 6)), "down": jnp.ones((4, 6, 4))}
 PIECES = {"latent_pages": POOL, "page_table": TABLE, "starts": STARTS, "lens": LENS}
+SIZES = dflash_kernels.DeltaShape(1, 2, 4, 6)
+SLOTS = dflash_kernels.DeltaState(jnp.ones((2, 2, 4, 6)), jnp.ones((2, 3, SIZES.channels)))
+NET = dflash_kernels.DeltaWeights(jnp.ones((SIZES.channels, 4)), jnp.ones(2), jnp.ones(2), jnp.ones(6))
+DELTA = {"projected": jnp.ones((2, 1, SIZES.columns)), "weights": NET, "state": SLOTS, "shape": SIZES, "eps": EPS}
+FACTORS = dflash_kernels.DeltaFactors(
+    jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 2, 6)), jnp.ones((2, 3, 2)), jnp.ones((2, 3, SIZES.channels))
+)
+FLAGS = jnp.array([True, False])
 EIGHT = dflash_kernels.Float8Rows(ROWS.astype(jnp.float8_e4m3fn), jnp.ones(3))
 FLOAT8 = ("float8_dense", "float8_gated", "float8_best")
 CALLS: dict[str, dict[str, Any]] = {
@@ -50,6 +58,10 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "embed_norm": {"table": jnp.ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
     "stream_norm": {"stream": jnp.ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
+    "delta_verify": DELTA,
+    "delta_step": {**DELTA, "live": FLAGS},
+    "delta_fold": {"state": SLOTS, "factors": FACTORS, "counts": LENS},
+    "delta_prefill": {**DELTA, "slots": STARTS, "follows": FLAGS, "fresh": FLAGS, "lengths": LENS},
     "merge_states": {
         "prefix_out": PARTS, "prefix_lse": PARTS[..., 0], "suffix_out": PARTS, "suffix_lse": PARTS[..., 0],
     },
@@ -70,6 +82,7 @@ NO_ARRAY = st.sampled_from([None, [1.0, 2.0], "x", 3])
 NO_FLOATS = [jnp.int32, jnp.uint32, jnp.bool_, jnp.complex64]
 NO_PAGES = [*NO_FLOATS, jnp.uint16, jnp.float8_e5m2]
 NO_INTEGERS = [jnp.float32, jnp.bfloat16, jnp.bool_, jnp.complex64]
+NO_FLAGS = [jnp.float32, jnp.int32, jnp.complex64]
 MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")
 COUNTED = [("latent_gather", "rows"), ("latent_expand", "rows"), ("stream_norm", "rows"), ("mixture", "taken")]
 few = settings(derandomize=True, deadline=None, max_examples=6)
@@ -121,7 +134,8 @@ def test_numbers_of_another_kind_are_named(op: str, data: st.DataObject) -> None
         if (op, name) == ("latent_gather", "latent_pages"):  # which holds anything
             continue
         counts = jnp.issubdtype(array.dtype, jnp.integer) and name != "values"
-        kinds = NO_INTEGERS if counts else NO_PAGES if "pages" in name else NO_FLOATS
+        flags = array.dtype == jnp.bool_
+        kinds = NO_INTEGERS if counts else NO_FLAGS if flags else NO_PAGES if "pages" in name else NO_FLOATS
         kind = data.draw(st.sampled_from(kinds), name)
         named(op, name, array.astype(kind), str(jnp.dtype(kind)))
 

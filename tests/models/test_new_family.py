@@ -1,7 +1,7 @@
-"""A model family is one file and one row of the registry: Llama, added here with nothing else touched.
+"""A model family is one file and one row of the registry: one that nobody published, added here with nothing else touched.
 
-Its layers have no norm of queries and keys, unlike those of every other family. What the engine decodes is held against a float64
-model of its own in NumPy, written from the published architecture ("The Llama 3 Herd of Models", arXiv 2407.21783, section 3.2).
+Its feed-forwards are gated by GELU, unlike those of every family there is, and its heads are not normed. What the engine decodes is
+held against a float64 model of its own in NumPy.
 """
 
 import json
@@ -20,11 +20,11 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, KeyReader, decoder_fields
+from dflash_jax.errors import ConfigError
 from dflash_jax.execution.plan import CallShape, PageShape, choose, weight_format
 from dflash_jax.models import Family, LayerTraits, Parameter, bind, family_of, layer_traits, registry
-from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import DecoderLayer, decoder_parameters
-from dflash_jax.models.parameters import single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import decoder_traits
 from dflash_jax.sampling_params import SamplingParams
@@ -32,59 +32,52 @@ from dflash_jax.sampling_params import SamplingParams
 from ..devices import h200
 from ..random_pair import Pair, draft_config, random_prompts
 
-# --- what models/llama.py would hold
+# --- what models/gelu.py would hold
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(DecoderConfig):
-    tie_embeddings: bool = False
-
+class GeluConfig(DecoderConfig):
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "LlamaConfig":
-        keys = KeyReader("config.json (Llama)", values, notices)
-        config = cls(**decoder_fields(keys, head_dim=None), tie_embeddings=keys.flag("tie_word_embeddings"))
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "GeluConfig":
+        keys = KeyReader("config.json (Gelu)", values, notices)
+        if (gate := keys.get("gate")) != "gelu_tanh":
+            raise ConfigError(f"{keys.subject}: gate must be gelu_tanh, got {gate!r}")
+        config = cls(**decoder_fields(keys, head_dim=None))
         keys.refuse_rest(NEUTRAL_KEYS)
         return config
 
 
-def llama_traits(config: LlamaConfig) -> LayerTraits:
-    return decoder_traits(config, qk_norm=False)
+def gelu_traits(config: GeluConfig) -> LayerTraits:
+    return decoder_traits(config, qk_norm=False, activation="gelu_tanh")
 
 
-class Llama(Decoder):
-    def __init__(self, config: LlamaConfig):
-        layers = [DecoderLayer(config, i, llama_traits(config)) for i in range(config.num_layers)]
-        super().__init__(config, layers, tied=config.tie_embeddings)
+class Gelu(Decoder):
+    def __init__(self, config: GeluConfig):
+        layers = [DecoderLayer(config, i, gelu_traits(config)) for i in range(config.num_layers)]
+        super().__init__(config, layers, tied=False)
 
 
-def llama_parameters(config: LlamaConfig) -> tuple[Parameter, ...]:
-    v, d = config.vocab_size, config.hidden_size
-    return (
-        single("embed.weight", "model.embed_tokens.weight", (v, d)),
-        *decoder_parameters(config, "model.", llama_traits(config)),
-        single("norm.weight", "model.norm.weight", (d,)),
-        *([] if config.tie_embeddings else [single("lm_head.weight", "lm_head.weight", (v, d))]),
-    )
+def gelu_parameters(config: GeluConfig) -> tuple[Parameter, ...]:
+    return target_parameters(config, decoder_parameters(config, "model.", gelu_traits(config)), tied=False)
 
 
-LLAMA = Family(
-    "llama", "target", ("LlamaForCausalLM",), LlamaConfig, Llama, llama_parameters, qwen3_canonical, traits=llama_traits
+GELU = Family(
+    "gelu", "target", ("GeluForCausalLM",), GeluConfig, Gelu, gelu_parameters, qwen3_canonical, traits=gelu_traits
 )
 
 # --- and the tests of it
 
 LAYERS, HEADS, KV_HEADS, DIM, WIDTH, INNER, VOCAB = 3, 4, 2, 8, 32, 48, 97
 FILE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": WIDTH,
+    "architectures": ["GeluForCausalLM"], "model_type": "gelu", "vocab_size": VOCAB, "hidden_size": WIDTH,
     "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "hidden_act": "silu",
-    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256, "gate": "gelu_tanh",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, LLAMA))
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, GELU))
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -136,23 +129,24 @@ def oracle(ids: list[int]) -> np.ndarray:
         x = x + heads @ w[f"{layer}self_attn.o_proj.weight"].T
         y = norm(x, f"{layer}post_attention_layernorm.weight")
         gate, up = (y @ w[f"{layer}mlp.{one}_proj.weight"].T for one in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}mlp.down_proj.weight"].T
+        gate = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+        x = x + (gate * up) @ w[f"{layer}mlp.down_proj.weight"].T
     return norm(x, "model.norm.weight") @ w["lm_head.weight"].T
 
 
-def loaded(folder: Path) -> tuple[LlamaConfig, dict[str, jax.Array]]:
+def loaded(folder: Path) -> tuple[GeluConfig, dict[str, jax.Array]]:
     """The family's configuration and parameters from a folder as the hub has it."""
     (folder / "config.json").write_text(json.dumps(FILE))
     save_file(tensors(), folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.family is LLAMA
+    assert checkpoint.family is GELU
     config: Any = checkpoint.config
     return config, checkpoint.load("float32")
 
 
 def test_its_files_become_a_module_that_computes_what_was_published(tmp_path: Path) -> None:
     config, params = loaded(tmp_path)
-    assert family_of(FILE) is LLAMA
+    assert family_of(FILE) is GELU
     assert (layer_traits(config).qk_norm, config.head_dim) == (False, DIM)
     assert not any("q_norm" in name or "k_norm" in name for name in params)
     ids = random_prompts([19], seed=3)[0]
@@ -178,13 +172,13 @@ def test_the_engine_decodes_it_with_a_drafter_and_without(tmp_path: Path) -> Non
         assert tokens == np.argmax(logits, axis=-1).tolist()
 
 
-def test_its_plan_keeps_attention_out_of_kernels_that_norm_queries_and_keys() -> None:
-    """In published sizes on an H200: the persistent kernel takes what lies between, and says why attention stays apart."""
+def test_its_plan_says_which_kernels_do_not_have_its_gate() -> None:
+    """In published sizes on an H200: each fused runner is asked, none has the gate."""
     sizes = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336}
-    config = LlamaConfig(vocab_size=1024, num_layers=1, windows=(None,), **sizes)
+    config = GeluConfig(vocab_size=1024, num_layers=1, windows=(None,), **sizes)
     with h200():
-        weights = weight_shapes([(config, LLAMA)], jnp.dtype(jnp.bfloat16), rows=16)["target"]
+        weights = weight_shapes([(config, GELU)], jnp.dtype(jnp.bfloat16), rows=16)["target"]
         call = CallShape(1, 16, jnp.dtype(jnp.bfloat16), PageShape(64, 32, jnp.dtype(jnp.bfloat16)))
         found = choose(layer_traits(config), call, weight_format(weights))
-    assert (found.runner, found.attention, found.weight_layout) == ("persistent", "apart", "column_blocks")
-    assert "not normed" in (found.refused("in_layer") or "")
+    assert (found.runner, found.attention, found.weight_layout) == ("plain", "apart", "rows")
+    assert {"gelu_tanh" in (found.refused(one) or "") for one in ("persistent", "fused_dense", "fused_moe")} == {True}

@@ -9,7 +9,7 @@ from dflash_kernels.core.validation import check_axes, check_floats, check_integ
 
 
 class Heads(NamedTuple):
-    """KV pools, QKV projection, page table, lengths, RoPE angles and norms of attention; see `attention_chain`."""
+    """KV pools, QKV projection, page table, lengths, RoPE angles and norms, if any, of attention; see `attention_chain`."""
 
     k_pages: Shaped[Array, "P K p H"]
     v_pages: Shaped[Array, "P K p H"]
@@ -19,8 +19,8 @@ class Heads(NamedTuple):
     q_lens: Int[Array, "B"]
     cos: Float[Array, "M half"]
     sin: Float[Array, "M half"]
-    q_norm: Float[Array, "H"]
-    k_norm: Float[Array, "H"]
+    q_norm: Float[Array, "H"] | None
+    k_norm: Float[Array, "H"] | None
     k_scale: Float[Array, "K"] | None = None
     v_scale: Float[Array, "K"] | None = None
 
@@ -29,7 +29,7 @@ class Heads(NamedTuple):
         of_sequences = {name: (getattr(self, name), "B") for name in ("seq_lens", "q_lens")}
         check_axes(qkv=(self.qkv, "M E"), page_table=(self.page_table, "B W"), **of_sequences)
         check_axes(cos=(self.cos, "M half"), sin=(self.sin, "M half"))
-        check_floats(qkv=self.qkv, cos=self.cos, sin=self.sin, q_norm=self.q_norm, k_norm=self.k_norm)
+        check_floats(qkv=self.qkv, cos=self.cos, sin=self.sin, **self.norms)
         check_integers(page_table=self.page_table, seq_lens=self.seq_lens, q_lens=self.q_lens)
         k, v, qkv, b = self.k_pages, self.v_pages, self.qkv, self.page_table.shape[0]
         if k.ndim != 4 or k.shape != v.shape or k.dtype != v.dtype:
@@ -47,15 +47,22 @@ class Heads(NamedTuple):
         cos, sin = self.cos.shape, self.sin.shape
         if cos != sin or cos[0] != rows or not 0 < 2 * cos[1] <= head_dim:
             raise ValueError(f"cos {cos} and sin {sin} must be [{rows}, half] with at most {head_dim} dims to turn")
-        if self.q_norm.shape != (head_dim,) or self.k_norm.shape != (head_dim,):
+        norms = [None if norm is None else norm.shape for norm in (self.q_norm, self.k_norm)]
+        if norms not in ([(head_dim,)] * 2, [None] * 2):
             raise ValueError(
-                f"q_norm {self.q_norm.shape} and k_norm {self.k_norm.shape} must be one weight for each of {head_dim} dims"
+                f"q_norm {norms[0]} and k_norm {norms[1]} must be one weight for each of {head_dim} dims, or None both"
             )
         shapes = [None if scale is None else scale.shape for scale in (self.k_scale, self.v_scale)]
         if shapes != [(kv_heads,) if k.dtype == jnp.float8_e4m3fn else None] * 2:
             raise ValueError(
                 f"pools of {k.dtype} and scales {shapes} do not go together: [{kv_heads}] each for float8_e4m3fn"
             )
+
+    @property
+    def norms(self) -> dict[str, Array]:
+        """Weights of the norms by name, where there are norms."""
+        given = {"q_norm": self.q_norm, "k_norm": self.k_norm}
+        return {name: norm for name, norm in given.items() if norm is not None}
 
     def inputs(self) -> dict[str, Array]:
         """Kernel inputs by name, without the pools."""
@@ -65,8 +72,7 @@ class Heads(NamedTuple):
         floats |= {name: scale for name, scale in scales.items() if scale is not None}
         return {
             "qkv": self.qkv.reshape(self.qkv.shape[0], -1, self.k_pages.shape[3]),
-            "q_norm": self.q_norm,
-            "k_norm": self.k_norm,
+            **self.norms,
             **{name: array.astype(jnp.float32) for name, array in floats.items()},
             **{name: array.astype(jnp.int32) for name, array in ints.items()},
         }

@@ -1,4 +1,5 @@
-"""Query, key and value heads of a QKV projection: QK norm, RoPE, operands in shared memory, new keys and values to their pages.
+"""Query, key and value heads of a QKV projection: QK norm where there is one, RoPE, operands in shared memory, new keys and values
+to their pages.
 
 Shared by the fused kernels with attention. A head's row belongs to eight threads: thread j has columns `8 j` to `8 j + 7` and the
 ones 64 further on that they rotate with.
@@ -57,7 +58,7 @@ def load_queries(
     """Normed, rotated queries of a KV head to shared memory; rows past the live ones are copies of the last.
 
     Args:
-      qkv: `[B * T, N + 2 K, H]`; cos, sin: `[B * T, H / 2]` float32; norm: `[H]`.
+      qkv: `[B * T, N + 2 K, H]`; cos, sin: `[B * T, H / 2]` float32; norm: `[H]`, or None for none.
       sequence, head: int32 scalars.
       target: `[2 * 64, 64]`, a block of columns below the other; afterwards matrix instructions may read it.
     """
@@ -72,7 +73,7 @@ def load_queries(
         found += angle_places(cos, sin, token, place)
     words = [th.load(address, 4, op="ld.global") for address in (*found, *weight_places(norm, place))]
     line, place = line_and_place()
-    base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
+    base, weights = th.address(target, space=3), [numbers(half) for half in words[6 * len(rows) :]]
     for index, row in enumerate([th.add(line, start) for start in range(0, len(rows) * ROWS_AT_ONCE, ROWS_AT_ONCE)]):
         of_row = words[6 * index : 6 * index + 6]
         turn = angles(of_row[2:])
@@ -181,8 +182,9 @@ def overlay(staged: Any, target: Any, first: Any, live: Any, *, shapes: Attentio
 def _normed_and_rotated(held: Any, cos: Any, sin: Any, norm: Any, sequence: Any, shapes: Attention, eps: float) -> Any:
     """`[T, heads, H]` in the interpreter."""
     wide = held.astype(jnp.float32)
-    wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
-    wide = (norm[...] * wide.astype(held.dtype)).astype(jnp.float32)
+    if norm is not None:
+        wide = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
+        wide = (norm[...] * wide.astype(held.dtype)).astype(jnp.float32)
     of_call = pl.ds(sequence * shapes.tokens, shapes.tokens)
     cosine, sine = cos.at[of_call][...][:, None], sin.at[of_call][...][:, None]
     first, second = wide[..., :_HALF], wide[..., _HALF:]
@@ -205,7 +207,7 @@ class New:
         self.inside = th.select(self.writes, self.position, th.number(0))
 
     def put(self, eps: float, words: list, pools: Any, head: Any, page: Any, staged: Any, scales: Any = None) -> None:
-        """To shared memory and to a page. `words`: of key and value, angles, norm's weight."""
+        """To shared memory and to a page. `words`: of key and value, angles, norm's weight where there is one."""
         shapes, place = self.shapes, self.place
         key, value, turn = words[:2], words[2:4], angles(words[4:8])
         weights = [numbers(half) for half in words[8:]]
@@ -232,8 +234,10 @@ class New:
 
 
 def normed(words: list, weights: list, eps: float) -> list:
-    """RMS norm of a head: two halves of eight float32, rounded as separate operations round them."""
+    """RMS norm of a head: two halves of eight float32, rounded as separate operations round them. No weights: no norm."""
     wide = [numbers(half) for half in words]
+    if not weights:
+        return wide
     squares = [th.fmul(value, value) for half in wide for value in half]
     total = functools.reduce(th.fadd, squares)
     for distance in (1, 2, 4):
@@ -276,6 +280,9 @@ def angle_places(cos: Any, sin: Any, token: Any, place: Any) -> list:
 
 
 def weight_places(weight: Any, place: Any) -> list:
+    """Addresses of a thread's columns of a norm's weight; none of None."""
+    if weight is None:
+        return []
     address = th.add(th.address(weight), th.widen_index(th.mul(place, th.CHUNK)))
     return [th.add(address, block * _HALF * 2) for block in range(2)]
 

@@ -112,3 +112,14 @@ def precise_tanh(x: Any) -> Any:
 
 def sigmoid(x: Any) -> Any:
     return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def softplus(x: Any) -> Any:
+    """`log(1 + exp(x))`, with the logarithm as a series: the hardware's own is as far off near 1 as elsewhere, and a decay of
+    hardly anything is kept over thousands of tokens.
+    """
+    small = jnp.exp(-jnp.abs(x))
+    ratio = small / (2.0 + small)
+    square = ratio * ratio
+    series = functools.reduce(lambda total, power: total * square + 1 / power, (13, 11, 9, 7, 5, 3, 1), 1 / 15)
+    return jnp.maximum(x, 0.0) + 2.0 * ratio * series

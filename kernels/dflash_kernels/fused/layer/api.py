@@ -163,8 +163,8 @@ def attention_chain(
     next_norm: Float[Array, "D"] | None = None,
     following: Shaped[Array, "G D"] | ColumnBlocks | None = None,
     *,
-    q_norm: Float[Array, "H"],
-    k_norm: Float[Array, "H"],
+    q_norm: Float[Array, "H"] | None,
+    k_norm: Float[Array, "H"] | None,
     exchange: Any,
     scales: Sequence[Array | None] | None = None,
     k_scale: Float[Array, "K"] | None = None,
@@ -189,7 +189,7 @@ def attention_chain(
       cos, sin: float32, of each token's angles and times any factor.
       stream: the residual stream, from `chain_stream` or the call before.
       o, post_norm, gate_up, down, next_norm, following: as for `layer_chain`.
-      q_norm, k_norm: weights of the norms of queries and keys.
+      q_norm, k_norm: weights of the norms of queries and keys, or None both.
       exchange: the mailboxes, Refs of `attention_chain_exchange`, passed to one call after the other.
       scales: as for `layer_chain`.
       k_scale, v_scale: float32, what float8 pools' keys and values are to be multiplied with; None for other pools.

@@ -115,7 +115,7 @@ def launch_layer(
     """`attention_chain` without the device check: for benchmarks (`stages`, `splits`) and tests on the CPU (`interpret`)."""
     k_pages, v_pages, rows = heads.k_pages, heads.v_pages, heads.qkv.shape[0]
     pools = () if heads.k_scale is not None else (k_pages, v_pages)
-    _refuse_dtypes((heads.qkv, *pools, heads.q_norm, heads.k_norm), layer)
+    _refuse_dtypes((heads.qkv, *pools, *heads.norms.values()), layer)
     _, kv_heads, page_size, head_dim = k_pages.shape
     if 2 * heads.cos.shape[1] != head_dim:
         raise NotImplementedError(f"turns whole heads of {head_dim}, not {2 * heads.cos.shape[1]} columns of them")

@@ -85,9 +85,9 @@ def attention_chain(
 
     Args:
       attention, plan: shapes and tiling.
-      inputs: `qkv [B * T, N + 2 K, H]`, `cos` and `sin [B * T, H / 2]` float32, `q_norm`, `k_norm`, `table [B, W]`, `seq_lens`
-        and `q_lens [B]` int32 (with REACH times how many tokens after its own a token sees), for float8 pools `k_scale` and
-        `v_scale [K]` float32, and what the products take but for `x`.
+      inputs: `qkv [B * T, N + 2 K, H]`, `cos` and `sin [B * T, H / 2]` float32, `q_norm` and `k_norm` or neither, `table [B, W]`,
+        `seq_lens` and `q_lens [B]` int32 (with REACH times how many tokens after its own a token sees), for float8 pools
+        `k_scale` and `v_scale [K]` float32, and what the products take but for `x`.
       pools: `k` and `v`, `[P, K, p, H]`, written in place.
       mailboxes: Refs of the products' mailbox, of attention's splits `[ctas, rows, H]` and their lse `[ctas, 64]`, and of the heads
         `[live, N * H / 2]`, int32, EMPTY at first. No other launch uses them at the same time.
@@ -388,7 +388,7 @@ def attend(split: Split, *, eps: float) -> None:
     """Online softmax over the split's tiles; leaves the split in the mailbox, where it has keys."""
     refs, shapes = split.refs, split.attention
     # Before the first branch on a length, so that loads are on their way together.
-    given = [refs[name] for name in ("qkv", "cos", "sin", "q_norm")]
+    given = [refs.get(name) for name in ("qkv", "cos", "sin", "q_norm")]
     heads.load_queries(*given, split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps)
 
     @pl.when(split.begin < split.end)
@@ -402,7 +402,7 @@ def attend(split: Split, *, eps: float) -> None:
                 [refs[f"{name}_scale"] for name in "kv" if shapes.stages_8bit],
             )
             heads.write_new(
-                *[refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")], pools, scales or None,
+                *[refs.get(name) for name in ("qkv", "cos", "sin", "k_norm", "table")], pools, scales or None,
                 split.buffers["new_sm"], split.sequence, split.head, [split.first, low, high], shapes=shapes, eps=eps,
             )  # fmt: skip
 

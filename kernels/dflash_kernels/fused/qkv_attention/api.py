@@ -53,8 +53,8 @@ def qkv_attention(
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
     *,
-    q_norm: Float[Array, "H"],
-    k_norm: Float[Array, "H"],
+    q_norm: Float[Array, "H"] | None,
+    k_norm: Float[Array, "H"] | None,
     causal: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
@@ -70,7 +70,8 @@ def qkv_attention(
     Args:
       k_pages, v_pages, page_table, seq_lens, q_lens, causal, scale: as of `paged_attention`; donate the pools to the surrounding
         jit and the write happens in place. No two sequences may share a page that is written.
-      qkv, cos, sin, q_norm, k_norm, eps: as of `qkv_write`.
+      qkv, cos, sin, eps: as of `qkv_write`.
+      q_norm, k_norm: weights of the norms of queries and keys, or None both.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:

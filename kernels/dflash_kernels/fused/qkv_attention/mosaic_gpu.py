@@ -43,7 +43,7 @@ def launch(
     interpret: Any = None,
 ) -> tuple[Array, Array, Array]:
     """The implementation without the device check: for benchmarks (`tuning`) and tests on the CPU (`interpret`)."""
-    given = (heads.qkv, heads.k_pages, heads.v_pages, heads.q_norm, heads.k_norm)
+    given = (heads.qkv, heads.k_pages, heads.v_pages, *heads.norms.values())
     if any(array.dtype != jnp.bfloat16 for array in given):
         raise NotImplementedError(f"takes bfloat16 throughout, not {', '.join(str(array.dtype) for array in given)}")
     (b, table_width), (_, kv_heads, page_size, head_dim) = heads.page_table.shape, heads.k_pages.shape

@@ -65,7 +65,8 @@ def attention(
     """Runs the kernel: the output `[B, T, N, H]` and the pools.
 
     Args:
-      inputs: `qkv [M, N + 2 K, H]`, `cos` and `sin` float32 `[M, H / 2]`, `q_norm` and `k_norm [H]`, `table`, `seq_lens`, `q_lens`.
+      inputs: `qkv [M, N + 2 K, H]`, `cos` and `sin` float32 `[M, H / 2]`, `q_norm` and `k_norm [H]` or neither, `table`,
+        `seq_lens`, `q_lens`.
       pools: `k` and `v`, written in place.
     """
     if interpret is not None:
@@ -120,22 +121,27 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
 # As in `heads`, a head's row belongs to eight threads. Here all rows of a thread are one token's, its new key among them, so that
 # the angles are loaded once.
 
-_SHARED = 8  # of a thread's loads: angles and both norms' weights
+
+def _parts(shapes: Attention, loads: list[Any]) -> tuple[list[Any], ...]:
+    """Loads of a thread: of its query rows, of a key and a value, of angles, and of both norms' weights where there are norms."""
+    queries = 2 * _rows_of_thread(shapes)
+    return loads[:queries], loads[queries : queries + 4], loads[queries + 4 : queries + 8], loads[queries + 8 :]
 
 
-def _count(shapes: Attention) -> int:
-    """Loads of a thread: two halves of each of its query rows, of a key and of a value, and what they share."""
-    return 2 * (_rows_of_thread(shapes) + 2) + _SHARED
+def _loaded(shapes: Attention, norm: Any) -> list[Any]:
+    """Types of the loads of a thread: two halves of every row, and four of angles and of weights each."""
+    return [WORDS] * (2 * (_rows_of_thread(shapes) + 2) + (4 if norm is None else 8))
 
 
 def issue_loads(shapes: Attention, refs: Mapping[str, Any], sequence: Any, head: Any) -> list[Any]:
     """What `put_queries` and `put_new` are made of, on its way to registers from here on."""
     names = ("qkv", "cos", "sin", "q_norm", "k_norm")
-    return _issue_loads(*[refs[name] for name in names], sequence, head, shapes=shapes)
+    return _issue_loads(*[refs.get(name) for name in names], sequence, head, shapes=shapes)
 
 
 @thread_op(
-    args=(*[GLOBAL] * 5, *[SCALAR] * 2), returns=lambda *_, shapes: [WORDS] * _count(shapes), interpret=lambda *_, shapes: []
+    args=(*[GLOBAL] * 5, *[SCALAR] * 2), returns=lambda *given, shapes: _loaded(shapes, given[3]),
+    interpret=lambda *_, shapes: [],
 )  # fmt: skip
 def _issue_loads(
     qkv: Any, cos: Any, sin: Any, q_norm: Any, k_norm: Any, sequence: Any, head: Any, *, shapes: Attention
@@ -158,18 +164,19 @@ def put_queries(
     """Normed, rotated queries of a KV head to `target [2 * 64, 64]`, a block of columns below the other."""
     if interpreting():
         names = ("qkv", "cos", "sin", "q_norm")
-        heads.load_queries(*[refs[name] for name in names], sequence, head, target, shapes=shapes, eps=eps)
+        heads.load_queries(*[refs.get(name) for name in names], sequence, head, target, shapes=shapes, eps=eps)
         return
-    (*queries, _, _, _, _), shared = loads[:-_SHARED], loads[-_SHARED:]
-    _put_queries(target, [*queries, *shared[:6]], shapes=shapes, eps=eps)
+    queries, _, turn, weights = _parts(shapes, loads)
+    _put_queries(target, [*queries, *turn, *weights[:2]], shapes=shapes, eps=eps)
 
 
 @thread_op(args=(heads.TILES, WORDS.layout))
 def _put_queries(target: Any, loads: list[Any], *, shapes: Attention, eps: float) -> None:
     words = [th.as_words(array) for array in loads]
     _, place = heads.line_and_place()
-    base, weights = th.address(target, space=3), [numbers(half) for half in words[-2:]]
-    turn = heads.angles(words[-6:-2])
+    rows = 2 * _rows_of_thread(shapes)
+    base, weights = th.address(target, space=3), [numbers(half) for half in words[rows + 4 :]]
+    turn = heads.angles(words[rows : rows + 4])
     first = th.mul(_token(shapes), shapes.group)
     for index, among in enumerate(_among(shapes)):
         held = heads.normed(words[2 * index : 2 * index + 2], weights, eps)
@@ -188,12 +195,11 @@ def put_new(
     """
     pools = [refs["k"], refs["v"]]
     if interpreting():
-        given = [refs[name] for name in ("qkv", "cos", "sin", "k_norm", "table")]
+        given = [refs.get(name) for name in ("qkv", "cos", "sin", "k_norm", "table")]
         heads.write_new(*given, pools, None, None, sequence, head, limits, shapes=shapes, eps=eps)
         return
-    (*_, key, key_end, value, value_end), shared = loads[:-_SHARED], loads[-_SHARED:]
-    own = [key, key_end, value, value_end, *shared[:4], *shared[6:]]
-    _put_new(pools, head, limits, pages, own, shapes=shapes, eps=eps)
+    _, new, turn, weights = _parts(shapes, loads)
+    _put_new(pools, head, limits, pages, [*new, *turn, *weights[2:]], shapes=shapes, eps=eps)
 
 
 @thread_op(args=(GLOBAL, SCALAR, SCALAR, SCALAR, WORDS.layout))

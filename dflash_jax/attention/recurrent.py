@@ -1,0 +1,127 @@
+"""Attention over pages beside gated delta nets over states of slots: what hybrid targets are called with.
+
+Verification reads a slot's state and keeps factors of the verified tokens, from which the state after any number of them can be
+made; it is made once it is known how many stand. So nothing is copied for tokens that are rejected.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from dflash_kernels import DeltaFactors, DeltaState, delta_fold, delta_prefill, delta_step, delta_verify
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.cache.pages import Pages
+from dflash_jax.models.delta_net import DeltaNet
+from dflash_jax.models.layers import Attention, Rotary
+
+# Of one gated delta net: the layer, its projection and its state, to the output, the state after it and factors of its tokens.
+type Mix = Callable[[DeltaNet, Array, DeltaState], tuple[Array, DeltaState, DeltaFactors | None]]
+
+
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class HybridCache:
+    """What the layers of a hybrid target keep.
+
+    Attributes:
+      pages: of layers with attention.
+      states: of slots, one for each gated delta net.
+      factors: of verified tokens, which are not in the states yet; None where states are final.
+    """
+
+    pages: Pages
+    states: tuple[DeltaState, ...]
+    factors: tuple[DeltaFactors | None, ...]
+
+
+class HybridAttend:
+    """An `Attend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
+
+    Args:
+      paged: what layers with attention are called with.
+      mix: what gated delta nets do.
+    """
+
+    def __init__(self, paged: PagedAttend, mix: Mix):
+        self.paged, self.mix = paged, mix
+
+    def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: HybridCache) -> tuple[Array, HybridCache]:
+        out, pages = self.paged(layer, qkv, rotary, cache.pages)
+        return out, replace(cache, pages=pages)
+
+    def delta(self, layer: DeltaNet, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
+        """See `DeltaAttend`."""
+        i = layer.index
+        out, state, factors = self.mix(layer, projected, cache.states[i])
+        states, kept = (*cache.states[:i], state, *cache.states[i + 1 :]), (*cache.factors[:i], factors)
+        return out, replace(cache, states=states, factors=(*kept, *cache.factors[i + 1 :]))
+
+
+def verifying(
+    paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], live: Bool[Array, "B"]
+) -> tuple[Any, Any]:
+    """What a target verifies with: `paged` over `pages`, and where it has states those beside. Slots that are not live keep theirs.
+
+    One token alone always stands: then states are final at once, and there are no factors.
+    """
+
+    def mix(layer: DeltaNet, projected: Array, state: DeltaState) -> tuple[Array, DeltaState, DeltaFactors | None]:
+        if projected.shape[1] == 1:
+            return *delta_step(projected, layer.weights, state, live, layer.shape, eps=layer.eps), None
+        out, factors = delta_verify(projected, layer.weights, state, layer.shape, eps=layer.eps)
+        return out, state, factors
+
+    return _with_states(paged, pages, states, mix)
+
+
+def prefilling(
+    paged: PagedAttend,
+    pages: Pages,
+    states: tuple[DeltaState, ...],
+    slots: Int[Array, "n"],
+    starts: Int[Array, "n"],
+    lengths: Int[Array, "n"],
+) -> tuple[Any, Any]:
+    """What a target takes pieces of prompts with: as `verifying`, with the states of `slots`, which may be past the last one for
+    rows that nobody needs. A row goes on where the row before it ends if that is of the same slot; a prompt's first piece starts
+    from zero, whatever the slot held.
+    """
+    fresh = starts == 0
+    follows = ((slots == jnp.roll(slots, 1)) & ~fresh).at[0].set(False)
+
+    def mix(layer: DeltaNet, projected: Array, state: DeltaState) -> tuple[Array, DeltaState, None]:
+        after = delta_prefill(
+            projected, layer.weights, state, layer.shape, eps=layer.eps, slots=slots, follows=follows, fresh=fresh,
+            lengths=lengths,
+        )  # fmt: skip
+        return *after, None
+
+    return _with_states(paged, pages, states, mix)
+
+
+def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], mix: Mix) -> tuple[Any, Any]:
+    if not states:
+        return paged, pages
+    return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
+
+
+def committed(
+    cache: Any, states: tuple[DeltaState, ...], counts: Int[Array, "B"]
+) -> tuple[Pages, tuple[DeltaState, ...]]:
+    """Pages, and states after the first `counts` of the verified tokens; a count of 0 leaves a slot's as it is.
+
+    Args:
+      cache: as the target left it.
+      states: as they were before; () for a target without.
+    """
+    if not states:
+        return cache, ()
+    return cache.pages, tuple(
+        state if factors is None else delta_fold(state, factors, counts)
+        for state, factors in zip(cache.states, cache.factors, strict=True)
+    )

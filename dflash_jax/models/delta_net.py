@@ -1,0 +1,36 @@
+"""Gated delta net: the mixer that keeps a state in place of keys and values.
+
+Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464, section 3, in the form of Qwen3-Next's layers.
+"""
+
+import jax.numpy as jnp
+from dflash_kernels import DeltaShape, DeltaWeights
+from flax import nnx
+from jaxtyping import Array
+
+from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary
+
+
+class DeltaNet(nnx.Module):
+    """Projections around the caller's `attend.delta`, which has convolution, delta rule, norm and output gate.
+
+    Attributes the caller reads: `index` among the model's gated delta nets, `shape`, `weights`, `eps`.
+    """
+
+    def __init__(self, hidden: int, shape: DeltaShape, index: int, eps: float):
+        self.index, self.shape, self.eps = index, shape, eps
+        self.in_proj = Linear(shape.columns, hidden)
+        self.conv = nnx.Param(jnp.zeros((shape.channels, 4)))
+        self.a_log, self.dt_bias = (nnx.Param(jnp.zeros((shape.value_heads,), jnp.float32)) for _ in range(2))
+        self.norm = RMSNorm(shape.value_dim, eps)
+        self.out_proj = Linear(hidden, shape.value_heads * shape.value_dim)
+
+    @property
+    def weights(self) -> DeltaWeights:
+        """What the delta rule reads beside the projection."""
+        return DeltaWeights(self.conv[...], self.a_log[...], self.dt_bias[...], self.norm.weight[...])
+
+    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        del rotary  # the state tells the order of tokens
+        out, cache = attend.delta(self, self.in_proj(x), cache)
+        return self.out_proj(out), cache

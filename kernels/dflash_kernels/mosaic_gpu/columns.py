@@ -1,0 +1,145 @@
+"""A column for each thread of a warpgroup: causal convolutions, triangular systems, and rows that become columns.
+
+Written out for one thread, since these are hundreds of operations that layouts need not be found for.
+"""
+
+# pyright: reportAbstractUsage=false, reportCallIssue=false
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.softmax import sigmoid
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, thread_op
+
+WIDTH = 128
+VECTOR = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)  # a number of each thread
+_NUMBERS = plgpu.ShapeDtypeStruct((WIDTH,), jnp.dtype(jnp.float32), layout=VECTOR)
+
+
+def _convolved(rows: list[Any], taps: list[Any]) -> list[Any]:
+    sums = [
+        sum(tap * row for tap, row in zip(taps, rows[start : start + len(taps)], strict=True))
+        for start in range(len(rows) - len(taps) + 1)
+    ]
+    return [x * sigmoid(x) for x in sums]
+
+
+@thread_op(
+    args=(VECTOR, VECTOR), returns=lambda rows, taps: [_NUMBERS] * (len(rows) - len(taps) + 1), interpret=_convolved
+)
+def convolved(rows: list[Any], taps: list[Any]) -> list[Any]:
+    """SiLU of sums of as many rows as there are taps, each times its own: lists of 128 float32, one of each for a thread."""
+    values, weights, found = [_number(row) for row in rows], [_number(tap) for tap in taps], []
+    for start in range(len(rows) - len(taps) + 1):
+        total = th.fmul(weights[0], values[start])
+        for tap in range(1, len(taps)):
+            total = th.fadd(total, th.fmul(weights[tap], values[start + tap]))
+        found.append(_array(th.fdiv(total, th.fadd(th.real(1.0), th.exp(th.fsub(th.real(0.0), total))))))
+    return found
+
+
+def _stored_columns(target: Any, columns: list[Any], *, first: int) -> None:
+    for place, column in enumerate(columns):
+        target.at[:, first + place][...] = column
+
+
+@thread_op(args=(GLOBAL, VECTOR), interpret=_stored_columns)
+def store_columns(target: Any, columns: list[Any], *, first: int) -> None:
+    """Columns of 128 float32 to `target [128, pitch]` in shared memory, from column `first` on: a row of each thread.
+
+    A multiple of four of them; `first` and the pitch are such multiples, too.
+    """
+    pitch = th.shape_and_strides(target)[0][1]
+    row = th.add(th.address(target, space=3), th.mul(th.thread(), 4 * pitch))
+    values = [_number(column) for column in columns]
+    for place in range(0, len(values), 4):
+        at = th.add(row, 4 * (first + place))
+        th.inline("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", at, *values[place : place + 4])
+
+
+def _solved(rows: Any, weights: Any, entries: Any, betas: Any, values: list[Any]) -> None:
+    count, found = len(values), list[Any]()
+    half = rows.shape[0] // 2
+    for token, value in enumerate(values):
+        new = betas[token] * value - rows[token] * entries[token]
+        for before, written in enumerate(found):
+            new = new - weights[token, before] * written
+        found.append(new)
+    for token in range(count):
+        out = rows[half + token] * entries[half + token]
+        for before, written in enumerate(found[: token + 1]):
+            out = out + weights[half + token, before] * written
+        rows.at[half + token][...] = out
+    for token, new in enumerate(found):
+        rows.at[token][...] = new
+
+
+@thread_op(args=(GLOBAL, GLOBAL, GLOBAL, GLOBAL, VECTOR), interpret=_solved)
+def solve(rows: Any, weights: Any, entries: Any, betas: Any, values: list[Any]) -> None:
+    """Solves for u, and sums it up: of each column, with L and M the first and the second half of `weights`,
+
+        u[i] = betas[i] values[i] - entries[i] rows[i] - sum of L[i, j] u[j] over j < i
+        out[i] = entries[n + i] rows[n + i] + sum of M[i, j] u[j] over j <= i
+
+    All but `values` in shared memory, float32; u and out take the place of `rows`.
+
+    Args:
+      rows: `[2 n, 128]`.
+      weights: `[2 n or more, n]`, n a multiple of 4; entries: `[2 n or more]`; betas: `[n or more]`.
+      values: up to n times 128 numbers.
+    """
+    (total, width), size = th.shape_and_strides(rows)[0], th.shape_and_strides(weights)[0][1]
+    half, count = total // 2, len(values)
+    own = th.add(th.address(rows, space=3), th.mul(th.thread(), 4))
+    weights_at, entries_at, betas_at = (th.address(ref, space=3) for ref in (weights, entries, betas))
+
+    def entering(row: int) -> Any:
+        return th.fmul(_shared(th.add(own, 4 * width * row))[0], _shared(th.add(entries_at, 4 * row))[0])
+
+    def weights_of(row: int, columns: int) -> list[Any]:
+        starts = range(0, columns, 4)
+        return [w for start in starts for w in _shared(th.add(weights_at, 4 * (size * row + start)), 4)][:columns]
+
+    found = []
+    for token, value in enumerate(values):
+        new = th.fmul(_shared(th.add(betas_at, 4 * token))[0], _number(value))
+        new = th.fsub(new, entering(token))
+        for weight, written in zip(weights_of(token, token), found, strict=True):
+            new = th.fsub(new, th.fmul(weight, written))
+        found.append(new)
+    for token in range(count):
+        out = entering(half + token)
+        for weight, written in zip(weights_of(half + token, token + 1), found, strict=False):
+            out = th.fadd(out, th.fmul(weight, written))
+        _store(th.add(own, 4 * width * (half + token)), out)
+    for token, new in enumerate(found):
+        _store(th.add(own, 4 * width * token), new)
+
+
+def _number(array: Any) -> Any:
+    """What a thread has of an array of one number a thread."""
+    held = array.registers.item()
+    return vector.extract(held, [], [0]) if isinstance(held.type, ir.VectorType) else held
+
+
+def _array(number: Any) -> Any:
+    """The array of one number a thread."""
+    held = vector.from_elements(ir.VectorType.get((1,), th.f32()), [number])
+    return mgpu.FragmentedArray(
+        _registers=np.array([held], dtype=object), _layout=mgpu.WGStridedFragLayout((WIDTH,), 1), _is_signed=None
+    )
+
+
+def _shared(address: Any, count: int = 1) -> list[Any]:
+    return th.load(address, count, op="ld.shared", kind="f32")
+
+
+def _store(address: Any, number: Any) -> None:
+    th.inline("st.shared.f32 [$0], $1;", address, number)

@@ -1,0 +1,1 @@
+"""Layers that keep a state of constant size in place of keys and values."""

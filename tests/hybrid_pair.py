@@ -1,0 +1,40 @@
+"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads."""
+
+from dataclasses import replace
+
+from dflash_jax.config import RopeConfig
+from dflash_jax.models.qwen3_5 import Qwen35Config
+
+from .random_pair import VOCAB, Pair, draft_config
+
+
+def hybrid_config(**changes) -> Qwen35Config:
+    """Four layers, three of them gated delta nets with three value heads to a key head."""
+    base = Qwen35Config(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+        rope=RopeConfig(theta=1e4, partial=0.5), windows=(None,) * 4, full_layers=(3,), linear_key_heads=2,
+        linear_value_heads=6, linear_key_dim=8, linear_value_dim=12, tie_embeddings=True,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def hybrid_moe_config(**changes) -> Qwen35Config:
+    """The same with experts, a gated shared one among them, in all layers but one."""
+    experts = {
+        "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 24, "shared_intermediate_size": 20,
+        "dense_layers": (2,), "grouped_projections": True,
+    }  # fmt: skip
+    return hybrid_config(**experts | changes)
+
+
+def quiet(weights) -> None:
+    """A drafter that is right now and then: it shares the target's embedding, and its own layers say little."""
+    for name in weights["draft"]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights["draft"][name] = weights["draft"][name] * 0.0
+
+
+def hybrid_pair(target: Qwen35Config | None = None, **options) -> Pair:
+    """An engine over a hybrid target whose drafter's proposals stand now and then."""
+    draft = draft_config(**options.pop("draft", {}))
+    return Pair(hybrid_config() if target is None else target, draft, edit=options.pop("edit", quiet), **options)

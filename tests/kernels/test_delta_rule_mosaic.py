@@ -1,0 +1,146 @@
+"""The Hopper kernels of the gated delta rule: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_step, launch_verify
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import custom_calls
+from .delta_oracle import EPS, close, random_rows, random_state, random_weights, truth
+
+INTERPRET = plgpu.InterpretGPUParams()
+
+
+def call(shape: DeltaShape, slots: int, tokens: int, dtype: Any) -> tuple[Any, Any, Any]:
+    weights, state = random_weights(1, shape, dtype), random_state(2, slots, shape)
+    projected = jnp.asarray(random_rows(3, slots, tokens, shape.columns), dtype)
+    return projected, weights, state._replace(conv=state.conv.astype(dtype))
+
+
+def check_verify(arguments: tuple[Any, Any, Any], shape: DeltaShape, found: Any) -> None:
+    """Outputs against float64, factors against the definition."""
+    (projected, weights, state), (out, factors) = arguments, found
+    _, expected = delta_verify(*arguments, shape, eps=EPS, implementation="reference")
+    for name in ("k", "u", "cum"):
+        close(getattr(factors, name), np.asarray(getattr(expected, name), np.float64), 1e-6)
+    np.testing.assert_array_equal(factors.rows, expected.rows)
+    assert out.dtype == projected.dtype
+    for slot in range(len(projected)):
+        of_slot = truth(projected[slot], weights, shape, state.s[slot], state.conv[slot])
+        close(out[slot], of_slot.out, 0.01 if out.dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "tokens", "dtype"),
+    [(DeltaShape(1, 2, 128, 128), 2, 3, jnp.float32), (DeltaShape(2, 2, 128, 128), 1, 16, jnp.bfloat16)],
+)
+def test_verify(shape: DeltaShape, slots: int, tokens: int, dtype: Any) -> None:
+    arguments = call(shape, slots, tokens, dtype)
+    check_verify(arguments, shape, launch_verify(*arguments, shape, eps=EPS, interpret=INTERPRET))
+
+
+def fold_call(shape: DeltaShape, slots: int, tokens: int, dtype: Any) -> tuple[Any, Any]:
+    """A state and factors; what is past a count of `tokens - 1` is rubbish in the last slot."""
+    projected, weights, state = call(shape, slots, tokens, dtype)
+    _, factors = delta_verify(projected, weights, state, shape, eps=EPS, implementation="xla")
+    return state, factors._replace(u=factors.u.at[-1, tokens - 1].set(jnp.nan))
+
+
+def check_fold(arguments: tuple[Any, Any], counts: Any, found: Any) -> None:
+    state, factors = arguments
+    expected = delta_fold(state, factors, counts, implementation="xla")
+    close(found.s, np.asarray(expected.s, np.float64), 5e-7)
+    np.testing.assert_array_equal(found.conv, expected.conv)
+    for slot, count in enumerate(counts):
+        if count == 0:
+            np.testing.assert_array_equal(found.s[slot], state.s[slot])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_fold(dtype: Any) -> None:
+    """Counts of none, fewer tokens than the convolution keeps, and more."""
+    arguments, counts = fold_call(DeltaShape(1, 2, 128, 128), 3, 5, dtype), jnp.array([0, 2, 4])
+    check_fold(arguments, counts, launch_fold(*arguments, counts, interpret=INTERPRET))
+
+
+def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, found: Any) -> None:
+    """Slots that are not live keep their states, bit for bit."""
+    (_, _, state), (out, after) = arguments, found
+    expected_out, expected = delta_step(*arguments, live, shape, eps=EPS, implementation="xla")
+    close(out[live], np.asarray(expected_out[live], np.float64), 0.01 if out.dtype == jnp.bfloat16 else 1e-5)
+    close(after.s, np.asarray(expected.s, np.float64), 1e-6)
+    np.testing.assert_array_equal(after.conv, expected.conv)
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_step(dtype: Any) -> None:
+    shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
+    arguments = call(shape, 2, 1, dtype)
+    check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_lowers_for_an_h200(tokens: int) -> None:
+    shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B
+    shapes = jax.eval_shape(functools.partial(call, shape, 2, tokens, jnp.bfloat16))
+    verify = functools.partial(delta_verify, shape=shape, eps=EPS, implementation="mosaic_gpu")
+    assert custom_calls(verify, *shapes) == ["mosaic_gpu_v2"]
+    if tokens == 1:
+        step = functools.partial(delta_step, shape=shape, eps=EPS, implementation="mosaic_gpu")
+        assert custom_calls(step, *shapes, jax.ShapeDtypeStruct((2,), jnp.bool_)) == ["mosaic_gpu_v2"]
+    state, factors = jax.eval_shape(functools.partial(fold_call, shape, 2, tokens, jnp.bfloat16))
+    counts = jax.ShapeDtypeStruct((2,), jnp.int32)
+    fold = functools.partial(delta_fold, implementation="mosaic_gpu")
+    assert custom_calls(fold, state, factors, counts) == ["mosaic_gpu_v2"]
+
+
+def test_refusals_name_their_reason() -> None:
+    shape = DeltaShape(1, 2, 64, 128)
+    with pytest.raises(NotImplementedError, match="takes heads of 128 and up to 16 tokens, not 3 of 64 and 128"):
+        launch_verify(*call(shape, 1, 3, jnp.float32), shape, eps=EPS)
+    with pytest.raises(NotImplementedError, match="takes bfloat16 and float32, not float16"):
+        launch_verify(*call(DeltaShape(1, 1, 128, 128), 1, 3, jnp.float16), DeltaShape(1, 1, 128, 128), eps=EPS)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    shape = DeltaShape(1, 1, 128, 128)
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        delta_verify(*call(shape, 1, 2, jnp.float32), shape, eps=EPS, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16])
+@pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_verify_for_real(tokens: int, heads: tuple[int, int], dtype: Any) -> None:
+    shape = DeltaShape(*heads, 128, 128)
+    for slots in (1, 5):
+        arguments = call(shape, slots, tokens, dtype)
+        check_verify(arguments, shape, delta_verify(*arguments, shape, eps=EPS, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_fold_for_real(tokens: int, dtype: Any) -> None:
+    for heads in ((16, 32), (16, 48)):
+        arguments = fold_call(DeltaShape(*heads, 128, 128), tokens + 1, tokens, dtype)
+        counts = jnp.arange(tokens + 1)[::-1]
+        check_fold(arguments, counts, delta_fold(*arguments, counts, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
+    shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
+    arguments = call(shape, 3, 1, dtype)
+    check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))

@@ -1,0 +1,85 @@
+"""Thread-level code of the recurrent kernels, run for all threads of a warpgroup by NumPy, against float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from dflash_kernels.mosaic_gpu import columns, precise
+
+from .delta_oracle import close
+from .numpy_threads import Threads
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Threads:
+    stand_in = Threads()
+    for module in (columns, precise):
+        monkeypatch.setattr(module, "th", stand_in)
+    monkeypatch.setattr(columns, "_number", lambda number: number)
+    monkeypatch.setattr(columns, "_array", lambda number: number)
+    return stand_in
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def of_threads(op: Any) -> Any:
+    """The function that an operation was made of."""
+    return op.__wrapped__
+
+
+def swizzled(matrix: np.ndarray) -> np.ndarray:
+    """As TMA writes tiles of 8 rows and 128 bytes, swizzled over 128."""
+    rows, width = matrix.shape
+    tiles = matrix.reshape(rows // 8, 8, width // 32, 8, 4).transpose(0, 2, 1, 3, 4)
+    return np.stack([tiles[:, :, row, np.arange(8) ^ row] for row in range(8)], axis=2)
+
+
+def test_products(threads: Threads) -> None:
+    left, right = normal(128, precise.LEFT_PITCH), normal(128, 128)
+    places = [threads.place(left.shape, left), threads.place(right.shape, swizzled(right))]
+    out, gram, squares = (threads.place(shape) for shape in ((32, 128), (64, 16), (128,)))
+    of_threads(precise.products)(*places, out, gram, squares)
+    wide = left[:, :32].astype(np.float64)
+    close(threads.read(out), wide.T @ right, 3e-7)
+    close(threads.read(gram)[:32], wide.T @ wide[:, :16], 3e-7)
+    close(threads.read(squares)[:32], (wide**2).sum(0), 3e-7)
+
+
+def test_columns_of_rows(threads: Threads) -> None:
+    target, given = threads.place((128, precise.LEFT_PITCH)), normal(16, 128)
+    of_threads(columns.store_columns)(target, list(given), first=16)
+    np.testing.assert_array_equal(threads.read(target)[:, 16:32], given.T)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+def test_a_triangular_system(tokens: int, threads: Threads) -> None:
+    rows, weights, entries, betas, values = (
+        normal(32, 128),
+        normal(64, 16) / 4,
+        normal(128),
+        normal(128),
+        normal(tokens, 128),
+    )
+    places = [threads.place(array.shape, array) for array in (rows, weights, entries, betas)]
+    of_threads(columns.solve)(*places, list(values))
+    wide, u = weights.astype(np.float64), np.zeros((tokens, 128))
+    for token in range(tokens):
+        u[token] = betas[token] * values[token] - entries[token] * rows[token] - wide[token, :token] @ u[:token]
+    out = [
+        entries[16 + token] * rows[16 + token] + wide[16 + token, : token + 1] @ u[: token + 1]
+        for token in range(tokens)
+    ]
+    found = threads.read(places[0])
+    close(found[:tokens], u, 1e-6)
+    close(found[16 : 16 + tokens], np.stack(out), 1e-6)
+
+
+def test_convolution(threads: Threads) -> None:
+    rows, taps = normal(8, 128), normal(4, 128)
+    sums = np.stack([(rows[start : start + 4] * taps).sum(0) for start in range(5)])
+    found = of_threads(columns.convolved)(list(rows), list(taps))
+    close(np.stack(found), sums / (1 + np.exp(-sums)), 1e-6)
