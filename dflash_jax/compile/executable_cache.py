@@ -54,7 +54,6 @@ from dflash_jax.execution.switches import switches
 MAGIC = b"dflash_jax program 1\n"
 SUFFIX, PARTIAL = ".program", ".partial"
 MOST_BYTES = 8 << 30
-PACKAGE = "dflash_jax"  # whose dataclasses a description may name
 # The packages whose Python becomes programs; their own dependencies do not.
 SOURCES = ("dflash_jax", "dflash_kernels")
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy", "jax-triton", "triton")
@@ -247,7 +246,7 @@ class NotDescribable(ValueError):
 
 
 def describe(value: Any) -> Any:
-    """JSON for a tree of dataclasses, tuples, lists, mappings, plain values, dtypes, and arrays or their shapes.
+    """JSON for a tree of dataclasses, tuples (named ones too), lists, mappings, plain values, dtypes, and arrays or their shapes.
 
     Of an array there is the shape, the dtype and whether the dtype is weak; a NumPy number is an array.
 
@@ -264,6 +263,9 @@ def describe(value: Any) -> Any:
         return {"array": [list(value.shape), str(value.dtype), bool(getattr(value, "weak_type", False))]}
     if type(value) in (tuple, list):
         return {type(value).__name__: [describe(part) for part in value]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        kind = type(value)
+        return {"named": f"{kind.__module__}:{kind.__qualname__}", "parts": [describe(part) for part in value]}
     if isinstance(value, Mapping) and all(type(name) is str for name in value):
         return {"dict": {name: describe(value[name]) for name in sorted(value)}}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -295,20 +297,27 @@ def rebuild(described: Any) -> Any:
                 return [rebuild(part) for part in parts]
             case {"dict": items}:
                 return {name: rebuild(item) for name, item in items.items()}
+            case {"named": name, "parts": parts}:
+                return _class(name, lambda found: issubclass(found, tuple) and hasattr(found, "_fields"))(
+                    *map(rebuild, parts)
+                )
             case {"dataclass": name, "fields": fields}:
-                return _dataclass(name)(**{field: rebuild(item) for field, item in fields.items()})
+                return _class(name, dataclasses.is_dataclass)(
+                    **{field: rebuild(item) for field, item in fields.items()}
+                )
     except (TypeError, ValueError, AttributeError, ImportError) as error:
         raise NotDescribable(str(error)) from error
     raise NotDescribable(f"unknown entry {sorted(described)}")
 
 
-def _dataclass(name: str) -> type:
+def _class(name: str, of_kind: Callable[[type], bool]) -> type:
+    """A dataclass or a named tuple of these packages, by its module and name."""
     module, _, qualname = name.partition(":")
-    if module.split(".")[0] != PACKAGE:
-        raise NotDescribable(f"{name} is not of {PACKAGE}")
+    if module.split(".")[0] not in SOURCES:
+        raise NotDescribable(f"{name} is not of {', '.join(SOURCES)}")
     found = getattr(importlib.import_module(module), qualname)
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise NotDescribable(f"{name} is no dataclass")
+    if not (isinstance(found, type) and of_kind(found)):
+        raise NotDescribable(f"{name} is no dataclass and no named tuple")
     return found
 
 

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import DeltaState
 
 from dflash_jax.attention.mla import ABSORBED
 from dflash_jax.cache import Pages
 from dflash_jax.compile.executable_cache import NotDescribable, describe, rebuild
+from dflash_jax.decoding.prefill import Caches
 from dflash_jax.decoding.state import Setup
 from dflash_jax.models.presets import (
     DEEPSEEK_TARGETS,
     DRAFTERS,
+    HYBRID_TARGETS,
     LLAMA_TARGETS,
     MISTRAL_TARGETS,
     MOE_TARGETS,
@@ -32,6 +35,7 @@ PRESETS = {
     **LLAMA_TARGETS,
     **QWEN2_TARGETS,
     **MISTRAL_TARGETS,
+    **HYBRID_TARGETS,
 }
 
 
@@ -60,7 +64,9 @@ def test_setups_that_differ_in_any_field_are_described_differently():
 
 def test_trees_of_arrays_come_back_as_their_shapes():
     values = Quantised(jnp.zeros((2, 3), jnp.int8), jnp.ones(2), jnp.dtype("bfloat16"))
-    tree = (Pages((jnp.zeros((1, 2)),), ()), {"b": [np.int32(3), None], "a": values})
+    pages = Pages((jnp.zeros((1, 2)),), ())
+    caches = Caches(pages, pages, (DeltaState(jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 5))),))
+    tree = (pages, caches, {"b": [np.int32(3), None], "a": values})
     found = rebuild(through_json(tree))
     assert jax.tree.structure(found) == jax.tree.structure(tree)
     assert [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(found)] == [
@@ -90,6 +96,8 @@ def test_what_has_no_description_is_refused(value):
         {"dataclass": "dflash_jax.compile.programs:Programs.call", "fields": {}},
         {"dataclass": "dflash_jax.cache.pages:make_pages", "fields": {}},
         {"dataclass": "dflash_jax.cache.pages:Pages", "fields": {"wrong": 1}},
+        {"named": "os:stat_result", "parts": []},
+        {"named": "dflash_jax.cache.pages:Pages", "parts": []},
         {"array": [[2], "no such dtype", False]},
         {"pickle": "gASVAAAAAAAAAAAu"},
     ],
