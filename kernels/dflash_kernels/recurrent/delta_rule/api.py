@@ -12,8 +12,8 @@ from dflash_kernels.core.validation import check_axes, check_filled, check_integ
 from dflash_kernels.recurrent.delta_rule import mosaic_gpu, reference, xla
 from dflash_kernels.recurrent.delta_rule.inputs import KEPT, TAPS, DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 
-# Alone, XLA's fold takes half as long as the kernel's with one slot. In a decode loop the kernel's, which is in place, is the faster
-# one: a cycle of Qwen3.5-4B's shapes takes 6.3 ms with it and 7.6 with XLA's for eight slots, 4.7 and 4.8 for one (H100s).
+# Alone, XLA's fold takes half as long as the kernel's with one slot. In a decode loop the kernel's, in place, is the faster one:
+# a cycle of Qwen3.5-4B's shapes takes 6.3 ms with it and 7.6 with XLA's for eight slots, 4.7 and 4.8 for one (H100s).
 VERIFY = {
     "mosaic_gpu": mosaic_gpu.delta_verify_mosaic_gpu, "xla": xla.delta_verify_xla,
     "reference": reference.delta_verify_reference,
