@@ -16,15 +16,15 @@ def spread_embedding(weights):
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("batch", "params"),
     [
-        SamplingParams(max_tokens=40),
-        SamplingParams(max_tokens=40, temperature=1.0, seed=5),
-        SamplingParams(max_tokens=40, temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=9),
+        (1, SamplingParams(max_tokens=40)),
+        (8, SamplingParams(max_tokens=40)),
+        (3, SamplingParams(max_tokens=40, temperature=1.0, seed=5)),
+        (8, SamplingParams(max_tokens=40, temperature=0.7, top_p=0.8, top_k=20, min_p=0.01, seed=9)),
     ],
-    ids=["greedy", "sampled", "filtered"],
+    ids=["alone", "greedy", "sampled", "filtered"],
 )
-@pytest.mark.parametrize("batch", [1, 3, 8])
 def test_same_tokens_with_and_without_drafting(pair, make_prompts, params, batch):
     prompts = make_prompts(LENGTHS[:batch])
     drafted, counts, _ = pair.run(prompts, params)
@@ -99,18 +99,15 @@ def test_other_proposals(make_pair, make_prompts, proposals):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"windows": (4, 7), "causal": (True, False)},
-        {"sample_from_anchor": True},
-        {"sinks": True, "value_scale": 0.6, "logit_softcap": 5.0},
+        {"windows": (4, 7), "causal": (True, False), "sinks": True, "value_scale": 0.6, "logit_softcap": 5.0},
+        {"sample_from_anchor": True, "own_head": True, "draft_vocab_size": 31},
         {"block_size": 16},
-        {"own_head": True, "draft_vocab_size": 31},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_drafter_variants(make_pair, make_prompts, make_config, changes):
-    pair = make_pair(draft=make_config[1](**changes))
+def test_drafter_variants(pair, make_pair, make_prompts, make_config, changes):
     prompts = make_prompts((9, 33))
-    assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
+    assert make_pair(draft=make_config[1](**changes)).run(prompts)[0] == pair.run(prompts, draft=False)[0]
 
 
 def test_sliding_target(make_pair, make_prompts, make_config):

@@ -32,14 +32,14 @@ from dflash_jax.sampling_params import SamplingParams
 
 VOCAB = 97
 TARGET = DeepseekConfig(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=3, num_kv_heads=3, head_dim=14,
-    windows=(None,) * 3, q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10,
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=14,
+    windows=(None,) * 2, q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10,
     num_experts=4, experts_per_token=2, num_shared_experts=1, routing="noaux_tc", num_groups=1, groups_per_token=1,
     norm_routing_weights=True, routing_scale=1.5, num_dense_layers=1, moe_intermediate_size=16,
 )  # fmt: skip
 DRAFT = DFlashConfig(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-    windows=(None,) * 2, causal=(False,) * 2, block_size=5, mask_token_id=VOCAB - 1, target_layer_ids=(-1, 0, 2),
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8,
+    windows=(None,), causal=(False,), block_size=5, mask_token_id=VOCAB - 1, target_layer_ids=(-1, 0, 1),
     target_hidden_size=32,
 )  # fmt: skip
 CHUNKED = LatentForm(expand_above=16, context_chunk=32)  # chunks of two pages
@@ -102,12 +102,12 @@ def plain(engine) -> list[list[int]]:
 
 def test_what_the_pages_keep(engine) -> None:
     target, draft = engine.take_pools()
-    assert layer_specs(TARGET) == (LayerSpec(1, 30, values=False),) * 3
-    assert [pool.shape for pool in target.k] == [(engine.num_pages, 1, 16, 30)] * 3
+    assert layer_specs(TARGET) == (LayerSpec(1, 30, values=False),) * 2
+    assert [pool.shape for pool in target.k] == [(engine.num_pages, 1, 16, 30)] * 2
     assert target.v == ()
     assert target.page_size == 16
-    assert len(draft.v) == 2
-    assert page_bytes(TARGET, 16, jnp.dtype(jnp.float32)) == 3 * 16 * 30 * 4
+    assert len(draft.v) == 1
+    assert page_bytes(TARGET, 16, jnp.dtype(jnp.float32)) == 2 * 16 * 30 * 4
     pages = make_pages(TARGET, 5, 8, jnp.dtype(jnp.bfloat16))
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(pages)) == 5 * page_bytes(TARGET, 8, jnp.dtype(jnp.bfloat16))
 

@@ -14,7 +14,7 @@ import dflash_jax as dj
 from dflash_jax.generation import make_requests
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
-TOKENS = 128
+TOKENS = 64
 pytestmark = pytest.mark.usefixtures("optimised")
 
 
@@ -31,9 +31,9 @@ def prompts() -> list[str]:
 
 
 def ragged(prompts: list[str]):
-    """The prompts in batches of 1, 2, ... 8, 1, 2, ..."""
+    """The prompts in batches of 1, 3, 8, 6, 1, 3, ...: an engine has programs for 1, 4 and 8."""
     rest = iter(prompts)
-    for size in itertools.cycle(range(1, 9)):
+    for size in itertools.cycle((1, 3, 8, 6)):
         batch = list(itertools.islice(rest, size))
         if not batch:
             return
@@ -41,12 +41,12 @@ def ragged(prompts: list[str]):
 
 
 def test_greedy_text_is_the_targets_own(model, prompts):
-    """100 prompts x 128 tokens, float32: ragged batches with drafting = without drafting, and every third alone with drafting."""
+    """100 prompts x 64 tokens, float32: ragged batches with drafting = without drafting, and every sixth alone with drafting."""
     params = dj.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     plain = [row.token_ids for row in dj.generate(model, prompts, params, draft=False)]
-    alone = [dj.generate(model, prompt, params) for prompt in prompts[::3]]
+    alone = [dj.generate(model, prompt, params) for prompt in prompts[::6]]
     batched = [row.token_ids for batch in ragged(prompts) for row in dj.generate(model, batch, params)]
-    assert [row.token_ids for row in alone] == plain[::3]
+    assert [row.token_ids for row in alone] == plain[::6]
     assert batched == plain
     assert all(len(tokens) == TOKENS for tokens in plain)
     lengths = np.concatenate([row.acceptance_lengths for row in alone])

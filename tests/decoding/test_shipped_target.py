@@ -1,4 +1,4 @@
-"""The target that ships under drafters that know nothing: 16 held-out prompts x 128 tokens, and not a token changes."""
+"""The target that ships under drafters that know nothing: 14 held-out prompts x 64 tokens, and not a token changes."""
 
 import itertools
 import json
@@ -14,8 +14,8 @@ import dflash_jax as dj
 from dflash_jax.models import family_named, fuse_context_projection, init_params
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
-PARAMS = dj.SamplingParams(max_tokens=128, ignore_eos=True)
-SIZES = (1, 2, 5, 8)
+PARAMS = dj.SamplingParams(max_tokens=64, ignore_eos=True)
+SIZES = {"random": (1, 8, 5), "always wrong": (8, 6)}
 pytestmark = pytest.mark.usefixtures("optimised")
 
 
@@ -26,7 +26,7 @@ def model() -> dj.Model:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return [row["text"] for row in json.loads(PROMPTS.read_text())][: sum(SIZES)]
+    return [row["text"] for row in json.loads(PROMPTS.read_text())][: sum(SIZES["random"])]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind)
     other = replace(model, engine=replace(model.engine, draft=config, weights=weights, num_pages=0))
 
     rest = iter(prompts)
-    drafted = [row for size in SIZES for row in dj.generate(other, list(itertools.islice(rest, size)), PARAMS)]
+    drafted = [row for size in SIZES[kind] for row in dj.generate(other, list(itertools.islice(rest, size)), PARAMS)]
     assert [row.token_ids for row in drafted] == plain
     lengths = np.concatenate([row.acceptance_lengths for row in drafted])
     assert config.mask_token_id not in np.concatenate(plain)
