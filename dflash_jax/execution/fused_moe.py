@@ -6,6 +6,7 @@ Called one after the other, they would be twice as many launches.
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal, routed_experts_exchange
 from jaxtyping import Array, Float
 
@@ -63,4 +64,6 @@ def _fed(
         stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
     stream, normed, scores = add_norm_scores(parts, stream, scorer=feed.router.weight[...], **norm)
-    return stream, feed.experts.parts(normed, feed.router, scores, exchange)
+    parts = feed.experts.parts(normed, feed.router, scores, exchange)
+    shared = feed.beside(normed)
+    return stream, parts if shared is None else jnp.concatenate([parts, shared[None].astype(parts.dtype)])

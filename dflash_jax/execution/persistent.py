@@ -102,6 +102,7 @@ def run_persistent(
         mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         weights, scales = _weights(layer, later)
         ahead = None if later is None else _stored(later.mixer.projections[1].weight[...])[0]
+        ahead = ahead if ahead is not None and ahead.shape == weights[0].shape else None
         stream, projected = layer_chain(
             mixed.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
             zero_centered=layer.post_norm.zero_centered, implementation=implementation,

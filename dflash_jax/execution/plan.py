@@ -305,8 +305,6 @@ def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
     experts = traits.experts
     if experts is None:
         return "no layer has experts"
-    if experts.shared:
-        return "shared experts stand beside the routed ones"
     sizes = {"experts": experts.count, "hidden": traits.hidden, "inner": experts.inner}
     return routed_experts_refusal(call.rows, experts.per_token, call.dtype, **sizes)
 

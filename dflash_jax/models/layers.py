@@ -305,6 +305,7 @@ class Attention(nnx.Module):
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
 
 
+@runtime_checkable
 class Mixer(Protocol):
     """What mixes tokens in a layer, between a projection of the normed stream and one onto the stream."""
 

@@ -33,7 +33,7 @@ from dflash_jax.models.delta_net import DeltaNet
 from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
-from dflash_jax.models.traits import DeltaTraits, ExpertTraits, LayerTraits, decoder_traits
+from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
 
 DENSE, MIXTURE, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
 # Text models inside a vision-language checkpoint: everything about text is in `text_config`.
@@ -319,12 +319,9 @@ class Qwen35(Decoder):
 
 def qwen35_traits(config: Qwen35Config) -> LayerTraits:
     """Layers of two kinds; norms of heads are no part of what attention is asked for, being zero-centered."""
-    dense, experts = sum(not config.has_experts(i) for i in range(config.num_layers)), None
+    dense = sum(not config.has_experts(i) for i in range(config.num_layers))
     kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
-    if kind != "dense":
-        base = expert_traits(config)
-        experts = ExpertTraits(base.count, base.per_token, base.inner, shared=True)
-    shape = config.delta
+    shape, experts = config.delta, None if kind == "dense" else expert_traits(config)
     delta = DeltaTraits(shape.columns, shape.value_heads * shape.value_dim)
     return decoder_traits(
         config, qk_norm=False, gated=True, zero_centered=True, delta=delta, feed_forward=kind, experts=experts

@@ -20,13 +20,11 @@ class ExpertTraits:
       count: experts (E).
       per_token: experts of a token, top-k.
       inner: inner width of one.
-      shared: whether a token also takes experts that nobody routes to.
     """
 
     count: int
     per_token: int
     inner: int
-    shared: bool = False
 
 
 @dataclass(frozen=True)

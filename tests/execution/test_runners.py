@@ -13,6 +13,7 @@ from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import make_pages
+from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.execution import plan, switches
 from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
@@ -23,7 +24,7 @@ from dflash_jax.models.presets import MOE_TARGETS
 from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 
 from ..devices import h200
-from ..models.golden_files import cases, golden
+from ..models.golden_files import GOLDEN, cases, golden
 
 CASES = [*cases("qwen3"), "llama_published", "mistral_window", "qwen2_window"]
 
@@ -73,6 +74,26 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     chosen = choose(layer_traits(config), call, weights)
     assert chosen.runner == "fused_moe"
     agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+
+
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gated delta nets and gated attention, whose norms are zero-centered, with weights of norms that matter."""
+    checkpoint = open_checkpoint(GOLDEN / "hybrid" / case)
+    config, params = checkpoint.config, checkpoint.load("float32")
+    model: Any = bind(config, params)
+    ids, positions = jnp.asarray([[5, 90, 17, 3, 44], [7, 7, 0, 61, 2]]), jnp.arange(5)[None].repeat(2, axis=0)
+    x, rotary, call = model.embed(ids), model.rotary(positions), CallShape(2, 5, jnp.dtype(jnp.float32))
+    theirs = runs(PLAIN, model, x, rotary, dense_attend())
+    monkeypatch.setattr(switches, "HYBRID", True)
+    monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
+    monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
+    for wanted in ("persistent", "fused_dense") if case == "qwen3_5" else ("fused_moe",):
+        chosen = choose(layer_traits(config), call, weight_format(params))
+        assert (chosen.runner, chosen.attention) == (wanted, "apart")
+        agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+        monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
