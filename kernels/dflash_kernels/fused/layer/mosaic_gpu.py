@@ -39,7 +39,7 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
     return launch_layer(*args, ctas=target().multiprocessors, **options)
 
 
-def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
+def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: Any) -> None:
     """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its grid syncs."""
     require_hopper()
     if dtype != jnp.bfloat16:
@@ -54,7 +54,7 @@ def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) 
 
 def refuse_layer(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    itemsize: int = 2, page_dtype: Any = None, **widths: int,
+    itemsize: int = 2, page_dtype: Any = None, **widths: Any,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError, with the reason, where `attention_chain_mosaic_gpu` would or is not worth it."""
     refuse_products(sequences * tokens, dtype, itemsize=itemsize, **widths)
