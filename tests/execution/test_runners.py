@@ -12,15 +12,19 @@ from flax import nnx
 from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.attention.recurrent import verifying
 from dflash_jax.cache.pages import make_pages
+from dflash_jax.cache.recurrent import make_states
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.execution import plan, switches
 from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
+from dflash_jax.execution.weight_layout import block_columns
 from dflash_jax.models import bind, init_params, layer_traits
 from dflash_jax.models.layers import Linear, Rotary
-from dflash_jax.models.presets import MOE_TARGETS
+from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS
+from dflash_jax.models.qwen3_5 import qwen35_parameters
 from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 
 from ..devices import h200
@@ -188,3 +192,51 @@ def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
     model: Any = bind(config, params)
     hidden = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())[0]
     np.testing.assert_array_equal(np.asarray(model.best(hidden)), np.argmax(np.asarray(model.logits(hidden)), axis=-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "sequences", "tokens", "runner"),
+    [
+        ("Qwen3.5-4B", 1, 16, "persistent"), ("Qwen3.5-4B", 4, 1, "persistent"), ("Qwen3.5-4B", 8, 16, "fused_dense"),
+        ("Qwen3.5-27B", 1, 16, "persistent"), ("Qwen3.5-9B", 8, 16, "fused_dense"),
+    ],
+)  # fmt: skip
+def test_hybrid_layers_of_published_shapes(
+    name: str, sequences: int, tokens: int, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far from the layers in float32 as those called one by one in bfloat16 are, up to a little; twice the same bits."""
+    monkeypatch.setattr(switches, "HYBRID", True)
+    config = dataclasses.replace(
+        HYBRID_TARGETS[name], num_layers=4, windows=(None,) * 4, full_layers=(3,), vocab_size=256
+    )
+    params = init_params(qwen35_parameters(config), jax.random.key(0), "bfloat16")
+    for one in [one for one in params if one.endswith(".offset")]:
+        params[one] = 0.1 * jax.random.normal(jax.random.key(len(one)), params[one].shape, params[one].dtype)
+    table = jnp.arange(2 * sequences).reshape(sequences, 2)
+    positions, live = jnp.arange(tokens)[None].repeat(sequences, axis=0), jnp.ones((sequences,), bool)
+    ids = jax.random.randint(jax.random.key(1), (sequences, tokens), 0, 256)
+
+    def run(params: Any, chosen: ExecutionPlan) -> Any:
+        dtype = params["embed.weight"].dtype
+        model, pages = bind(config, params), make_pages(config, 2 * sequences, 64, dtype)
+        attend = PagedAttend(table, positions, jnp.full((sequences,), tokens), 64)
+        attend, cache = verifying(attend, pages, make_states(config, sequences, dtype), live)
+        planned, rotary = Planned(chosen), model.rotary(positions)
+        x, normed = planned.embed(model.layers, model.embed.weight[...], ids)
+        streams, hidden, _ = planned(model.layers, model.norm, x, rotary, attend, cache, normed=normed)
+        return [*streams, hidden]
+
+    jitted = jax.jit(run, static_argnums=1)
+    wide = {one: array.astype(jnp.float32) for one, array in params.items()}
+    call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16))
+    true, plain = jitted(wide, PLAIN), jitted(params, PLAIN)
+    for layout in ("rows", "column_blocks"):
+        held = params if layout == "rows" else block_columns(dict(params))
+        chosen = choose(layer_traits(config), call, weight_format(held))
+        assert chosen.runner == runner
+        fused, again = jitted(held, chosen), jitted(held, chosen)
+        for exact, theirs, ours, second in zip(true, plain, fused, again, strict=True):
+            unit = float(jnp.finfo(ours.dtype).eps) * float(jnp.abs(exact).max())
+            assert float(jnp.abs(ours - exact).max()) <= 1.3 * float(jnp.abs(theirs - exact).max()) + 2 * unit
+            assert np.asarray(ours).tobytes() == np.asarray(second).tobytes()
