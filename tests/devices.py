@@ -1,15 +1,22 @@
 """GPUs that need not be here: inside one of these contexts, programs are traced and lowered for it."""
 
 import contextlib
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from dflash_jax.compile.jax_patches import name_values_once
 
-def on(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """A GPU by the name that its driver gives it."""
+
+def on(kind: str, *, names: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """A GPU by the name that its driver gives it. With `names`, values of kernels are named once, as in the decode loop's programs:
+    otherwise names are half of the time that lowering a kernel takes."""
+    if names:
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # names are patched where they have been imported
+        name_values_once()
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device))
 

@@ -18,11 +18,10 @@ from dflash_jax.compile.jax_patches import (
     compile_kernel,
     find_kernel_runtime,
     kernels_side_by_side,
-    name_values_once,
     sorts_by_name,
 )
 
-from ..devices import h200
+from ..devices import on
 
 ROWS, HEAD = (16, 64), 4096
 
@@ -37,10 +36,8 @@ def lowered(*, names: bool = True) -> jax.stages.Lowered:
     jax.clear_caches()
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((999, 2560), (2560,), (HEAD, 2560))]
     ids = [jax.ShapeDtypeStruct((rows,), jnp.int32) for rows in ROWS]
-    with h200():
+    with on("NVIDIA H200", names=names):
         traced = jax.jit(program).trace(*arrays, *ids)
-        if names:
-            name_values_once()
         return traced.lower(lowering_platforms=("cuda",))
 
 
