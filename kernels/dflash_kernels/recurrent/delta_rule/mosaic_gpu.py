@@ -133,14 +133,14 @@ def launch_prefill(
 
     # A prompt's chunks lie one after the other: all rows but its last are full.
     begins = jax.lax.cummax(jnp.where(follows, 0, jnp.arange(n)))
-    of_rows = -(-lengths // CHUNK)
-    counts = jnp.where(begins == jnp.arange(n)[:, None], of_rows, 0).sum(axis=1)
+    each = -(-lengths // CHUNK)
+    counts = jnp.where(begins == jnp.arange(n)[:, None], each, 0).sum(axis=1)
     sources = jnp.where(prompts.known, prompts.sources, -1)
     # A prompt leaves its state where its last row does.
     left = jnp.where(prompts.targets < state.s.shape[0], prompts.targets, -1)
     targets = jnp.where(begins == jnp.arange(n)[:, None], left, -1).max(axis=1)
-    integers = (x.astype(jnp.int32) for x in (counts, sources, targets))
-    out, s = mosaic_gpu_sm90_scan.scan(q, k, cum, w, new, seen, state.s, *integers, interpret)
+    of_rows = [x.astype(jnp.int32) for x in (counts, sources, targets)]
+    out, s = mosaic_gpu_sm90_scan.scan(q, k, cum, w, new, seen, state.s, *of_rows, interpret)
     out = out.reshape(n, -1, shape.value_heads, WIDTH)[:, :length]
     out = jnp.where(prompts.live[..., None, None], out, 0)  # nothing is written past a prompt's last chunk
     conv = state.conv.at[prompts.targets].set(prompts.conv, mode="drop")
