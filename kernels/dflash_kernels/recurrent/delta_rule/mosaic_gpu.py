@@ -140,7 +140,7 @@ def launch_prefill(
     left = jnp.where(prompts.targets < state.s.shape[0], prompts.targets, -1)
     targets = jnp.where(begins == jnp.arange(n)[:, None], left, -1).max(axis=1)
     of_rows = [x.astype(jnp.int32) for x in (counts, sources, targets)]
-    out, s = mosaic_gpu_sm90_scan.scan(q, k, cum, w, new, seen, state.s, *of_rows, interpret)
+    out, s = mosaic_gpu_sm90_scan.scan(q, k, cum, w, new, seen, state.s, *of_rows, interpret=interpret)
     out = out.reshape(n, -1, shape.value_heads, WIDTH)[:, :length]
     out = jnp.where(prompts.live[..., None, None], out, 0)  # nothing is written past a prompt's last chunk
     conv = state.conv.at[prompts.targets].set(prompts.conv, mode="drop")
