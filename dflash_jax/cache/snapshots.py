@@ -58,9 +58,7 @@ class SnapshotAccount:
         self._rows = {}
 
 
-def snapshot_places(
-    cached: int, shared: int, length: int, page_size: int, *, apart: int, every: int
-) -> list[int]:
+def snapshot_places(cached: int, shared: int, length: int, page_size: int, *, apart: int, every: int) -> list[int]:
     """After which tokens of a prompt its state is kept, in ascending order.
 
     Every place costs a call that reads all weights, and a row of the pool. In order of worth: the end of what another prompt has

@@ -13,7 +13,9 @@ import pytest
 from dflash_jax.cache import PageAllocator
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
 from dflash_jax.engine import Engine
+from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.requests import Request
+from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
 from ..hybrid_pair import hybrid_config, hybrid_pair
@@ -70,7 +72,7 @@ def served(pair: Pair, prompts, params=PARAMS, **options):
     for update in engine.run(requests, **options):
         tokens[update.index] += update.tokens
         counts[update.index] += update.counts
-        chances[update.index] += [entry.logprob for entry in update.logprobs]
+        chances[update.index] += [one for one, _ in update.logprobs]
         cached[update.index].append(update.cached)
     pair.assert_free()
     return tokens, counts, chances, [max(one) for one in cached]
@@ -112,22 +114,23 @@ def test_the_same_prompt_again(pair: Pair) -> None:
 
 
 def test_a_conversation_goes_on_and_a_third_prompt_finds_what_two_had_in_common(pair: Pair) -> None:
-    prompts = families(50, (40, 30, 21, 25))
-    longer = prompts[0] + alone(pair, prompts[:1])[0][0] + [5, 6, 7]
-    expected = alone(pair, [*prompts, longer])
-    found = [served(pair, [prompt]) for prompt in (*prompts, longer)]
-    # The second finds pages and no state; it leaves one where they end.
-    assert [one[3] for one in found] == [[0], [0], [48], [48], [80]]
-    assert_alike([sum(part, []) for part in zip(*(one[:3] for one in found), strict=True)], expected)
+    prompts = families(70, (40, 30, 21, 25))
+    longer = prompts[0] + alone(pair, prompts[:1])[0][0][:20] + [5, 6, 7]
+    prompts.insert(1, longer)
+    expected = alone(pair, prompts)
+    found = [served(pair, [prompt]) for prompt in prompts]
+    # The third has four pages in common with the first, and a state after three of them only; it leaves one after the fourth.
+    assert [one[3] for one in found] == [[0], [96], [48], [64], [64]]
+    assert_alike([[one[0] for one in part] for part in zip(*found, strict=True)][:3], expected)
 
 
 def test_several_at_once_with_a_common_beginning(pair: Pair) -> None:
     """The first two are prefilled side by side; those behind wait for the state that the second one leaves."""
-    prompts = families(50, (10, 11, 12, 13, 14))
+    prompts = families(40, (20, 11, 12, 13, 14))
     expected = alone(pair, prompts)
     found = served(pair, prompts)
     assert_alike(found, expected)
-    assert found[3] == [0, 0, 48, 48, 48]
+    assert found[3] == [0, 0, 32, 32, 32]
     # Two equal ones: the second waits and finds all that it may.
     found = served(pair, [prompts[0][::-1]] * 2)
     assert found[3] == [0, 48]
@@ -217,18 +220,12 @@ def test_more_slots_while_prompts_go_on_from_snapshots(pair: Pair) -> None:
     expected = alone(pair, prompts)
     served(pair, prompts[:2])
     tokens = {i: [] for i in range(3)}
-    run = engine.run([Request(0, tuple(prompts[0]), PARAMS)], cycles=1)
+    run, coming = engine.run([Request(0, tuple(prompts[0]), PARAMS)], cycles=1), [1, 2]
     for update in run:
         tokens[update.index] += update.tokens
-        if len(tokens[0]) > 4 and not tokens[1] and not tokens[2] and run_has(run, 1):
-            for i in (1, 2):
-                run.add(Request(i, tuple(prompts[i]), PARAMS))
+        if len(tokens[0]) > 4 and coming:
+            run.add(Request(coming[0], tuple(prompts[coming.pop(0)]), PARAMS))
     assert list(tokens.values()) == expected[0]
-
-
-def run_has(run, count: int) -> bool:
-    """Whether so many requests are in a run."""
-    return len(run.requests) == count
 
 
 def test_new_weights_find_nothing(pair: Pair) -> None:
@@ -238,6 +235,29 @@ def test_new_weights_find_nothing(pair: Pair) -> None:
     again = served(pair, [prompt])
     assert again[3] == [0]
     assert_alike(again, first)
+
+
+def test_memory_for_snapshots() -> None:
+    """Pages come first where nobody has asked for a number."""
+    usual = {
+        "weights": 100,
+        "reading": 100,
+        "workspace": 100,
+        "page": 10,
+        "longest_pages": 4,
+        "max_batch": 2,
+        "state": 50,
+    }
+    plans = [
+        plan_memory(**usual, num_pages=None, free=free, snapshots=count)
+        for free, count in ((1000, None), (530, None), (470, None), (1000, 3), (1000, 0), (540, 2))
+    ]
+    assert [one.state_snapshots for one in plans] == [4, 1, 0, 3, 0, 2]
+    assert [one.num_pages for one in plans] == [8, 8, 7, 8, 8, 4]
+    assert [one.snapshots for one in plans] == [50 * one.state_snapshots for one in plans]
+    with pytest.raises(CapacityError, match="snapshots of states"):
+        plan_memory(**usual, num_pages=8, free=600, snapshots=3)
+    assert plan_memory(**usual | {"state": 0}, num_pages=None, free=1000, snapshots=None).state_snapshots == 0
 
 
 def test_where_snapshots_are_taken() -> None:
