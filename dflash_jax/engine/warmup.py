@@ -7,10 +7,11 @@ from functools import cached_property, partial
 
 import jax
 import numpy as np
+from dflash_kernels import DeltaState
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
-from dflash_jax.cache.recurrent import make_states
+from dflash_jax.cache.recurrent import copy_state, make_states
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
@@ -30,6 +31,13 @@ def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
     return resize(state, rows)
 
 
+def copy_program(
+    _: None, into: tuple[DeltaState, ...], source: tuple[DeltaState, ...], row: Array, of: Array
+) -> tuple[DeltaState, ...]:
+    """`copy_state` with the argument that programs keep for weights."""
+    return copy_state(into, source, row, of)
+
+
 def warmup_jobs(
     core: Resources, setups: Iterable[Setup], batch: Iterable[int] | None
 ) -> Iterator[Callable[[], object]]:
@@ -37,6 +45,8 @@ def warmup_jobs(
     yield core.ready_pools
     buckets = core.buckets
     sizes = sorted({round_up(size, buckets.batch) for size in (buckets.batch if batch is None else batch)})
+    if core.snapshots.count:
+        yield from itertools.chain.from_iterable(snapshot_jobs(core, size) for size in sizes)
     for setup in setups:
         jobs = Jobs(core, setup, STOP_WIDTH)
         for old, new in itertools.permutations(sizes, 2):
@@ -50,6 +60,16 @@ def warmup_jobs(
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
                 yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
+
+
+def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[object]]:
+    """What compiles the copies from the states of so many slots to the pool of snapshots, and back."""
+    number = np.int32(0)
+    ours, kept = (
+        jax.eval_shape(partial(make_states, core.target, rows, core.dtype)) for rows in (slots, core.snapshots.count)
+    )
+    for into, source in ((kept, ours), (ours, kept)):
+        yield partial(core.programs.prepare, copy_program, (), (1,), None, into, source, number, number)
 
 
 def first_jobs(
