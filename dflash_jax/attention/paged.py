@@ -84,7 +84,7 @@ class PagedAttend:
             )  # fmt: skip
             return out, cache.with_layer(i, k=k, v=v)
         norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
-        if layer.zero_centered and not switches.HYBRID:
+        if layer.zero_centered and not switches.CENTERED_WRITE:
             rows, norms = _normed_by_xla(layer, rows), {}
         q, k, v, written = qkv_write(k, v, rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms)
         cache = cache.with_layer(i, k=k, v=v)
