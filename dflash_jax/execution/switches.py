@@ -8,7 +8,7 @@ PERSISTENT = True  # one kernel between two layers' attention
 PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
 FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
-HYBRID = False  # fused runners of targets with gated delta nets
+HYBRID = True  # fused runners of targets with gated delta nets
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 
 
