@@ -66,11 +66,11 @@ def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.Batch, "begin", begin)
 
 
-def served(pair: Pair, prompts, params=PARAMS, **options):
+def served(pair: Pair, prompts, params=PARAMS):
     """Tokens, acceptance lengths, log-probabilities and tokens found of every prompt, all of them served together."""
     engine, requests = pair.engine, [Request(i, tuple(prompt), params) for i, prompt in enumerate(prompts)]
     tokens, counts, chances, cached = ([[] for _ in prompts] for _ in range(4))
-    for update in engine.run(requests, **options):
+    for update in engine.run(requests, slots=4):  # one number of slots, one set of programs
         tokens[update.index] += update.tokens
         counts[update.index] += update.counts
         chances[update.index] += [one for one, _ in update.logprobs]
