@@ -259,19 +259,22 @@ class Linear(nnx.Module):
 class Attention(nnx.Module):
     """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
-    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
+    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`, `norms`,
+    `zero_centered` for weights of these that are offsets from 1, and `beside`, heads of the projection after the values'.
 
     Args:
-      beside: rows of the projection after those of queries, keys and values, for a subclass that has a use for them.
+      beside: heads whose rows of the projection stand after the values', for a subclass that has a use for them.
     """
 
+    zero_centered = False
+
     def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True, beside: int = 0):
-        self.config, self.index, self.causal = config, index, causal
+        self.config, self.index, self.causal, self.beside = config, index, causal, beside
         self.scale = config.head_dim**-0.5
         reach = config.windows[index]
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear((n + 2 * k) * h + beside, config.hidden_size, bias=traits.bias != "none")
+        self.qkv_proj = Linear((n + 2 * k + beside) * h, config.hidden_size, bias=traits.bias != "none")
         self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None

@@ -30,7 +30,7 @@ from dflash_jax.config import (
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.delta_net import DeltaNet
-from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters
+from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters, rotate
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
@@ -266,20 +266,34 @@ class GatedAttention(Attention):
     The projection's rows are those of queries, keys, values and gates.
     """
 
+    zero_centered = True
+
     def __init__(self, config: Qwen35Config, index: int, traits: LayerTraits):
-        width = config.num_heads * config.head_dim
-        super().__init__(config, index, traits, beside=width)
+        super().__init__(config, index, traits, beside=config.num_heads)
         self.index = config.full_layers.index(index)  # of its pages
         self.query_norm, self.key_norm = (ZeroCenteredNorm(config.head_dim, config.norm_eps) for _ in range(2))
 
-    def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
-        """See `Mixer`."""
+    @property
+    def norms(self) -> tuple[Array, Array]:
+        """Offsets of the norms of every head's queries and keys."""
+        return self.query_norm.weight[...], self.key_norm.weight[...]
+
+    def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
+        """Queries and keys, normed and rotated, and values; see `Attention`."""
+        q, k, v, _ = self.parts(qkv)
+        return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
+
+    def parts(self, projected: Array) -> list[Array]:
+        """Queries, keys, values and gates, by head."""
         config = self.config
         heads = projected.reshape(*projected.shape[:-1], -1, config.head_dim)
         keys = config.num_heads + config.num_kv_heads
-        q, k, v, gate = jnp.split(heads, [config.num_heads, keys, keys + config.num_kv_heads], axis=-2)
-        qkv = jnp.concatenate([self.query_norm(q), self.key_norm(k), v], axis=-2)
-        out, cache = attend(self, qkv.reshape(*projected.shape[:-1], -1), rotary, cache)
+        return jnp.split(heads, [config.num_heads, keys, keys + config.num_kv_heads], axis=-2)
+
+    def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
+        out, cache = attend(self, projected, rotary, cache)
+        gate = self.parts(projected)[-1]
         return (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype), cache
 
 

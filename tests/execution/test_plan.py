@@ -57,11 +57,8 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3.5-35B-A3B", 1, None, "fused_moe", "apart"),
     ],
 )  # fmt: skip
-def test_runner_of_a_published_target(
-    name: str, sequences: int, weights: Any, runner: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    monkeypatch.setattr(switches, "HYBRID", True)
     config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS | HYBRID_TARGETS)[name]
     if name not in HYBRID_TARGETS:
         config = replace(config, num_layers=1, windows=config.windows[:1])
@@ -87,10 +84,7 @@ def test_runner_of_a_published_target(
         ({"delta": DeltaTraits(12352, 4096)}, "in_layer", "gated delta nets"),
     ],
 )  # fmt: skip
-def test_every_trait_that_kernels_lack_is_refused_by_name(
-    change: dict[str, Any], what: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(switches, "HYBRID", True)
+def test_every_trait_that_kernels_lack_is_refused_by_name(change: dict[str, Any], what: str, said: str) -> None:
     with h200():
         assert choose(TRAITS, CYCLE, FORMAT).refusals == ()
         found = choose(replace(TRAITS, **change), CYCLE, FORMAT)
@@ -111,6 +105,10 @@ def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest
         assert (found.runner, found.refused("persistent"), found.refused("fused_dense")) == (
             "plain", "switched off", "switched off",
         )  # fmt: skip
+        monkeypatch.undo()
+        monkeypatch.setattr(switches, "HYBRID", False)
+        found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)
+        assert "switched off" in (found.refused("persistent") or "")
 
 
 def test_pages_that_rows_may_share_keep_attention_apart() -> None:

@@ -89,7 +89,6 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
     ids, positions = jnp.asarray([[5, 90, 17, 3, 44], [7, 7, 0, 61, 2]]), jnp.arange(5)[None].repeat(2, axis=0)
     x, rotary, call = model.embed(ids), model.rotary(positions), CallShape(2, 5, jnp.dtype(jnp.float32))
     theirs = runs(PLAIN, model, x, rotary, dense_attend())
-    monkeypatch.setattr(switches, "HYBRID", True)
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
@@ -202,11 +201,8 @@ def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
         ("Qwen3.5-27B", 1, 16, "persistent"), ("Qwen3.5-9B", 8, 16, "fused_dense"),
     ],
 )  # fmt: skip
-def test_hybrid_layers_of_published_shapes(
-    name: str, sequences: int, tokens: int, runner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hybrid_layers_of_published_shapes(name: str, sequences: int, tokens: int, runner: str) -> None:
     """As far from the layers in float32 as those called one by one in bfloat16 are, up to a little; twice the same bits."""
-    monkeypatch.setattr(switches, "HYBRID", True)
     config = dataclasses.replace(
         HYBRID_TARGETS[name], num_layers=4, windows=(None,) * 4, full_layers=(3,), vocab_size=256
     )

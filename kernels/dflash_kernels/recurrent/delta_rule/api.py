@@ -25,7 +25,7 @@ STEP = {
     "mosaic_gpu": mosaic_gpu.delta_step_mosaic_gpu, "xla": xla.delta_step_xla, "reference": reference.delta_step_reference,
 }  # fmt: skip
 PREFILL = {
-    "xla": xla.delta_prefill_xla, "mosaic_gpu": mosaic_gpu.delta_prefill_mosaic_gpu,
+    "mosaic_gpu": mosaic_gpu.delta_prefill_mosaic_gpu, "xla": xla.delta_prefill_xla,
     "reference": reference.delta_prefill_reference,
 }  # fmt: skip
 
