@@ -61,7 +61,7 @@ def warmup_jobs(
                 yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
 
 
-def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[object]]:
+def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
     """What compiles the copies from the states of so many slots to the pool of snapshots, and back."""
     number = np.int32(0)
     ours, kept = (
@@ -73,7 +73,7 @@ def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[object]]:
 
 def first_jobs(
     core: Resources, requests: Sequence[Request], *, draft: bool, slots: int | None, cycles: Sequence[int]
-) -> Iterator[Callable[[], object]]:
+) -> Iterator[Callable[[], None]]:
     """What a batch of these requests calls first, in that order: every chunk, the first token, and the first cycles.
 
     Args:
