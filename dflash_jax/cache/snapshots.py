@@ -57,6 +57,12 @@ class SnapshotAccount:
         """No row holds anything that may be used."""
         self._rows = {}
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError where a row stands under two keys, or a key's row is none of the pool's."""
+        rows = list(self._rows.values())
+        if len({*rows}) != len(rows) or any(not 0 <= row < self.count for row in rows):
+            raise AssertionError(f"snapshots are not in rows of their own among {self.count}: {rows}")
+
 
 def snapshot_places(cached: int, shared: int, length: int, page_size: int, *, apart: int, every: int) -> list[int]:
     """After which tokens of a prompt its state is kept, in ascending order.

@@ -1,7 +1,6 @@
 """Everything an engine can need, compiled ahead."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -62,7 +61,7 @@ def warmup_jobs(
                 yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
 
 
-def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[object]]:
+def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
     """What compiles the copies from the states of so many slots to the pool of snapshots, and back."""
     number = np.int32(0)
     ours, kept = (
@@ -87,6 +86,8 @@ def first_jobs(
     setup = setup.verifying(first_length(core, setup, requests, slots))
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)
+    if any(core.snapshot_places(0, 0, len(request.prompt)) for request in requests):
+        yield from snapshot_jobs(core, slots)
     yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
     widths, longest = dict[int, None](), 0
     for request, count in itertools.product(requests, cycles):
@@ -107,19 +108,24 @@ def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slo
 def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:
     """Width of the page table, rows, and tokens of each for every call that prefills these requests, where none finds pages and
     those that have no slot at first come one by one."""
-    buckets, coming = core.buckets, list(requests)
-    while coming:
-        longest, end, taken = len(coming[0].prompt), 0, 1
-        while longest - end > math.prod(shape := buckets.prompts([longest - end])):
-            end += math.prod(shape)
-            yield core.width_of(end), *shape
-        lefts = [longest - end]
-        for other in coming[1 : max(1, slots - (len(requests) - len(coming)))]:
-            if len(other.prompt) > buckets.room(lefts):
-                break
-            lefts, longest, taken = [*lefts, len(other.prompt)], max(longest, len(other.prompt)), taken + 1
-        yield core.width_of(longest), *buckets.prompts(lefts)
-        coming = coming[taken:]
+    buckets, coming, taken = core.buckets, [len(request.prompt) for request in requests], 0
+    filling: list[tuple[int, int, list[int]]] = []  # what is in the pages, all, and where pieces end before that
+    while coming or filling:
+        while coming and (
+            not filling or (taken < slots and coming[0] <= buckets.room([length - end for end, length, _ in filling]))
+        ):
+            length, taken = coming.pop(0), taken + 1
+            filling.append((0, length, core.snapshot_places(0, 0, length)))
+        stops = [(stops or [length])[0] for _, length, stops in filling]
+        rows, size = buckets.prompts([stop - end for stop, (end, _, _) in zip(stops, filling, strict=True)])
+        left, longest, after = rows, 0, []
+        for stop, (end, length, places) in zip(stops, filling, strict=True):
+            pieces = min(left, -(-(stop - end) // size))
+            end, left = min(stop, end + pieces * size), left - pieces
+            longest = max(longest, end if pieces else 0)
+            after.append((end, length, [place for place in places if place > end]))
+        yield core.width_of(longest), rows, size
+        filling = [one for one in after if one[0] < one[1]]
 
 
 class Jobs:

@@ -15,6 +15,7 @@ from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
 from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import plan_memory
 from dflash_jax.engine.requests import Request
+from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
@@ -65,11 +66,11 @@ def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.Batch, "begin", begin)
 
 
-def served(pair: Pair, prompts, params=PARAMS, **options):
+def served(pair: Pair, prompts, params=PARAMS):
     """Tokens, acceptance lengths, log-probabilities and tokens found of every prompt, all of them served together."""
     engine, requests = pair.engine, [Request(i, tuple(prompt), params) for i, prompt in enumerate(prompts)]
     tokens, counts, chances, cached = ([[] for _ in prompts] for _ in range(4))
-    for update in engine.run(requests, **options):
+    for update in engine.run(requests, slots=4):  # one number of slots, one set of programs
         tokens[update.index] += update.tokens
         counts[update.index] += update.counts
         chances[update.index] += [one for one, _ in update.logprobs]
@@ -258,6 +259,23 @@ def test_memory_for_snapshots() -> None:
     with pytest.raises(CapacityError, match="snapshots of states"):
         plan_memory(**usual, num_pages=8, free=600, snapshots=3)
     assert plan_memory(**usual | {"state": 0}, num_pages=None, free=1000, snapshots=None).state_snapshots == 0
+
+
+def test_calls_that_are_known_before(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where pieces end at places of snapshots too, what is compiled while weights are read is what is called."""
+    engine, call, called = pair.engine, pair.engine.programs.call, []
+
+    def watched(function, static, donate, *args):
+        if function.__name__ == "prefill_chunk":
+            called.append((args[1].shape[1], *args[3].shape))
+        return call(function, static, donate, *args)
+
+    monkeypatch.setattr(engine.programs, "call", watched)
+    prompts = random_prompts((9, 40, 100), seed=17)
+    served(pair, prompts, replace(PARAMS, max_tokens=2))
+    requests = [Request(i, tuple(prompt), PARAMS) for i, prompt in enumerate(prompts)]
+    assert list(prompt_calls(engine, requests, 4)) == called
+    assert len(called) > 2
 
 
 def test_where_snapshots_are_taken() -> None:
