@@ -1,6 +1,7 @@
 """Fused runners against the same layers called one by one."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,17 +86,22 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
     """Gated delta nets and gated attention, whose norms are zero-centered, with weights of norms that matter."""
     checkpoint = open_checkpoint(GOLDEN / "hybrid" / case)
     config, params = checkpoint.config, checkpoint.load("float32")
-    model: Any = bind(config, params)
-    ids, positions = jnp.asarray([[5, 90, 17, 3, 44], [7, 7, 0, 61, 2]]), jnp.arange(5)[None].repeat(2, axis=0)
-    x, rotary, call = model.embed(ids), model.rotary(positions), CallShape(2, 5, jnp.dtype(jnp.float32))
-    theirs = runs(PLAIN, model, x, rotary, dense_attend())
+    ids, call = jnp.asarray([[5, 90, 17, 3, 44], [7, 7, 0, 61, 2]]), CallShape(2, 5, jnp.dtype(jnp.float32))
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chosen: ExecutionPlan, params: Any) -> list[jax.Array]:
+        model: Any = bind(config, params)
+        rotary = model.rotary(jnp.arange(5)[None].repeat(2, axis=0))
+        return runs(chosen, model, model.embed(ids), rotary, dense_attend())
+
+    theirs = run(PLAIN, params)
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
     for wanted in ("persistent", "fused_dense") if case == "qwen3_5" else ("fused_moe",):
         chosen = choose(layer_traits(config), call, weight_format(params))
         assert (chosen.runner, chosen.attention) == (wanted, "apart")
-        agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+        agree(theirs, run(chosen, params))
         monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
