@@ -76,9 +76,9 @@ def hybrid(make_prompts) -> tuple[Engine, list[Text]]:
 def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
     """States are restored, kept, moved and given up while others cancel and interrupt. `HYBRID_SCHEDULES` of them."""
     engine, texts = hybrid
-    count = int(os.environ.get("HYBRID_SCHEDULES", "8"))
+    count = int(os.environ.get("HYBRID_SCHEDULES", "6"))
     outcomes = [
-        play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=(None, 1, 3) if seed % 2 else (None,), ahead=ahead)
+        play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=(None, 1) if seed % 2 else (None,), ahead=ahead)
         for seed in range(count)
     ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
