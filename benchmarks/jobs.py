@@ -25,6 +25,12 @@ BENCHMARKS = {
     "decode_between": ("decode.py --models qwen3-8b qwen3-4b --batch 1 2 4 16 --calls 5", 230),
     "decode_hybrid": ("decode.py --models qwen3.5-4b qwen3.5-9b --batch 1 8 32 --calls 3", 200),
     "decode_hybrid_32k": ("decode.py --models qwen3.5-4b --context 32768 --batch 1 --calls 3", 70),
+    "decode_hybrid_8k": (
+        "decode.py --models qwen3-4b qwen3.5-4b qwen3-8b qwen3.5-9b --context 8192 --batch 1 --kinds step --calls 2",
+        200,
+    ),
+    "decode_27b": ("decode.py --models qwen3.5-27b --batch 1 8 --calls 2", 150),
+    "decode_35b": ("decode.py --models qwen3.5-35b-a3b --batch 1 --calls 2", 100),
     "decode_llama": ("decode.py --models llama-3.1-8b --batch 1 8 32 --calls 5", 100),
     "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
     "decode_32k": ("decode.py --models qwen3-4b --context 1024 32768 --attention best xla --calls 3", 110),

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypedDict, get_args, no_type_check
 from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
+MOST_SNAPSHOTS = 4096
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
 CacheDtype = Literal["fp8", "fp8_packed", "int8"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -85,6 +86,11 @@ FLAGS: dict[str, Flag] = {
     "max_batch": Flag("prompts that run side by side at most (default: 8)", kind=int),
     "page_size": Flag("tokens of a page (default: 64)", kind=int),
     "num_pages": Flag("pages shared by all requests (default: as many as are needed)", kind=int),
+    "state_snapshots": Flag(
+        "recurrent states of a hybrid target that are kept for prompts that begin alike (default: twice max-batch, where there "
+        "is room; 0 shares nothing)",
+        kind=int,
+    ),
     "proposals": Flag("how the drafter proposes where a request samples (default: shared_noise)", choices=PROPOSALS),
     "cache_dtype": Flag(
         "the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
@@ -125,6 +131,8 @@ class LoadOptions:
       page_size: tokens of one page.
       num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
         no room for them.
+      state_snapshots: recurrent states of a hybrid target that are kept, so that prompts that begin alike share pages; each is as
+        large as one slot's states. None is twice `max_batch`, fewer where pages leave no room for them; 0 shares nothing.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
       cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
@@ -155,6 +163,7 @@ class LoadOptions:
     max_batch: int = 8
     page_size: int = 64
     num_pages: int | None = None
+    state_snapshots: int | None = None
     proposals: Proposals = "shared_noise"
     cache_dtype: CacheDtype | None = None
     calibration: Sequence[str | Sequence[int]] = ()
@@ -170,6 +179,14 @@ class LoadOptions:
             value = getattr(self, name)
             if not (name == "num_pages" and value is None):
                 object.__setattr__(self, name, _count(name, value, most))
+        if self.state_snapshots is not None:
+            kept = as_integer(self.state_snapshots)
+            if kept is None or not 0 <= kept <= MOST_SNAPSHOTS:
+                raise ParameterError(
+                    f"state_snapshots must be an integer from 0 to {MOST_SNAPSHOTS}, or None for as many as there is room for, "
+                    f"got {self.state_snapshots!r}"
+                )
+            object.__setattr__(self, "state_snapshots", kept)
         for name in ("max_model_len", "verify_length", "draft_window"):
             if (number := as_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
@@ -199,6 +216,7 @@ class LoadKeywords(TypedDict, total=False):
     max_batch: int
     page_size: int
     num_pages: int | None
+    state_snapshots: int | None
     proposals: Proposals
     cache_dtype: CacheDtype | None
     calibration: Sequence[str | Sequence[int]]

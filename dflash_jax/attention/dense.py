@@ -35,6 +35,7 @@ class DenseAttend:
         out, _ = delta_prefill(
             projected, layer.weights, zero_state(rows, layer.shape, projected.dtype), layer.shape, eps=layer.eps,
             slots=jnp.arange(rows), follows=~every, fresh=every, lengths=jnp.full(rows, tokens),
+            implementation="xla",  # kernels have no gradients
         )  # fmt: skip
         return out, cache
 

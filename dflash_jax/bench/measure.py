@@ -169,12 +169,14 @@ def programs(
     engine, users = model.engine, concurrency
     requests = list(_requests(workload, max(users, len(workload.prompts))))
     needs = Needs.of(request.needs for request in requests)
+    # As while it measures: prompts of some targets are cut where others may go on from them.
+    shared, engine.share_prefixes = engine.share_prefixes, False
     engine.imposed_acceptance = imposed_acceptance
     try:
         setup = engine.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
         first = list(_run(model, requests, draft, users).first_jobs())
     finally:
-        engine.imposed_acceptance = None
+        engine.imposed_acceptance, engine.share_prefixes = None, shared
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
     lengths = _likely(engine, setup, users, float(np.mean(sizes)), imposed_acceptance)

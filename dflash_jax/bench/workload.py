@@ -162,6 +162,8 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     }
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
     weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
-    engine = dataclasses.replace(engine, weights=weights, num_pages=memory.num_pages)
+    engine = dataclasses.replace(
+        engine, weights=weights, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots
+    )
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

@@ -102,6 +102,10 @@ class PageAllocator:
             found.append(page)
         return found
 
+    def knows(self, key: bytes) -> bool:
+        """Whether `find` would find a page under `key`."""
+        return key in self._pages
+
     def forget(self) -> None:
         """Makes every published page an ordinary one: their contents are gone."""
         self._free += self._idle

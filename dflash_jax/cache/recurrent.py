@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaShape, DeltaState
+from jaxtyping import Array, Int
 
 from dflash_jax.config import DecoderConfig
 
@@ -32,6 +33,18 @@ def make_states(config: DecoderConfig, slots: int, dtype: jnp.dtype) -> tuple[De
     if shape is None:
         return ()
     return tuple(jax.device_put(zero_state(slots, shape, dtype)) for _ in range(layers))
+
+
+def copy_state(
+    into: tuple[DeltaState, ...], source: tuple[DeltaState, ...], row: Int[Array, ""], of: Int[Array, ""]
+) -> tuple[DeltaState, ...]:
+    """`into` with row `of` of `source` in its row `row`, bit for bit; nothing else of it is touched."""
+
+    def copied(whole: Array, other: Array) -> Array:
+        part = jax.lax.dynamic_slice_in_dim(other, of, 1)
+        return jax.lax.dynamic_update_slice_in_dim(whole, part, row, 0)
+
+    return jax.tree.map(copied, into, source)
 
 
 def state_bytes(config: DecoderConfig, dtype: jnp.dtype) -> int:

@@ -71,6 +71,8 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "reading_bytes": memory.reading,
             "workspace_bytes": memory.workspace,
             "state_bytes": memory.states,
+            "state_snapshots": memory.state_snapshots,
+            "snapshot_bytes": memory.snapshots,
             "pool_bytes": memory.pools,
             "left_bytes": memory.left,
             "pages_for_full_length": memory.full_pages,
@@ -183,7 +185,10 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _states(memory: dict[str, Any]) -> str:
-    return f"{size(memory['state_bytes'])} states, " if memory["state_bytes"] else ""
+    if not memory["state_bytes"]:
+        return ""
+    kept = f"{size(memory['snapshot_bytes'])} for {memory['state_snapshots']} of them kept for prompts that begin alike"
+    return f"{size(memory['state_bytes'])} states, {kept}, "
 
 
 def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:

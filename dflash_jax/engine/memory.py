@@ -34,6 +34,8 @@ class MemoryPlan:
       weights: of both models, as they stay.
       reading: the most that weights take while they are read, before there are pages.
       workspace: for activations, logits and scores of one cycle or one chunk, an estimate on the safe side.
+      snapshots: of states that are kept for prompts to come.
+      state_snapshots: how many.
       states: of gated delta nets, of all slots twice: a batch that changes its number of slots has both for a moment.
       page: one page of both models.
       num_pages: pages planned.
@@ -50,6 +52,8 @@ class MemoryPlan:
     full_pages: int
     longest_pages: int
     states: int = 0
+    snapshots: int = 0
+    state_snapshots: int = 0
 
     @property
     def pools(self) -> int:
@@ -57,7 +61,7 @@ class MemoryPlan:
 
     @property
     def left(self) -> int:
-        return self.free - self.weights - self.workspace - self.states - self.pools
+        return self.free - self.weights - self.workspace - self.states - self.snapshots - self.pools
 
 
 def free_memory() -> int:
@@ -134,31 +138,38 @@ def plan_memory(
     num_pages: int | None,
     free: int,
     state: int = 0,
+    snapshots: int | None = 0,
 ) -> MemoryPlan:
-    """Decides the number of pages.
+    """Decides the number of pages, and of snapshots of states.
 
     Args:
       reading: see `MemoryPlan`.
       state: bytes of one slot's states.
+      snapshots: as many exactly; None for two for each slot, fewer where pages leave no room.
       num_pages: as many exactly; None for as many as `max_batch` requests of full length need, fewer where there is no room.
 
     Raises:
-      CapacityError: not even one request of full length fits, or not `num_pages`, or not the weights while they are read.
+      CapacityError: not even one request of full length fits, or not `num_pages` or `snapshots`, or not the weights while they
+        are read.
     """
     full = max_batch * longest_pages
     states = 2 * max_batch * state
-    room = max(0, (free - weights - workspace - states) // page)
+    kept = (snapshots or 0) if state else 0
+    room = max(0, (free - weights - workspace - states - kept * state) // page)
     pages = min(full, room) if num_pages is None else num_pages
-    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages, states)
+    if snapshots is None and state:
+        kept = min(2 * max_batch, max(0, free - weights - workspace - states - pages * page) // state)
+    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages, states, kept * state, kept)
     short = plan.num_pages < longest_pages if num_pages is None else num_pages > room
     if short:
         needed = longest_pages if num_pages is None else num_pages
         raise CapacityError(
             f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, "
-            f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}and {needed} pages {size(needed * page)}: "
+            f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}"
+            f"{f'{kept} snapshots of states {size(kept * state)}, ' if kept else ''}and {needed} pages {size(needed * page)}: "
             f"{size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
-            "max_batch or num_pages, load without a drafter or in a smaller dtype, or let JAX use more of the device "
-            "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
+            f"max_batch{', num_pages or state_snapshots' if kept else ' or num_pages'}, load without a drafter or in a smaller "
+            "dtype, or let JAX use more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )
     if reading > weights and reading + _OVERHEAD_BYTES > free:
         raise CapacityError(

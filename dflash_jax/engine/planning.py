@@ -47,15 +47,23 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window),
     )  # fmt: skip
-    memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages)
-    return replace(engine, num_pages=memory.num_pages), memory
+    if options.state_snapshots and not engine.state_bytes:
+        raise ParameterError(
+            f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
+        )
+    memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots)
+    return replace(engine, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots), memory
 
 
-def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
-    """What the weights of `engine`, which may be shapes, and its pages take of the device's free memory. Raises CapacityError.
+def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshots: int | None = None) -> MemoryPlan:
+    """What the weights of `engine`, which may be shapes, its pages and its snapshots of states take of the device's free memory.
 
     Args:
       reading: see `MemoryPlan`.
+      num_pages, state_snapshots: as asked; None for what there is room for.
+
+    Raises:
+      CapacityError: see `plan_memory`.
     """
     workspace = workspace_bytes(
         engine.target, engine.draft, engine.dtype,
@@ -64,7 +72,7 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None) -> MemoryPlan:
     return plan_memory(
         weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
         longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
-        state=engine.state_bytes,
+        state=engine.state_bytes, snapshots=state_snapshots,
     )  # fmt: skip
 
 

@@ -3,14 +3,16 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import DeltaState
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
-from dflash_jax.cache.recurrent import state_bytes
+from dflash_jax.cache.recurrent import make_states, state_bytes
+from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -49,7 +51,10 @@ class Resources:
         an integer stays, None is the whole block. A length up to 1 token drafts nothing.
       draft_window: see `Setup`.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
-      share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states.
+      share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states
+        that keeps no snapshots of them.
+      state_snapshots: copies of one slot's states that are kept for prompts to come; of use to a target with states alone.
+      snapshot_tokens: tokens of a prompt that a snapshot must save at least.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       allocator: the account of pages; all are free whenever nothing runs.
@@ -73,6 +78,8 @@ class Resources:
     cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
     share_prefixes: bool = True
+    state_snapshots: int = 0
+    snapshot_tokens: int = LEAST_TOKENS
     verify_length: int | Literal["auto"] | None = None
     imposed_acceptance: float | None = None
     goes_ahead: bool | None = None
@@ -91,7 +98,9 @@ class Resources:
         if self.num_pages == 0:
             self.num_pages = self.max_batch * self.buckets.width[-1]
         self.allocator = PageAllocator(self.num_pages)
+        self.snapshots = SnapshotAccount(self.state_snapshots if self.state_bytes else 0)
         self._pools: tuple[Pages, Pages] | None = None
+        self._kept_states: tuple[DeltaState, ...] = ()
         # One thread may compile ahead, and make pools for it, while another one begins to serve.
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
@@ -112,6 +121,20 @@ class Resources:
     def state_bytes(self) -> int:
         """Bytes of one slot's states of gated delta nets; 0 for a target without."""
         return state_bytes(self.target, self.dtype)
+
+    @property
+    def shares(self) -> bool:
+        """Whether requests find what others have left in pages. A page without the state at its end is no beginning of a prompt."""
+        return self.share_prefixes and (not self.state_bytes or self.snapshots.count > 0)
+
+    def snapshot_places(self, cached: int, shared: int, length: int) -> list[int]:
+        """See `dflash_jax.cache.snapshots.snapshot_places`."""
+        if not self.snapshots.count or not self.share_prefixes:
+            return []
+        # A prompt of full length leaves four on its way: a pool of a few for each slot then holds those of several.
+        every = max(2 * self.snapshot_tokens, self.max_model_len // 4)
+        every = -(-every // self.page_size) * self.page_size
+        return snapshot_places(cached, shared, length, self.page_size, apart=self.snapshot_tokens, every=every)
 
     @property
     def pool_bytes(self) -> int:
@@ -209,12 +232,16 @@ class Resources:
                 self._newest_pools()
 
     def _newest_pools(self) -> tuple[Pages, Pages]:
-        lost = self._pools is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._pools))
+        lost = _lost(self._pools)
         if lost or self._filled_by is not self.weights:
             # First of all: after an interrupt nobody may find in new pools what was in the old ones.
             self.allocator.forget()
+            self.snapshots.forget()
             self._pools = self._make_pools() if lost else self._pools
             self._filled_by = self.weights
+        if self.snapshots.count and _lost(self._kept_states):
+            self.snapshots.forget()
+            self._kept_states = make_states(self.target, self.snapshots.count, self.dtype)
         assert self._pools is not None
         return self._pools
 
@@ -231,8 +258,23 @@ class Resources:
 
     def lose_pools(self) -> None:
         """The device failed: what its last program returned may be its error in place of numbers, to whoever reads it."""
-        self._pools = None
+        self._pools, self._kept_states = None, ()
+
+    @property
+    def kept_states(self) -> tuple[DeltaState, ...]:
+        """The pool of snapshots, one row each; made with the page pools."""
+        return self._kept_states
+
+    def keep_states(self, states: tuple[DeltaState, ...]) -> None:
+        """The pool of snapshots as the newest program returned it: it has consumed the one before."""
+        self._kept_states = states
 
     def keep_pools(self, target: Pages, draft: Pages) -> None:
         """The pools as the newest program returned them: it has consumed the ones before."""
         self._pools = (target, draft)
+
+
+def _lost(arrays: Any) -> bool:
+    """Whether there are no such arrays, or an interrupted call has consumed them."""
+    leaves = jax.tree.leaves(arrays)
+    return not leaves or any(leaf.is_deleted() for leaf in leaves)

@@ -30,7 +30,7 @@ from dflash_jax.engine.requests import Needs, Request, Update, empty_state, on_h
 from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, Resources
 from dflash_jax.engine.slots import Job, Sink, Slots
 from dflash_jax.engine.verify_policy import Kind, kind_of
-from dflash_jax.engine.warmup import Jobs, admit_program, resize_program
+from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 
 # Calls in flight: one that runs, and one behind it.
 MOST_IN_FLIGHT = 2
@@ -188,10 +188,11 @@ class Batch:
 
     def __init__(self, core: Resources, *, draft: bool, slots: int, needs: Needs):
         self.core, self.draft, self.needs = core, draft, needs
-        # States are of whole contexts: a page without the state that belongs to its end is no beginning of another one.
-        shares = core.share_prefixes and not core.state_bytes
-        root = (b"with drafter" if draft else b"target alone") if shares else None
-        self.slots = Slots(slots, core.buckets.width[-1], core.allocator, core.page_size, root)
+        root = (b"with drafter" if draft else b"target alone") if core.shares else None
+        snapshots = core.snapshots if core.state_bytes else None
+        self.slots = Slots(
+            slots, core.buckets.width[-1], core.allocator, core.page_size, root, snapshots, core.snapshot_places
+        )
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
         self.state = empty_state(self.setup, slots, needs.stop_width, core.dtype, core.take_pools())
@@ -259,14 +260,14 @@ class Batch:
           By rows of the logits, the requests whose contexts are in the pages then; and the logits.
         """
         core = self.core
-        pieces = [(job, start) for job in jobs for start in range(job.filled, job.length, size)][:rows]
+        pieces = [(job, start) for job in jobs for start in range(job.filled, job.stop, size)][:rows]
         ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
         slots = np.full((rows,), self.size, np.int32)
-        width = core.width_of(max(min(start + size, job.length) for job, start in pieces))
+        width = core.width_of(max(min(start + size, job.stop) for job, start in pieces))
         table, ends = np.full((rows, width), -1, np.int32), dict[Job, int]()
         contexts = {job: job.context for job in jobs}
         for row, (job, start) in enumerate(pieces):
-            piece = contexts[job][start : start + size]
+            piece = contexts[job][start : min(start + size, job.stop)]
             ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
             table[row], slots[row], ends[job] = self.slots.tables[job.slot, :width], job.slot, row
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
@@ -275,7 +276,31 @@ class Batch:
         self.keep(replace(self.state, target_pages=target, draft_pages=draft, recurrent=states))
         for job, row in ends.items():
             job.filled = int(starts[row] + lengths[row])
+            if job.filled in job.stops:
+                self.take_snapshot(job)
         return {row: job for job, row in ends.items() if job.filled == job.length}, logits
+
+    def take_snapshot(self, job: Job) -> None:
+        """Keeps the state of `job`, whose pieces have just come to the end of a page, for prompts that begin alike. The pages below
+        are never written to again: others may find them from now on."""
+        core = self.core
+        job.stops.remove(job.filled)
+        self.slots.publish(job)
+        key = job.keys[job.filled // core.page_size - 1]
+        if key in core.snapshots:
+            return
+        row = core.snapshots.free_row(core.allocator.knows)
+        core.keep_states(self._copied(core.kept_states, self.state.recurrent, row, job.slot))
+        core.snapshots.publish(row, key)
+
+    def begin(self, job: Job) -> None:
+        """Gives a request that has just entered the state that belongs to the end of the pages it found."""
+        if job.snapshot >= 0:
+            states = self._copied(self.state.recurrent, self.core.kept_states, job.slot, job.snapshot)
+            self.keep(replace(self.state, recurrent=states))
+
+    def _copied(self, into: Any, source: Any, row: int, of: int) -> Any:
+        return self.core.programs.call(copy_program, (), (1,), None, into, source, np.int32(row), np.int32(of))
 
     def admit(self, jobs: dict[int, Job], logits: jax.Array) -> PrefillResult | None:
         """Puts requests into their slots on the device, and gives out first tokens but for those that were given out before a slot
@@ -744,7 +769,7 @@ class Scheduler:
         if not jobs:
             return False
         core = batch.core
-        rows, size = core.buckets.prompts([job.length - job.filled for job in jobs])
+        rows, size = core.buckets.prompts([job.stop - job.filled for job in jobs])
         cost = max(rows * size, LEAST_TOKENS)
         if batch.slots.decoding and self._spent and self._spent + cost > core.max_chunk:
             return False
@@ -784,6 +809,7 @@ class Scheduler:
         if not batch.slots.enter(job, core.pages_for(job.length), spare=growth, most=most):
             return False
         self._waiting.popleft()
+        batch.begin(job)
         self._cached += job.cached
         job.started, job.compiled = time.perf_counter(), core.programs.compile_s
         return True

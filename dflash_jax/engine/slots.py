@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dflash_jax.cache import PageAllocator, extend_keys
+from dflash_jax.cache.snapshots import SnapshotAccount
 from dflash_jax.engine.requests import Needs, Request, Update
 
 type Sink = Callable[[int, Update | Exception], None]
@@ -33,6 +34,8 @@ class Job:
       fresh: how many of them the drafter's pages may lack.
       due: tokens it gains at least by what was started and not looked at yet.
       coming: tokens that cycles among it may give it.
+      stops: after which tokens of its context the pieces of it end and its state is kept, as far as it has not come.
+      snapshot: row of the pool whose state its slot begins with; -1 for none.
       decoding: whether its context is in the pages and the device runs it.
       keys: of the full pages of its text, as far as they were asked for.
       cached: tokens of its context that it found in pages when it took its slot.
@@ -54,6 +57,8 @@ class Job:
     fresh: int = 0
     due: int = 0
     coming: int = 0
+    stops: list[int] = field(default_factory=list)
+    snapshot: int = -1
     decoding: bool = False
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
@@ -75,6 +80,11 @@ class Job:
         return len(self.request.prompt) + max(0, len(self.tokens) - 1)
 
     @property
+    def stop(self) -> int:
+        """Tokens of its context that may be in the pages after the next call for prompts, at most."""
+        return self.stops[0] if self.stops else self.length
+
+    @property
     def remaining(self) -> int:
         return self.request.params.max_tokens - len(self.tokens)
 
@@ -82,6 +92,7 @@ class Job:
         """As it is before it enters: what the account and the device know of it is nobody's."""
         self.pages, self.slot, self.decoding, self.stay = [], -1, False, self.stay + 1
         self.due = self.coming = 0
+        self.stops, self.snapshot = [], -1
 
 
 class Slots:
@@ -93,12 +104,25 @@ class Slots:
       allocator: gives the pages.
       page_size: tokens of a page.
       root: names what the pages hold; None shares no page.
+      snapshots: without whose states no page is found; None for a target without states.
+      places: after which tokens of a prompt its state is kept, of those whose state it found, those that its pages have in common
+        with others, and all.
 
     Attributes:
       filling: requests whose contexts are not in the pages yet, in the order in which they entered.
     """
 
-    def __init__(self, count: int, width: int, allocator: PageAllocator, page_size: int, root: bytes | None):
+    def __init__(
+        self,
+        count: int,
+        width: int,
+        allocator: PageAllocator,
+        page_size: int,
+        root: bytes | None,
+        snapshots: SnapshotAccount | None = None,
+        places: Callable[[int, int, int], list[int]] = lambda cached, shared, length: [],
+    ):
+        self.snapshots, self.places = snapshots, places
         self.allocator, self.page_size, self.root = allocator, page_size, root
         self.jobs: list[Job | None] = [None] * count
         self.filling: list[Job] = []
@@ -127,7 +151,7 @@ class Slots:
         """
         if None not in self.jobs:
             return False
-        shared = self._find(job)
+        shared, known, snapshot = self._find(job)
         lacks = job.length - len(shared) * self.page_size
         if (
             self._comes(job, len(shared))
@@ -139,6 +163,9 @@ class Slots:
         job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
         job.filled = job.cached = len(shared) * self.page_size
         job.fresh = job.due = job.coming = 0
+        if self.snapshots is not None and self.root is not None:
+            job.snapshot = snapshot
+            job.stops = self.places(job.filled, known * self.page_size, job.length)
         self.jobs[job.slot] = job
         self.filling.append(job)
         self.resize(job, pages)
@@ -178,17 +205,34 @@ class Slots:
             for page, key in zip(job.pages[: len(known) // self.page_size], job.keys, strict=False):
                 self.allocator.publish(page, key)
 
-    def _find(self, job: Job) -> list[int]:
-        """Pages with the beginning of the context of `job`, at least one token of it left out: its logits are wanted."""
+    def _find(self, job: Job) -> tuple[list[int], int, int]:
+        """Pages with the beginning of the context of `job`, at least one token of it left out: its logits are wanted. Where the
+        target has states, as many as end with a snapshot.
+
+        Returns:
+          The pages; how many there are that others have or are about to fill; and the row of the snapshot, or -1.
+        """
         if self.root is None:
-            return []
+            return [], 0, -1
         extend_keys(job.keys, job.context, self.page_size, self.root)
-        return self.allocator.find(job.keys[: (len(job.context) - 1) // self.page_size])
+        keys = job.keys[: (len(job.context) - 1) // self.page_size]
+        pages = self.allocator.find(keys)
+        if self.snapshots is None:
+            return pages, len(pages), -1
+        alike = [sum(ours == theirs for ours, theirs in zip(keys, other.keys, strict=False)) for other in self.filling]
+        number, row = self.snapshots.find(keys[: len(pages)])
+        self.allocator.free(pages[number:])
+        return pages[:number], max(len(pages), *alike, 0), row
 
     def _comes(self, job: Job, found: int) -> bool:
-        """Whether the first page that `job` does not find is one that a prompt before it is about to fill."""
-        if self.root is None or found >= (job.length - 1) // self.page_size:
+        """Whether the first page that `job` does not find is one that a prompt before it is about to fill; where the target has
+        states, whether that prompt is about to leave one that `job` can go on from."""
+        most = (job.length - 1) // self.page_size
+        if self.root is None or found >= most:
             return False
+        if self.snapshots is not None:
+            ends = [(other, stop // self.page_size) for other in self.filling for stop in other.stops]
+            return any(found < end <= most and job.keys[end - 1] == other.keys[end - 1] for other, end in ends)
         return any(job.keys[found : found + 1] == other.keys[found : found + 1] for other in self.filling)
 
     def compact(self, count: int) -> np.ndarray:

@@ -1,16 +1,16 @@
 """Everything an engine can need, compiled ahead."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import jax
 import numpy as np
+from dflash_kernels import DeltaState
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
-from dflash_jax.cache.recurrent import make_states
+from dflash_jax.cache.recurrent import copy_state, make_states
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
@@ -30,6 +30,13 @@ def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
     return resize(state, rows)
 
 
+def copy_program(
+    _: None, into: tuple[DeltaState, ...], source: tuple[DeltaState, ...], row: Array, of: Array
+) -> tuple[DeltaState, ...]:
+    """`copy_state` with the argument that programs keep for weights."""
+    return copy_state(into, source, row, of)
+
+
 def warmup_jobs(
     core: Resources, setups: Iterable[Setup], batch: Iterable[int] | None
 ) -> Iterator[Callable[[], object]]:
@@ -37,6 +44,8 @@ def warmup_jobs(
     yield core.ready_pools
     buckets = core.buckets
     sizes = sorted({round_up(size, buckets.batch) for size in (buckets.batch if batch is None else batch)})
+    if core.snapshots.count:
+        yield from itertools.chain.from_iterable(snapshot_jobs(core, size) for size in sizes)
     for setup in setups:
         jobs = Jobs(core, setup, STOP_WIDTH)
         for old, new in itertools.permutations(sizes, 2):
@@ -50,6 +59,16 @@ def warmup_jobs(
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
                 yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
+
+
+def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
+    """What compiles the copies from the states of so many slots to the pool of snapshots, and back."""
+    number = np.int32(0)
+    ours, kept = (
+        jax.eval_shape(partial(make_states, core.target, rows, core.dtype)) for rows in (slots, core.snapshots.count)
+    )
+    for into, source in ((kept, ours), (ours, kept)):
+        yield partial(core.programs.prepare, copy_program, (), (1,), None, into, source, number, number)
 
 
 def first_jobs(
@@ -67,6 +86,8 @@ def first_jobs(
     setup = setup.verifying(first_length(core, setup, requests, slots))
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)
+    if any(core.snapshot_places(0, 0, len(request.prompt)) for request in requests):
+        yield from snapshot_jobs(core, slots)
     yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
     widths, longest = dict[int, None](), 0
     for request, count in itertools.product(requests, cycles):
@@ -87,19 +108,24 @@ def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slo
 def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:
     """Width of the page table, rows, and tokens of each for every call that prefills these requests, where none finds pages and
     those that have no slot at first come one by one."""
-    buckets, coming = core.buckets, list(requests)
-    while coming:
-        longest, end, taken = len(coming[0].prompt), 0, 1
-        while longest - end > math.prod(shape := buckets.prompts([longest - end])):
-            end += math.prod(shape)
-            yield core.width_of(end), *shape
-        lefts = [longest - end]
-        for other in coming[1 : max(1, slots - (len(requests) - len(coming)))]:
-            if len(other.prompt) > buckets.room(lefts):
-                break
-            lefts, longest, taken = [*lefts, len(other.prompt)], max(longest, len(other.prompt)), taken + 1
-        yield core.width_of(longest), *buckets.prompts(lefts)
-        coming = coming[taken:]
+    buckets, coming, taken = core.buckets, [len(request.prompt) for request in requests], 0
+    filling: list[tuple[int, int, list[int]]] = []  # what is in the pages, all, and where pieces end before that
+    while coming or filling:
+        while coming and (
+            not filling or (taken < slots and coming[0] <= buckets.room([length - end for end, length, _ in filling]))
+        ):
+            length, taken = coming.pop(0), taken + 1
+            filling.append((0, length, core.snapshot_places(0, 0, length)))
+        stops = [(stops or [length])[0] for _, length, stops in filling]
+        rows, size = buckets.prompts([stop - end for stop, (end, _, _) in zip(stops, filling, strict=True)])
+        left, longest, after = rows, 0, []
+        for stop, (end, length, places) in zip(stops, filling, strict=True):
+            pieces = min(left, -(-(stop - end) // size))
+            end, left = min(stop, end + pieces * size), left - pieces
+            longest = max(longest, end if pieces else 0)
+            after.append((end, length, [place for place in places if place > end]))
+        yield core.width_of(longest), rows, size
+        filling = [one for one in after if one[0] < one[1]]
 
 
 class Jobs:

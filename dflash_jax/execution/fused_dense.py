@@ -9,7 +9,7 @@ from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_p
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.plan import MOST_DENSE_ROWS
-from dflash_jax.models.layers import Attend, Cache, Linear, RMSNorm, Rotary
+from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
 from dflash_jax.quantization.weights import Quantised, product, rounds
 
 
@@ -47,11 +47,11 @@ class Named(TypedDict):
 
 def run_fused_dense(
     layers: Sequence[Any],
-    norm: RMSNorm,
+    norm: Norm,
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Attend,
+    attend: Any,
     cache: Cache,
     implementation: str | None = None,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
@@ -64,10 +64,11 @@ def run_fused_dense(
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        attn, mlp = layer.attn, layer.mlp
-        qkv = dense(normed, attn.qkv_proj.weight[...], **named)
-        heads, cache = attend(attn, qkv.reshape(*x.shape[:-1], -1), rotary, cache)
-        stream, normed = _onto(heads.reshape(rows, -1), attn.o_proj, stream, layer.post_norm, named)
+        mixer, mlp = layer.mixer, layer.mlp
+        first, last = mixer.projections
+        projected = dense(normed, first.weight[...], **named)
+        mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named)
         inner = dense_gated(normed, mlp.gate_up_proj.weight[...], **named)
         stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named)
         streams.append(stream.reshape(x.shape))
@@ -75,7 +76,9 @@ def run_fused_dense(
 
 
 def _onto(
-    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: RMSNorm, named: Named
+    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """The stream with a product added, and its norm."""
-    return dense_onto(x, projection.weight[...], stream, norm.weight[...], eps=norm.eps, **named)
+    return dense_onto(
+        x, projection.weight[...], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
+    )  # fmt: skip

@@ -9,13 +9,13 @@ from typing import Any
 from dflash_kernels import float8_dense, float8_gated, float8_onto
 from jaxtyping import Array, Float
 
-from dflash_jax.models.layers import Attend, Cache, RMSNorm, Rotary
+from dflash_jax.models.layers import Attend, Cache, Norm, Rotary
 from dflash_jax.quantization.weights import rounded
 
 
 def run_fused_float8(
     layers: Sequence[Any],
-    norm: RMSNorm,
+    norm: Norm,
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
@@ -45,7 +45,7 @@ def _projections(layer: Any) -> tuple[Any, ...]:
     return layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
 
 
-def _onto(rows: Any, weight: Any, stream: Array, norm: RMSNorm) -> tuple[Array, Any]:
+def _onto(rows: Any, weight: Any, stream: Array, norm: Norm) -> tuple[Array, Any]:
     """The stream with a product added, and its norm's rows."""
     return float8_onto(
         rows, weight.values, weight.scales, stream, norm.weight[...], eps=norm.eps, paired=weight.paired

@@ -6,21 +6,22 @@ Called one after the other, they would be twice as many launches.
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal, routed_experts_exchange
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.fused_dense import multiplied
-from dflash_jax.models.layers import Attend, Cache, Linear, RMSNorm, Rotary
+from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
 from dflash_jax.quantization.weights import Quantised
 
 
 def run_fused_moe(
     layers: Sequence[Any],
-    norm: RMSNorm,
+    norm: Norm,
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Attend,
+    attend: Any,
     cache: Cache,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
     """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`."""
@@ -28,13 +29,11 @@ def run_fused_moe(
     exchange = routed_experts_exchange()
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        projected = multiplied(layer.attn.qkv_proj, normed)
-        heads, cache = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary, cache)
-        heads = heads.reshape(rows, -1)
-        heads = _projected(layer.attn.o_proj, heads)
-        stream, parts = _fed(layer, heads, stream, exchange)
-        following = norm if later is None else later.input_norm
-        stream, normed = add_norm(parts, stream, following.weight[...], eps=following.eps)
+        first, last = layer.mixer.projections
+        projected = multiplied(first, normed)
+        mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        stream, parts = _fed(layer, _projected(last, mixed.reshape(rows, -1)), stream, exchange)
+        stream, normed = add_norm(parts, stream, **_weight(norm if later is None else later.input_norm))
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
 
@@ -51,13 +50,20 @@ def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
     return dense_parts(x, weight)
 
 
+def _weight(norm: Norm) -> dict[str, Any]:
+    """A norm, as operations take it."""
+    return {"weight": norm.weight[...], "eps": norm.eps, "zero_centered": norm.zero_centered}
+
+
 def _fed(
     layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
     """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
-    feed, norm, eps = layer.mlp, layer.post_norm.weight[...], layer.post_norm.eps
+    feed, norm = layer.mlp, _weight(layer.post_norm)
     if not feed.routed:
-        stream, normed = add_norm(parts, stream, norm, eps=eps)
+        stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
-    stream, normed, scores = add_norm_scores(parts, stream, norm, feed.router.weight[...], eps=eps)
-    return stream, feed.experts.parts(normed, feed.router, scores, exchange)
+    stream, normed, scores = add_norm_scores(parts, stream, scorer=feed.router.weight[...], **norm)
+    parts = feed.experts.parts(normed, feed.router, scores, exchange)
+    shared = feed.beside(normed)
+    return stream, parts if shared is None else jnp.concatenate([parts, shared[None].astype(parts.dtype)])

@@ -19,7 +19,7 @@ from dflash_kernels import (
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.plan import ExecutionPlan
-from dflash_jax.models.layers import Attend, Attention, Cache, RMSNorm, Rotary
+from dflash_jax.models.layers import Attention, Cache, Norm, Rotary
 from dflash_jax.quantization.weights import Quantised, Weight
 
 
@@ -59,10 +59,11 @@ def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Any:
     """
     if plan.workspace is None:
         return None
-    (down, _), config = _stored(layers[0].mlp.down_proj.weight[...]), layers[0].attn.config
+    down, _ = _stored(layers[0].mlp.down_proj.weight[...])
     stream = chain_stream(jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), x.dtype))  # only its shape counts
     if plan.workspace == "layer":
         return jax.new_ref(chain_exchange(stream, down))
+    config = layers[0].attn.config
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     return tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
 
@@ -70,11 +71,11 @@ def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Any:
 def run_persistent(
     plan: ExecutionPlan,
     layers: Sequence[Any],
-    norm: RMSNorm,
+    norm: Norm,
     x: Float[Array, "B T D"],
     normed: Float[Array, "B T D"],
     rotary: Rotary,
-    attend: Attend,
+    attend: Any,
     cache: Cache,
     workspace: Any = None,
     implementation: str | None = None,
@@ -88,25 +89,26 @@ def run_persistent(
     """
     rows = x.shape[0] * x.shape[1]
     stream = chain_stream(x.reshape(rows, -1))
-    projected: Any = layers[0].attn.qkv_proj(normed)
+    projected: Any = layers[0].mixer.projections[0](normed)
     workspace = make_workspace(plan, layers, x) if workspace is None else workspace
     streams = []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         if plan.attention == "in_layer":
             whole = cast(AttendsInLayer, attend).in_layer
             weights = _weights(layer, later)
-            stream, projected, cache = whole(layer.attn, projected, rotary, stream, *weights, workspace, cache)
+            stream, projected, cache = whole(layer.mixer, projected, rotary, stream, *weights, workspace, cache)
             streams.append(stream)
             continue
-        heads, cache = attend(layer.attn, projected.reshape(*x.shape[:-1], -1), rotary, cache)
+        mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         weights, scales = _weights(layer, later)
-        ahead = None if later is None else _stored(later.attn.o_proj.weight[...])[0]
+        ahead = None if later is None else _stored(later.mixer.projections[1].weight[...])[0]
+        ahead = ahead if ahead is not None and ahead.shape == weights[0].shape else None
         stream, projected = layer_chain(
-            heads.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
-            implementation=implementation,
+            mixed.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
+            zero_centered=layer.post_norm.zero_centered, implementation=implementation,
         )  # fmt: skip
         streams.append(stream)
-    hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps)
+    hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered)
     streams = [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams]
     return streams, hidden.reshape(x.shape), cache
 
@@ -118,8 +120,9 @@ def _stored(weight: Weight | None) -> tuple[Any, Array | None]:
 
 def _weights(layer: Any, later: Any) -> tuple[tuple[Any, ...], tuple[Array | None, ...] | None]:
     """What a layer's operation takes from `o` on, the next layer's projection included, and the scales of its matrices."""
-    names = (layer.attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj)
-    matrices = [part.weight[...] for part in names] + [None if later is None else later.attn.qkv_proj.weight[...]]
+    names = (layer.mixer.projections[1], layer.mlp.gate_up_proj, layer.mlp.down_proj)
+    following = None if later is None else later.mixer.projections[0].weight[...]
+    matrices = [*(part.weight[...] for part in names), following]
     (o, gate_up, down, following), scales = zip(*map(_stored, matrices), strict=True)
     norms = layer.post_norm.weight[...], None if later is None else later.input_norm.weight[...]
     return (o, norms[0], gate_up, down, norms[1], following), None if scales[0] is None else scales

@@ -60,7 +60,11 @@ ONE_GRAPH = {
 CUBLAS_ROWS = 512
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
-_MATRICES = "attn.qkv_proj.weight", "attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
+# In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
+MATRICES = (
+    "attn.qkv_proj.weight", "attn.o_proj.weight", "delta.in_proj.weight", "delta.out_proj.weight", "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ class WeightFormat:
 
 def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> WeightFormat:
     """The format of a model's flat parameters, which may be shapes, read off its first layer."""
-    found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in _MATRICES) if name in params]
+    found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in MATRICES) if name in params]
     others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
     plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
     if not found:
@@ -232,8 +236,8 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
     """Why no fused runner takes these layers at all."""
     if traits.attention == "latent":
         return "keys and values are latent rows, whose projections no fused runner has"
-    if traits.recurrent:
-        return "some layers are gated delta nets, and norms are zero-centered, which no fused runner has"
+    if traits.delta is not None and not switches.HYBRID:
+        return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
     if traits.value_scale != 1.0:
@@ -258,7 +262,9 @@ def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFor
         return reason
     if weights.dtype == "mixed" or (weights.quantized and not weights.paired):
         return "matrices of a layer are stored in different formats, or in eight bits without interleaved columns"
-    return layer_chain_refusal(call.rows, call.dtype, **_sizes(traits), itemsize=weights.itemsize)
+    if traits.delta is not None and weights.quantized:
+        return "projections of gated delta nets stay in sixteen bits, other matrices are quantized"
+    return _chain_refusal(traits, call.rows, call.dtype, weights.itemsize)
 
 
 def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
@@ -274,7 +280,7 @@ def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFo
         return (
             f"{call.rows} rows fill no tile of {TILE_ROWS}, and XLA's products of layers of {traits.hidden} are faster"
         )
-    depths = traits.hidden, traits.heads_width, traits.inner
+    depths = traits.hidden, *(width for _, width in traits.mixers), traits.inner
     return next(filter(None, (dense_refusal(call.rows, call.dtype, depth) for depth in depths)), None)
 
 
@@ -285,6 +291,8 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
         return 'weights are not "fp8_dynamic"'
     if call.rows < MANY_ROWS:
         return f"{call.rows} rows are multiplied as they are, rounding begins at {MANY_ROWS}"
+    if traits.zero_centered:
+        return "norms are zero-centered, which the operation that rounds their rows to float8 lacks"
     if weights.paired is None:
         return "some matrices have interleaved columns and others not"
     return None
@@ -297,8 +305,6 @@ def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
     experts = traits.experts
     if experts is None:
         return "no layer has experts"
-    if experts.shared:
-        return "shared experts stand beside the routed ones"
     sizes = {"experts": experts.count, "hidden": traits.hidden, "inner": experts.inner}
     return routed_experts_refusal(call.rows, experts.per_token, call.dtype, **sizes)
 
@@ -322,11 +328,15 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
         return "there are no pages of heads, or rows may be of one sequence and attend when all of them are written"
     if traits.window or traits.sinks:
         return "layers have sliding windows or attention sinks"
+    if traits.delta is not None or traits.gated or traits.zero_centered:
+        return (
+            "some layers are gated delta nets, or attention is gated or norms are zero-centered, which the kernel lacks"
+        )
     if traits.rotary_dim != traits.head_dim:
         return f"{traits.rotary_dim} of a head's {traits.head_dim} entries rotate, the kernel rotates all"
     return attention_chain_refusal(
         call.sequences, call.tokens, call.dtype, group=traits.heads // traits.kv_heads, kv_heads=traits.kv_heads,
-        head_dim=traits.head_dim, page_size=pages.page_size, table_width=pages.table_width, **_sizes(traits),
+        head_dim=traits.head_dim, page_size=pages.page_size, table_width=pages.table_width, **_sizes(traits)[0],
         itemsize=weights.itemsize, page_dtype=pages.dtype,
     )  # fmt: skip
 
@@ -342,13 +352,23 @@ def _blocks_refusal(traits: LayerTraits, call: CallShape, mesh: Any) -> str | No
         return f"the largest cycle has {call.rows} tokens, XLA's products are faster from {MOST_BLOCKED_ROWS} on"
     if (reason := _dense_layers_refusal(traits)) is not None:
         return reason
-    return layer_chain_refusal(1, call.dtype, **_sizes(traits))
+    return _chain_refusal(traits, 1, call.dtype)
 
 
-def _sizes(traits: LayerTraits) -> dict[str, int]:
-    return {
-        "hidden": traits.hidden, "heads_width": traits.heads_width, "inner": traits.inner, "next_width": traits.qkv_width,
-    }  # fmt: skip
+def _chain_refusal(traits: LayerTraits, rows: int, dtype: jnp.dtype, itemsize: int = 2) -> str | None:
+    """Why there is no chain of products between layers of each two kinds."""
+    refusals = (layer_chain_refusal(rows, dtype, **sizes, itemsize=itemsize) for sizes in _sizes(traits))
+    return next(filter(None, refusals), None)
+
+
+def _sizes(traits: LayerTraits) -> list[dict[str, int]]:
+    """Of a layer and what the next one begins with, for each kind of either."""
+    both, (firsts, lasts) = {"hidden": traits.hidden, "inner": traits.inner}, zip(*traits.mixers, strict=True)
+    return [
+        both | {"heads_width": last, "next_width": first}
+        for last in dict.fromkeys(lasts)
+        for first in dict.fromkeys(firsts)
+    ]
 
 
 @dataclass(frozen=True)

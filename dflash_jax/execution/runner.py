@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 from dflash_kernels import embed_norm
@@ -13,7 +13,7 @@ from dflash_jax.execution.fused_float8 import run_fused_float8
 from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
-from dflash_jax.models.layers import ONE_BY_ONE, Cache, RMSNorm, Rotary, ZeroCenteredNorm
+from dflash_jax.models.layers import ONE_BY_ONE, Cache, Norm, Rotary
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -36,13 +36,15 @@ class Planned:
         if isinstance(table, Quantised) or self.plan.runner == "plain":
             return table[ids], None
         norm = layers[0].input_norm
-        x, normed = embed_norm(table, ids.reshape(-1), norm.weight[...], eps=norm.eps)
+        x, normed = embed_norm(
+            table, ids.reshape(-1), norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered
+        )  # fmt: skip
         return x.reshape(*ids.shape, -1), normed.reshape(*ids.shape, -1)
 
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: RMSNorm | ZeroCenteredNorm,
+        norm: Norm,
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -52,7 +54,6 @@ class Planned:
     ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
         if self.plan.runner == "plain":
             return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
-        norm = cast(RMSNorm, norm)  # the only one that plans with a fused runner are made for
         first: jax.Array = layers[0].input_norm(x) if normed is None else normed
         match self.plan.runner:
             case "persistent":

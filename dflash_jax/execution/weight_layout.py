@@ -18,11 +18,12 @@ from dflash_kernels import ColumnBlocks, in_column_blocks
 from jaxtyping import Array
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.execution.plan import CallShape, choose
+from dflash_jax.execution.plan import MATRICES, CallShape, choose
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
 
-_MATRICES = "attn.qkv_proj.weight", "attn.o_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight"
+# Multiplied by XLA in some calls.
+_IN_ROWS = "layers.0.attn.qkv_proj.weight", "layers.0.delta.in_proj.weight"
 
 
 def cycle_rows(max_batch: int, draft: DFlashConfig | None) -> int:
@@ -63,4 +64,4 @@ def block_columns(params: dict[str, Array]) -> dict[str, Array | ColumnBlocks]:
 
 
 def _is_blocked(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith(_MATRICES) and name != "layers.0.attn.qkv_proj.weight"
+    return name.startswith("layers.") and name.endswith(MATRICES) and name not in _IN_ROWS

@@ -30,7 +30,16 @@ class DeltaNet(nnx.Module):
         """What the delta rule reads beside the projection."""
         return DeltaWeights(self.conv[...], self.a_log[...], self.dt_bias[...], self.norm.weight[...])
 
-    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """See `Mixer`."""
+        return self.in_proj, self.out_proj
+
+    def mix(self, projected: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
         del rotary  # the state tells the order of tokens
-        out, cache = attend.delta(self, self.in_proj(x), cache)
+        return attend.delta(self, projected, cache)
+
+    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        out, cache = self.mix(self.in_proj(x), rotary, attend, cache)
         return self.out_proj(out), cache

@@ -166,7 +166,7 @@ class Runner(Protocol):
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm | ZeroCenteredNorm",
+        norm: "Norm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -192,7 +192,7 @@ class OneByOne:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "RMSNorm | ZeroCenteredNorm",
+        norm: "Norm",
         x: Float[Array, "B T D"],
         rotary: Rotary,
         attend: Any,
@@ -211,6 +211,8 @@ ONE_BY_ONE = OneByOne()
 
 
 class RMSNorm(nnx.Module):
+    zero_centered = False
+
     def __init__(self, dim: int, eps: float):
         self.weight = nnx.Param(jnp.ones((dim,)))
         self.eps = eps
@@ -222,14 +224,24 @@ class RMSNorm(nnx.Module):
 class ZeroCenteredNorm(nnx.Module):
     """RMS norm whose weight is kept as its offset from 1; both are applied in float32, as Hugging Face's Qwen3.5 does."""
 
+    zero_centered = True
+
     def __init__(self, dim: int, eps: float):
         self.offset = nnx.Param(jnp.zeros((dim,)))
         self.eps = eps
+
+    @property
+    def weight(self) -> nnx.Param:
+        """What operations take as the norm's weight, together with `zero_centered`."""
+        return self.offset
 
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * (1.0 + self.offset[...].astype(jnp.float32))).astype(x.dtype)
+
+
+type Norm = RMSNorm | ZeroCenteredNorm
 
 
 class Linear(nnx.Module):
@@ -247,19 +259,22 @@ class Linear(nnx.Module):
 class Attention(nnx.Module):
     """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
-    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`.
+    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`, `norms`,
+    `zero_centered` for weights of these that are offsets from 1, and `beside`, heads of the projection after the values'.
 
     Args:
-      beside: rows of the projection after those of queries, keys and values, for a subclass that has a use for them.
+      beside: heads whose rows of the projection stand after the values', for a subclass that has a use for them.
     """
 
+    zero_centered = False
+
     def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True, beside: int = 0):
-        self.config, self.index, self.causal = config, index, causal
+        self.config, self.index, self.causal, self.beside = config, index, causal, beside
         self.scale = config.head_dim**-0.5
         reach = config.windows[index]
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
-        self.qkv_proj = Linear((n + 2 * k) * h + beside, config.hidden_size, bias=traits.bias != "none")
+        self.qkv_proj = Linear((n + 2 * k + beside) * h, config.hidden_size, bias=traits.bias != "none")
         self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
@@ -279,9 +294,33 @@ class Attention(nnx.Module):
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return rotate(q, rotary), rotate(k, rotary), v
 
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """See `Mixer`."""
+        return self.qkv_proj, self.o_proj
+
+    def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
+        return attend(self, projected, rotary, cache)
+
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
-        out, cache = attend(self, self.qkv_proj(x), rotary, cache)
+        out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
+
+
+@runtime_checkable
+class Mixer(Protocol):
+    """What mixes tokens in a layer, between a projection of the normed stream and one onto the stream."""
+
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """The first one, and the last one."""
+        ...
+
+    def mix(self, projected: Array, rotary: Rotary, attend: Any, cache: Cache) -> tuple[Array, Cache]:
+        """What lies between both: from the first one's result `[B,T,W]` to the last one's argument, whose columns may be on
+        several axes."""
+        ...
 
 
 class MLP(nnx.Module):
@@ -323,6 +362,10 @@ class DecoderLayer(nnx.Module):
         self.mlp: Any = (
             MLP(config.hidden_size, traits.inner, traits.activation) if feed_forward is None else feed_forward
         )
+
+    @property
+    def mixer(self) -> Mixer:
+        return self.attn
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)

@@ -264,18 +264,22 @@ class MoE(nnx.Module):
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(rows, *self.router(rows)).reshape(x.shape)
+        shared = self.beside(x)
+        return routed if shared is None else routed + shared
+
+    def beside(self, x: Float[Array, "... D"]) -> Float[Array, "... D"] | None:
+        """What the shared experts give, gated where they are; None where there are none."""
         if self.shared is None:
-            return routed
+            return None
         shared = self.shared(x)
         if self.shared_gate is not None:
             shared = shared * jax.nn.sigmoid(self.shared_gate(x).astype(jnp.float32)).astype(x.dtype)
-        return routed + shared
+        return shared
 
 
 def expert_traits(config: ExpertsConfig) -> ExpertTraits:
     """What a configuration's experts are to whoever chooses how layers run."""
-    shared = config.num_shared_experts > 0
-    return ExpertTraits(config.num_experts, config.experts_per_token, config.moe_intermediate_size, shared)
+    return ExpertTraits(config.num_experts, config.experts_per_token, config.moe_intermediate_size)
 
 
 def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:

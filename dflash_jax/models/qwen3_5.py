@@ -30,10 +30,10 @@ from dflash_jax.config import (
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.delta_net import DeltaNet
-from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters
+from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters, rotate
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
-from dflash_jax.models.traits import ExpertTraits, LayerTraits, decoder_traits
+from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
 
 DENSE, MIXTURE, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
 # Text models inside a vision-language checkpoint: everything about text is in `text_config`.
@@ -266,21 +266,35 @@ class GatedAttention(Attention):
     The projection's rows are those of queries, keys, values and gates.
     """
 
+    zero_centered = True
+
     def __init__(self, config: Qwen35Config, index: int, traits: LayerTraits):
-        width = config.num_heads * config.head_dim
-        super().__init__(config, index, traits, beside=width)
+        super().__init__(config, index, traits, beside=config.num_heads)
         self.index = config.full_layers.index(index)  # of its pages
         self.query_norm, self.key_norm = (ZeroCenteredNorm(config.head_dim, config.norm_eps) for _ in range(2))
 
-    def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
-        config, projected = self.config, self.qkv_proj(x)
-        heads = projected.reshape(*x.shape[:-1], -1, config.head_dim)
+    @property
+    def norms(self) -> tuple[Array, Array]:
+        """Offsets of the norms of every head's queries and keys."""
+        return self.query_norm.weight[...], self.key_norm.weight[...]
+
+    def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
+        """Queries and keys, normed and rotated, and values; see `Attention`."""
+        q, k, v, _ = self.parts(qkv)
+        return rotate(self.query_norm(q), rotary), rotate(self.key_norm(k), rotary), v
+
+    def parts(self, projected: Array) -> list[Array]:
+        """Queries, keys, values and gates, by head."""
+        config = self.config
+        heads = projected.reshape(*projected.shape[:-1], -1, config.head_dim)
         keys = config.num_heads + config.num_kv_heads
-        q, k, v, gate = jnp.split(heads, [config.num_heads, keys, keys + config.num_kv_heads], axis=-2)
-        qkv = jnp.concatenate([self.query_norm(q), self.key_norm(k), v], axis=-2)
-        out, cache = attend(self, qkv.reshape(*x.shape[:-1], -1), rotary, cache)
-        gated = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
-        return self.o_proj(gated.reshape(*x.shape[:-1], -1)), cache
+        return jnp.split(heads, [config.num_heads, keys, keys + config.num_kv_heads], axis=-2)
+
+    def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
+        out, cache = attend(self, projected, rotary, cache)
+        gate = self.parts(projected)[-1]
+        return (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype), cache
 
 
 class HybridLayer(nnx.Module):
@@ -297,9 +311,12 @@ class HybridLayer(nnx.Module):
             MoE(config, shared=shared, gated=True) if config.has_experts(index) else MLP(d, config.intermediate_size)
         )
 
+    @property
+    def mixer(self) -> Any:
+        return self.delta if self.attn is None else self.attn
+
     def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
-        mixer = self.delta if self.attn is None else self.attn
-        mixed, cache = mixer(self.input_norm(x), rotary, attend, cache)
+        mixed, cache = self.mixer(self.input_norm(x), rotary, attend, cache)
         x = x + mixed
         return x + self.mlp(self.post_norm(x)), cache
 
@@ -316,12 +333,13 @@ class Qwen35(Decoder):
 
 def qwen35_traits(config: Qwen35Config) -> LayerTraits:
     """Layers of two kinds; norms of heads are no part of what attention is asked for, being zero-centered."""
-    dense, experts = sum(not config.has_experts(i) for i in range(config.num_layers)), None
+    dense = sum(not config.has_experts(i) for i in range(config.num_layers))
     kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
-    if kind != "dense":
-        base = expert_traits(config)
-        experts = ExpertTraits(base.count, base.per_token, base.inner, shared=True)
-    return decoder_traits(config, qk_norm=False, recurrent=True, feed_forward=kind, experts=experts)
+    shape, experts = config.delta, None if kind == "dense" else expert_traits(config)
+    delta = DeltaTraits(shape.columns, shape.value_heads * shape.value_dim)
+    return decoder_traits(
+        config, qk_norm=False, gated=True, zero_centered=True, delta=delta, feed_forward=kind, experts=experts
+    )  # fmt: skip
 
 
 def qwen35_parameters(config: Qwen35Config) -> tuple[Parameter, ...]:

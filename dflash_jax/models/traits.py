@@ -20,13 +20,24 @@ class ExpertTraits:
       count: experts (E).
       per_token: experts of a token, top-k.
       inner: inner width of one.
-      shared: whether a token also takes experts that nobody routes to.
     """
 
     count: int
     per_token: int
     inner: int
-    shared: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaTraits:
+    """Gated delta nets, which keep a state and no keys.
+
+    Attributes:
+      columns: rows of the projection to what they take.
+      width: columns of the projection of what they give.
+    """
+
+    columns: int
+    width: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +54,12 @@ class LayerTraits:
       window: whether a layer attends through a sliding window.
       sinks: whether heads have learned attention sinks.
       value_scale: factor on what attention gives.
+      gated: whether what attention gives is gated, by rows of the projection after those of queries, keys and values.
+      zero_centered: whether weights of the norms of the stream are offsets from 1.
+      delta: of the layers that have a gated delta net in attention's place.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
-      recurrent: whether some layers are gated delta nets, which keep a state and no keys, and norms are zero-centered.
     """
 
     hidden: int
@@ -64,7 +77,9 @@ class LayerTraits:
     feed_forward: Literal["dense", "moe", "mixed"] = "dense"
     activation: Activation = "silu"
     experts: ExpertTraits | None = None
-    recurrent: bool = False
+    gated: bool = False
+    zero_centered: bool = False
+    delta: DeltaTraits | None = None
 
     @property
     def heads_width(self) -> int:
@@ -73,8 +88,14 @@ class LayerTraits:
 
     @property
     def qkv_width(self) -> int:
-        """Rows of the projection to queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Rows of the projection to queries, keys and values, and gates where there are such."""
+        return (self.heads * (1 + self.gated) + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def mixers(self) -> tuple[tuple[int, int], ...]:
+        """Rows of the first projection and columns of the last one, of each kind of layer."""
+        attention = self.qkv_width, self.heads_width
+        return (attention,) if self.delta is None else (attention, (self.delta.columns, self.delta.width))
 
 
 def decoder_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:

@@ -16,7 +16,8 @@ FIELDS = {one.name: one for one in fields(LoadOptions)}
 # A value of each option as somebody types it, and what `load` gets.
 TYPED = {
     "dtype": ("bfloat16", "bfloat16"), "max_model_len": ("64", 64), "max_batch": ("2", 2), "page_size": ("32", 32),
-    "num_pages": ("9", 9), "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
+    "num_pages": ("9", 9), "state_snapshots": ("0", 0),
+    "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
     "draft_window": ("128", 128), "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]),
 }  # fmt: skip
@@ -57,6 +58,7 @@ def test_what_is_not_typed_keeps_its_default():
         ({"max_batch": 0}, "max_batch must be an integer from 1 to 4096, got 0"),
         ({"page_size": True}, "page_size must be an integer"),
         ({"num_pages": 0}, "num_pages must be an integer"),
+        ({"state_snapshots": -1}, "state_snapshots must be an integer from 0 to 4096"),
         ({"proposals": "best"}, "proposals must be shared_noise, argmax or rejection, got 'best'"),
         ({"weight_dtype": "fp4"}, "weight_dtype must be None, int8, fp8 or fp8_dynamic, got 'fp4'"),
         ({"draft_weight_dtype": "fp4"}, "draft_weight_dtype must be None, int8"),

@@ -3,6 +3,7 @@
 States are where quality is lost without an error: every way to reach one is held against plain steps and the dense model.
 """
 
+import os
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.cache import PageAllocator, make_pages
 from dflash_jax.cache.recurrent import make_states
+from dflash_jax.decoding import cycle
 from dflash_jax.decoding.prefill import Caches, prefill_chunk
 from dflash_jax.decoding.state import Setup
 from dflash_jax.engine.requests import Request
@@ -68,6 +70,44 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
     for row, prompt, tokens in zip(chosen(hybrid.engine.weights["target"], ids), prompts, together, strict=True):
         assert np.asarray(row)[len(prompt) - 1 :][:24].tolist() == tokens
+
+
+def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
+    `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
+    many, tokens, block = int(os.environ.get("HYBRID_TEXTS", "6")), 64, 16
+    prompts = random_prompts([1 + 37 * i % 90 for i in range(many)], seed=21)
+    each = [SamplingParams(max_tokens=tokens, seed=i) for i in range(many)]
+    draft = {"target_layer_ids": (-1, 0, 1), "block_size": block}
+    pair = hybrid_pair(hybrid_config(**SMALL), max_chunk=64, draft=draft)
+    plain, ones, _ = pair.run(prompts, each, draft=False)
+    texts = np.zeros((many, 90 + tokens + 2 * block), np.int32)
+    for row, prompt, text in zip(texts, prompts, plain, strict=True):
+        row[: len(prompt) + tokens] = prompt + text
+    stands = np.random.default_rng(4).integers(0, block, texts.shape)
+    seen, draft_block = [], cycle.draft_block
+
+    def remember(drafter, target, pages, table, state, *rest):
+        seen[:] = [state]
+        return draft_block(drafter, target, pages, table, state, *rest)
+
+    def known(drafter, block_states, head, index):
+        (state,), places = seen, jnp.arange(1, block)
+        who = state.request.seed[:, -1].astype(jnp.int32)
+        right = jnp.asarray(texts)[who[:, None], state.seq_lens[:, None] + places]
+        stand = jnp.asarray(stands)[who, state.seq_lens]
+        found = jnp.where(places <= stand[:, None], right, (right + 1) % VOCAB)
+        rest = block_states.shape[1] - found.shape[1]  # where the anchor's row is left in, nobody reads it
+        return jnp.pad(found, ((0, 0), (rest, 0)))
+
+    monkeypatch.setattr(cycle, "draft_block", remember)
+    monkeypatch.setattr(cycle, "best_proposals", known)
+    drafted, counts, _ = pair.run(prompts, each)
+    assert drafted == plain
+    assert counts_of(ones) == {1}
+    assert len(counts_of(counts)) >= min(block, 2 * many)
+    for i in range(0, many, 2):
+        assert pair.run(prompts[i : i + 1], each[i])[:2] == (plain[i : i + 1], counts[i : i + 1])
 
 
 def test_other_numbers_of_cycles_lengths_and_slots(hybrid: Pair) -> None:

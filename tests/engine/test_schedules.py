@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import dflash_jax as dj
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 
+from ..hybrid_pair import hybrid_config, hybrid_pair
 from .schedules import Text, make_texts, play
 
 PROMPTS = 12
@@ -53,6 +55,36 @@ def test_random_schedules_with_calls_ahead(engine, texts):
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True) for seed in range(80)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
     assert all(happened >= (8, 200, 30, 10, 8, 150, 10)), f"too little happened to show anything: {happened}"
+
+
+@pytest.fixture(scope="module")
+def hybrid(make_prompts) -> tuple[Engine, list[Text]]:
+    """A target with recurrent states and fewer snapshots of them than prompts, and texts that begin alike."""
+    target = hybrid_config(num_layers=2, windows=(None,) * 2, full_layers=(1,))
+    engine = hybrid_pair(
+        target, page_size=4, max_model_len=72, max_chunk=24, num_pages=64, draft={"target_layer_ids": (-1, 0, 1)},
+        state_snapshots=5, snapshot_tokens=4,
+    ).engine  # fmt: skip
+    engine.buckets = replace(engine.buckets, pieces=(2, 12), piece=2)
+    stem = make_prompts((36,))[0]
+    ends = make_prompts((3, 9, 1, 14, 5, 20), seed=1)
+    prompts = [stem[:length] + end for length, end in zip((30, 17, 36, 24, 8, 0), ends, strict=True)]
+    return engine, make_texts(engine, prompts, tokens=32)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
+def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
+    """States are restored, kept, moved and given up while others cancel and interrupt. `HYBRID_SCHEDULES` of them."""
+    engine, texts = hybrid
+    count = int(os.environ.get("HYBRID_SCHEDULES", "6"))
+    outcomes = [
+        play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=(None, 1) if seed % 2 else (None,), ahead=ahead)
+        for seed in range(count)
+    ]
+    happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
+    assert happened[1] >= 2 * count, f"too few pages were found: {happened}"
+    assert happened[0] >= count // 10, f"nobody lost pages: {happened}"
+    engine.snapshots.check_integrity()
 
 
 def test_random_schedules_of_the_shipped_pair():

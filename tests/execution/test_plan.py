@@ -28,7 +28,8 @@ from dflash_jax.execution.plan import (
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_for, family_named, layer_traits
-from dflash_jax.models.presets import DRAFTERS, LLAMA_TARGETS, MOE_TARGETS, QWEN2_TARGETS, TARGETS
+from dflash_jax.models.presets import DRAFTERS, HYBRID_TARGETS, LLAMA_TARGETS, MOE_TARGETS, QWEN2_TARGETS, TARGETS
+from dflash_jax.models.traits import DeltaTraits
 from dflash_jax.quantization.weights import quantise_weights
 
 from ..devices import h200, on
@@ -50,13 +51,17 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
         ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
-        ("Qwen2.5-7B", 1, None, "plain", "apart"),
+        ("Qwen2.5-7B", 1, None, "plain", "apart"), ("Qwen3.5-4B", 1, None, "persistent", "apart"),
+        ("Qwen3.5-4B", 8, None, "fused_dense", "apart"), ("Qwen3.5-27B", 1, None, "persistent", "apart"),
+        ("Qwen3.5-4B", 1, "int8", "plain", "apart"), ("Qwen3.5-4B", 8, "fp8_dynamic", "plain", "apart"),
+        ("Qwen3.5-35B-A3B", 1, None, "fused_moe", "apart"),
     ],
 )  # fmt: skip
 def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS)[name]
-    config = replace(config, num_layers=1, windows=config.windows[:1])
+    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS | HYBRID_TARGETS)[name]
+    if name not in HYBRID_TARGETS:
+        config = replace(config, num_layers=1, windows=config.windows[:1])
     with h200():
         shapes = weight_shapes([(config, family_for(config))], BFLOAT16, weights, rows=16 * sequences)["target"]
         found = choose(layer_traits(config), replace(CYCLE, sequences=sequences), weight_format(shapes))
@@ -75,7 +80,8 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
         ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
-        ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"),
+        ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"), ({"gated": True}, "in_layer", "attention is gated"),
+        ({"delta": DeltaTraits(12352, 4096)}, "in_layer", "gated delta nets"),
     ],
 )  # fmt: skip
 def test_every_trait_that_kernels_lack_is_refused_by_name(change: dict[str, Any], what: str, said: str) -> None:
@@ -99,6 +105,10 @@ def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest
         assert (found.runner, found.refused("persistent"), found.refused("fused_dense")) == (
             "plain", "switched off", "switched off",
         )  # fmt: skip
+        monkeypatch.undo()
+        monkeypatch.setattr(switches, "HYBRID", False)
+        found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)
+        assert "switched off" in (found.refused("persistent") or "")
 
 
 def test_pages_that_rows_may_share_keep_attention_apart() -> None:

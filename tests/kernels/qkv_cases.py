@@ -34,6 +34,13 @@ class Case:
     scalar: bool = False
     page_count: int = 5
     page_size: int = 16
+    zero_centered: bool = False
+    beside: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Static arguments of the operation."""
+        return {"zero_centered": self.zero_centered, "beside": self.beside} if self.layers == 1 else {}
 
     @property
     def pool(self) -> tuple[int, int, int, int]:
@@ -52,6 +59,7 @@ CASES = {
     "head96-partial": Case(head_dim=96, half=12),
     "partial": Case(half=16, dtype=F32),
     "head256": Case(n=8, k=4, head_dim=256, half=128, page_size=8, slots=(1, 39)),
+    "gated": Case(n=4, k=2, head_dim=256, half=32, slots=(1, 39, -1), zero_centered=True, beside=4),
     "no-rotation": Case(half=0),
     "wide-to-narrow": Case(dtype=F32, pages=BF16),
     "fp8": Case(pages=FP8, scalar=True),
@@ -75,12 +83,13 @@ def bits(array: Any) -> np.ndarray:
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     """Arguments of `qkv_write_reference`; with several layers of `kv_write_reference`."""
     rng = np.random.default_rng(seed)
-    t, heads = len(case.slots), (case.n if case.layers == 1 else 0) + 2 * case.k * case.layers
+    t, heads = len(case.slots), (case.n if case.layers == 1 else 0) + 2 * case.k * case.layers + case.beside
     angles = rng.uniform(-100, 100, (t, case.half))
     pools = [[random_bits(rng, case.pool, case.pages or case.dtype) for _ in range(2)] for _ in range(case.layers)]
 
     def weight() -> np.ndarray | None:
-        return rng.uniform(0.5, 1.5, case.head_dim).astype(case.dtype) if case.norm else None
+        low = -0.5 if case.zero_centered else 0.5
+        return rng.uniform(low, low + 1, case.head_dim).astype(case.dtype) if case.norm else None
 
     def scales() -> tuple[Any, Any]:
         if case.pages == INT8:
@@ -103,22 +112,22 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     return made | dict(zip(names, columns, strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=("candidate", "several"))
-def run(arguments: dict[str, Any], *, candidate: str, several: bool = False):
+@functools.partial(jax.jit, static_argnames=("candidate", "several", "zero_centered", "beside"))
+def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **options: Any):
     if candidate == "reference":
-        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6)
+        return (kv_write_reference if several else qkv_write_reference)(**arguments, eps=1e-6, **options)
     interpret = plgpu.InterpretGPUParams() if candidate == "interpreted" else None
-    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, interpret=interpret)
+    return (launch_kv if several else launch_qkv)(**arguments, eps=1e-6, interpret=interpret, **options)
 
 
 def true_heads(case: Case, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values in float64."""
     heads = arguments["qkv"].astype(np.float64).reshape(len(case.slots), -1, case.head_dim)
-    q, k, v = np.split(heads, [case.n, case.n + case.k], axis=1)
+    q, k, v, _ = np.split(heads, [case.n, case.n + case.k, case.n + 2 * case.k], axis=1)
 
     def finished(x: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
         if weight is not None:
-            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * weight.astype(np.float64)
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * (weight.astype(np.float64) + case.zero_centered)
         if not case.half:
             return x
         cos, sin = (arguments[name].astype(np.float64)[:, None] for name in ("cos", "sin"))

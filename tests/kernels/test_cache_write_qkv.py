@@ -39,7 +39,7 @@ def candidate(request: pytest.FixtureRequest) -> str:
 def test_agrees_with_float64(name: str, candidate: str) -> None:
     case = CASES[name]
     given = inputs(case)
-    q, k_pages, v_pages, k_scale = run(given, candidate=candidate)
+    q, k_pages, v_pages, k_scale = run(given, candidate=candidate, **case.options)
     true_q, *true = true_heads(case, given)
     assert q.dtype == case.dtype
     assert q.shape == true_q.shape

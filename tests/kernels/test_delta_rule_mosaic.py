@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_step, delta_verify
-from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_step, launch_verify
+from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_prefill, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_prefill, launch_step, launch_verify
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls
@@ -86,6 +86,56 @@ def test_step(dtype: Any) -> None:
     check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
 
 
+def prefill_call(shape: DeltaShape, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A prompt in two pieces that goes on from its slot's state, one of three tokens that begins, one whose slot is not there, and
+    a row of none. What no row counts is NaN, and so is the state of the slot that begins.
+    """
+    _, weights, state = call(shape, 3, 1, jnp.bfloat16)
+    rows = jnp.asarray(random_rows(5, 5, length, shape.columns), jnp.bfloat16)
+    lengths = jnp.array([length, length - 10, 3, 5, 0])
+    rows = jnp.where((jnp.arange(length) < lengths[:, None])[..., None], rows, jnp.nan)
+    state = state._replace(s=state.s.at[0].set(jnp.nan))
+    pieces = {
+        "slots": jnp.array([1, 1, 0, 3, 2]), "follows": jnp.array([False, True, False, False, False]),
+        "fresh": jnp.array([False, False, True, False, False]), "lengths": lengths,
+    }  # fmt: skip
+    return (rows, weights, state), pieces
+
+
+def check_prefill(arguments: tuple[Any, ...], pieces: dict[str, Any], shape: DeltaShape, found: Any) -> None:
+    """Against float64; slots that nobody names keep their states, bit for bit."""
+    (rows, weights, state), (out, after) = arguments, found
+    whole = np.concatenate([rows[0], rows[1, : pieces["lengths"][1]]])
+    cases = (
+        (1, whole, np.concatenate([out[0], out[1, : pieces["lengths"][1]]]), state.s[1], state.conv[1]),
+        (0, rows[2, :3], out[2, :3], None, None),
+    )
+    for slot, given, came, s, conv in cases:
+        expected = truth(given, weights, shape, s, conv)
+        close(came, expected.out, 0.015)
+        close(after.s[slot], expected.s[-1], 0.01)
+        close(after.conv[slot], expected.conv[-1], 1e-6)
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[2], old[2]), after, state)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+def test_prefill() -> None:
+    shape = DeltaShape(1, 2, 128, 128)
+    arguments, pieces = prefill_call(shape, 80)
+    found = launch_prefill(*arguments, *pieces.values(), shape, eps=EPS, interpret=INTERPRET)
+    check_prefill(arguments, pieces, shape, found)
+
+
+def test_prefill_lowers_for_an_h200() -> None:
+    shape = DeltaShape(16, 48, 128, 128)
+    arguments, pieces = jax.eval_shape(functools.partial(prefill_call, shape, 512))
+
+    def prefill(pieces: dict[str, Any], *arguments: Any) -> Any:
+        return delta_prefill(*arguments, shape, eps=EPS, implementation="mosaic_gpu", **pieces)
+
+    assert custom_calls(prefill, pieces, *arguments) == ["mosaic_gpu_v2", "mosaic_gpu_v2"]
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lowers_for_an_h200(tokens: int) -> None:
     shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B
@@ -144,3 +194,23 @@ def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
     shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
     arguments = call(shape, 3, 1, dtype)
     check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [64, 80, 512])
+@pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
+def test_prefill_for_real(length: int, heads: tuple[int, int]) -> None:
+    shape = DeltaShape(*heads, 128, 128)
+    arguments, pieces = prefill_call(shape, length)
+    found = delta_prefill(*arguments, shape, eps=EPS, implementation="mosaic_gpu", **pieces)
+    check_prefill(arguments, pieces, shape, found)
+
+
+@pytest.mark.gpu
+def test_prefill_of_keys_that_are_alike() -> None:
+    """The inverse's entries would grow without bound if anything in between cancelled: all keys the same, hardly any decay."""
+    shape = DeltaShape(1, 1, 128, 128)
+    (rows, weights, state), pieces = prefill_call(shape, 512)
+    rows = rows.at[0, :, :384].set(rows[0, 0, :384]).at[0, :, -1].set(-20.0).at[0, :, -2].set(4.0)
+    found = delta_prefill(rows, weights, state, shape, eps=EPS, implementation="mosaic_gpu", **pieces)
+    check_prefill((rows, weights, state), pieces, shape, found)

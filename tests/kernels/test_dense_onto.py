@@ -22,13 +22,15 @@ INTERPRET = plgpu.InterpretGPUParams()
 QWEN3 = {"4b": (2560, 9728), "8b": (4096, 12288)}
 
 
-def make(form: str, rows: int, features: int, depth: int, dtype: Any = jnp.bfloat16) -> list[jax.Array]:
-    """x, a weight, and for "onto" a stream and a norm."""
+def make(
+    form: str, rows: int, features: int, depth: int, dtype: Any = jnp.bfloat16, mean: float = 1.0
+) -> list[jax.Array]:
+    """x, a weight, and for "onto" a stream and a norm of some mean."""
     keys = jax.random.split(jax.random.key(rows + features), 4)
     weight = jax.random.normal(keys[1], (features * (2 if form == "swiglu" else 1), depth)) * depth**-0.5
     made = [jax.random.normal(keys[0], (rows, depth)), weight]
     if form == "onto":
-        made += [jax.random.normal(keys[2], (rows, features)), 1 + 0.1 * jax.random.normal(keys[3], (features,))]
+        made += [jax.random.normal(keys[2], (rows, features)), mean + 0.1 * jax.random.normal(keys[3], (features,))]
     return [array.astype(dtype) for array in made]
 
 
@@ -81,13 +83,20 @@ def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, ho
     check(form, arrays, gemm(schedule, *arrays, interpret=INTERPRET))
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("straight", [False, True])
-def test_both_ways_into_the_stream(straight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_into_the_stream(straight: bool, zero_centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that are added and normed in one launch, and XLA's product with the stream added."""
     monkeypatch.setattr(tiling, "MANY_ROWS", 128 if straight else 512)
-    arrays = make("onto", 128, 512, 128)
+    arrays = make("onto", 128, 512, 128, mean=0.0 if zero_centered else 1.0)
     assert tiling.cublas_pays(128, 512, 128, multiprocessors=4) == straight
-    check("onto", arrays, launch_onto(*arrays, eps=EPS, multiprocessors=4, interpret=INTERPRET))
+    how: Any = {"eps": EPS, "zero_centered": zero_centered}
+    out = launch_onto(*arrays, **how, multiprocessors=4, interpret=INTERPRET)
+    if zero_centered:
+        theirs = dense_onto(*arrays, **how, implementation="xla")
+        arrays[-1] = 1 + arrays[-1].astype(jnp.float32)
+        check("onto", arrays, theirs)
+    check("onto", arrays, out)
 
 
 def test_where_xla_adds_the_stream() -> None:

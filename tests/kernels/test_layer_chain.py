@@ -2,6 +2,7 @@
 lowered for an H200, and for real (`-m gpu`)."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,15 +23,21 @@ from .drawn import drawn
 EPS = 1e-6
 QWEN3_4B = {"hidden": 2560, "heads_width": 4096, "inner": 9728, "next_width": 6144}
 QWEN3_8B = {"hidden": 4096, "heads_width": 4096, "inner": 12288, "next_width": 6144}
+# Between two gated delta nets, whose projection has a width of its own.
+QWEN35_4B = {"hidden": 2560, "heads_width": 4096, "inner": 9216, "next_width": 12352}
+QWEN35_27B = {"hidden": 5120, "heads_width": 6144, "inner": 17408, "next_width": 16480}
 TINY = {"hidden": 128, "heads_width": 256, "inner": 256, "next_width": 128}
 
 
-def make(rows: int, sizes: dict[str, int], *, dtype: Any = jnp.bfloat16, seed: int = 0) -> dict[str, Any]:
+def make(
+    rows: int, sizes: dict[str, int], *, dtype: Any = jnp.bfloat16, seed: int = 0, zero_centered: bool = False
+) -> dict[str, Any]:
     """Arguments of a call; the rows of few tokens are the first ones of many."""
+    mean = 0.0 if zero_centered else 1.0
     d, a, f, g = (sizes[name] for name in ("hidden", "heads_width", "inner", "next_width"))
     call = drawn(
-        seed, dtype, x=((64, a), 1.0, 0.0), stream=((64, d), 1.0, 0.0), o=((d, a), a**-0.5, 0.0), post_norm=((d,), 0.1, 1.0),
-        gate_up=((2 * f, d), d**-0.5, 0.0), down=((d, f), f**-0.5, 0.0), next_norm=((d,), 0.1, 1.0),
+        seed, dtype, x=((64, a), 1.0, 0.0), stream=((64, d), 1.0, 0.0), o=((d, a), a**-0.5, 0.0), post_norm=((d,), 0.1, mean),
+        gate_up=((2 * f, d), d**-0.5, 0.0), down=((d, f), f**-0.5, 0.0), next_norm=((d,), 0.1, mean),
         following=((g, d), d**-0.5, 0.0),
     )  # fmt: skip
     return call | {"x": call["x"][:rows], "stream": chain_stream(call["stream"][:rows])}
@@ -55,7 +62,8 @@ def separate(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
     def norm(stream: jax.Array, weight: jax.Array) -> jax.Array:
         wide = stream.astype(jnp.float32)
-        return weight * (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + EPS)).astype(dtype)
+        normed = (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + EPS)).astype(dtype)
+        return (weight * normed).astype(dtype)
 
     stream = call["stream"].T[:rows].astype(dtype) + call["x"] @ call["o"].T
     gate, up = jnp.split(norm(stream, call["post_norm"]) @ call["gate_up"].T, 2, axis=-1)
@@ -63,10 +71,10 @@ def separate(call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(stream, np.float64), np.asarray(norm(stream, call["next_norm"]) @ call["following"].T, np.float64)
 
 
-@jax.jit
-def on_gpu(call: dict[str, Any]) -> tuple[Any, Any]:
+@partial(jax.jit, static_argnames="zero_centered")
+def on_gpu(call: dict[str, Any], zero_centered: bool = False) -> tuple[Any, Any]:
     exchange = jax.new_ref(chain_exchange(call["stream"], call["down"]))
-    return layer_chain(**call, exchange=exchange, eps=EPS, implementation="mosaic_gpu")
+    return layer_chain(**call, exchange=exchange, eps=EPS, zero_centered=zero_centered, implementation="mosaic_gpu")
 
 
 def arrays(call: dict[str, Any]) -> tuple[jax.Array, Layer]:
@@ -74,13 +82,15 @@ def arrays(call: dict[str, Any]) -> tuple[jax.Array, Layer]:
     return call["x"], Layer(**{name: array for name, array in call.items() if name != "x"})
 
 
-def interpreted(call: dict[str, Any], ctas: int) -> tuple[Any, Any]:
-    options = {"eps": EPS, "ctas": ctas, "interpret": plgpu.InterpretGPUParams()}
+def interpreted(call: dict[str, Any], ctas: int, zero_centered: bool = False) -> tuple[Any, Any]:
+    options = {"eps": EPS, "ctas": ctas, "zero_centered": zero_centered, "interpret": plgpu.InterpretGPUParams()}
     return jax.jit(lambda x, layer: launch_products(x, layer, None, None, **options))(*arrays(call))
 
 
-def check(call: dict[str, Any], out: tuple[Any, Any]) -> None:
+def check(call: dict[str, Any], out: tuple[Any, Any], zero_centered: bool = False) -> None:
     """Errors of at most twice those of separate operations, and two units in the last place."""
+    if zero_centered:
+        call = call | {name: 1 + call[name].astype(jnp.float32) for name in ("post_norm", "next_norm")}
     eps, rows = float(jnp.finfo(call["x"].dtype).eps), len(call["x"])
     found = (np.asarray(out[0], np.float64).T[:rows], np.asarray(out[1], np.float64))
     for ours, theirs, true in zip(found, separate(call), truth(call), strict=True):
@@ -88,13 +98,13 @@ def check(call: dict[str, Any], out: tuple[Any, Any]) -> None:
         assert np.abs(ours - true).max() <= bound
 
 
-ODD = {"hidden": 128, "heads_width": 384, "inner": 640, "next_width": 384}
+ODD = {"hidden": 128, "heads_width": 384, "inner": 640, "next_width": 416}
 
 
-@pytest.mark.parametrize(("rows", "sizes", "ctas"), [(3, ODD, 7), (33, TINY, 2)])
-def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int) -> None:
-    call = make(rows, sizes)
-    check(call, interpreted(call, ctas))
+@pytest.mark.parametrize(("rows", "sizes", "ctas", "zero_centered"), [(3, ODD, 7, True), (33, TINY, 2, False)])
+def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int, zero_centered: bool) -> None:
+    call = make(rows, sizes, zero_centered=zero_centered)
+    check(call, interpreted(call, ctas, zero_centered), zero_centered)
 
 
 def test_last_layer_projects_nothing() -> None:
@@ -105,13 +115,17 @@ def test_last_layer_projects_nothing() -> None:
     np.testing.assert_allclose(np.asarray(stream).T[:2], truth(make(2, TINY))[0], atol=0.05)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_definition(dtype: Any) -> None:
-    call = make(5, TINY, dtype=dtype)
-    check(call, layer_chain(**call, exchange=None, eps=EPS, implementation="xla"))
+@pytest.mark.parametrize(("dtype", "zero_centered"), [(jnp.float32, True), (jnp.bfloat16, False), (jnp.bfloat16, True)])
+def test_the_definition(dtype: Any, zero_centered: bool) -> None:
+    call = make(5, TINY, dtype=dtype, zero_centered=zero_centered)
+    options: Any = {"eps": EPS, "zero_centered": zero_centered, "implementation": "xla"}
+    check(call, layer_chain(**call, exchange=None, **options), zero_centered)
 
 
-@pytest.mark.parametrize(("rows", "sizes", "count"), [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1)])
+@pytest.mark.parametrize(
+    ("rows", "sizes", "count"),
+    [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1), (16, QWEN35_4B, 1), (1, QWEN35_27B, 1)],
+)
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> None:
     """Layers one after the other; the exchange is changed in place."""
     call = jax.eval_shape(lambda: make(rows, sizes))
@@ -120,7 +134,8 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> Non
         (x, layer), exchange = arrays(call), jax.new_ref(chain_exchange(call["stream"], call["down"]))
         projected = []
         for _ in range(count):
-            stream, out = launch_products(x, layer, layer.o, exchange, eps=EPS, ctas=132)
+            options: Any = {"eps": EPS, "ctas": 132, "zero_centered": sizes in (QWEN35_4B, QWEN35_27B)}
+            stream, out = launch_products(x, layer, layer.o, exchange, **options)
             layer = layer._replace(stream=stream)
             projected.append(out)
         return layer.stream, projected
@@ -131,7 +146,7 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, int], count: int) -> Non
     assert "output_operand_alias" in text
 
 
-@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
+@pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B, QWEN35_4B])
 @pytest.mark.parametrize("rows", [1, 17, 64])
 def test_schedule(rows: int, sizes: dict[str, int]) -> None:
     """Every product keeps nearly all multiprocessors busy, and reads every weight."""
@@ -222,12 +237,13 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [3, 64])
-def test_full_size_agrees_with_float64(rows: int) -> None:
-    call = make(rows, QWEN3_4B)
-    out = on_gpu(call)
-    check(call, out)
-    again = on_gpu(call)
+@pytest.mark.parametrize(("rows", "sizes"), [(3, QWEN3_4B), (64, QWEN3_4B), (16, QWEN35_4B)])
+def test_full_size_agrees_with_float64(rows: int, sizes: dict[str, int]) -> None:
+    zero_centered = sizes == QWEN35_4B
+    call = make(rows, sizes, zero_centered=zero_centered)
+    out = on_gpu(call, zero_centered)
+    check(call, out, zero_centered)
+    again = on_gpu(call, zero_centered)
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))
 
 

@@ -72,6 +72,24 @@ def test_stream_norm(rows: int, columns: int) -> None:
     check_stream(stream, rows, weight, stream_norm(stream, rows, weight, eps=EPS, implementation="xla"))
 
 
+def test_zero_centered_weights_are_added_to_one_in_float32() -> None:
+    """Offsets that bfloat16 would lose beside 1, and that count in the result."""
+    table, ids, _ = embed_call(40, 512)
+    offset = (jnp.arange(512) % 5 / 2**10).astype(jnp.bfloat16).at[3].set(-3)
+    how: Any = {"eps": EPS, "zero_centered": True}
+    weight, call = 1 + offset.astype(jnp.float32), (table, ids, offset)
+    out = [launch_embed_norm(*call, **how, interpret=INTERPRET), embed_norm(*call, **how, implementation="xla")]
+    for rows, normed_rows in out:
+        check_embed((table, ids, weight), (rows, normed_rows))
+    np.testing.assert_array_equal(np.asarray(out[0][1], np.float32), np.asarray(out[1][1], np.float32))
+    stream = stream_call(512, 8)[0]
+    for found in (
+        launch_stream_norm(stream, 3, offset, **how, interpret=INTERPRET),
+        stream_norm(stream, 3, offset, **how, implementation="xla"),
+    ):
+        check(found, normed(np.asarray(stream[:, :3].T.astype(jnp.bfloat16), np.float32), weight))
+
+
 def test_lowers_for_an_h200() -> None:
     def run(table: jax.Array, ids: jax.Array, weight: jax.Array, stream: jax.Array) -> Any:
         return embed_norm(table, ids, weight, eps=EPS), stream_norm(stream, 16, weight, eps=EPS)

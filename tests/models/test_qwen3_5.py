@@ -109,15 +109,11 @@ def test_states_after_a_prompt_in_pieces_are_those_of_transformers(case: str) ->
         assert all(np.isnan(np.asarray(leaf)[[0, 2]]).all() for leaf in state), "another slot was written"
 
 
+# Beside those that `test_hybrid_sizes` draws.
 SIZES: list[tuple[Qwen35Config, int]] = [
     (hybrid_config(num_heads=5, num_kv_heads=1, tie_embeddings=False), 65),
     (hybrid_config(linear_value_heads=2, full_layers=(0, 2), attention_bias=False), 1),
-    (hybrid_config(linear_key_heads=3, linear_value_heads=3, num_heads=6, num_kv_heads=3), 63),
-    (hybrid_config(linear_value_heads=4, linear_key_dim=16, linear_value_dim=4, full_layers=(1,)), 130),
     (hybrid_moe_config(), 77),
-    (hybrid_moe_config(grouped_projections=False, dense_layers=(), experts_in_one=True, num_experts=5), 40),
-    (hybrid_moe_config(linear_key_heads=1, linear_value_heads=3, tie_embeddings=False), 128),
-    (hybrid_config(grouped_projections=True, linear_value_heads=2, num_heads=3, num_kv_heads=3), 300),
 ]
 
 

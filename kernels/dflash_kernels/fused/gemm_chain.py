@@ -603,7 +603,9 @@ def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
         tile = mailbox.add_tiles(refs["mailbox"], words, tile)
     stream = stream + tile
     if not last:
-        scaled = stream * lax.broadcast_in_dim(weight.astype(jnp.float32), stream.shape, [0])
+        weight = weight.astype(jnp.float32)
+        weight = 1.0 + weight if cta.plan.zero_centered else weight
+        scaled = stream * lax.broadcast_in_dim(weight, stream.shape, [0])
         _publish(cta, "scaled", product, first, scaled, ROWS)
         squares = (stream * stream).sum(axis=0)
         if interpreting():

@@ -13,7 +13,7 @@ IN_FLIGHT = (
 )
 ROWS = 64  # weight rows of one matrix instruction
 MOST_ROWS = 64  # most tokens of a launch
-LEAST_WIDTH = 128  # that widths are multiples of
+LEAST_WIDTH = 32  # that the width of the last product is a multiple of
 LINE = 32  # words of 128 bytes
 WORTH = 64 * 2**20  # bytes of weights: with fewer, products take less time than the meetings of all multiprocessors
 WORTH_ROWS = 16  # more have not been measured to be faster than separate operations
@@ -97,6 +97,7 @@ class Plan:
       products: of a layer the output projection, gate and up, down, and the next layer's projection where there is one.
       ctas: CTAs of the launch, all of them resident at once.
       stages, stage_rows: of the ring of weights; x_stages: of the ring of activations.
+      zero_centered: weights of norms are offsets from 1.
     """
 
     live: int
@@ -108,6 +109,7 @@ class Plan:
     stage_rows: int
     x_stages: int
     eps: float
+    zero_centered: bool = False
 
     @property
     def reducers(self) -> int:

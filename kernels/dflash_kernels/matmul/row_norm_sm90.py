@@ -11,35 +11,37 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_kernels.mosaic_gpu.layouts import store
-from dflash_kernels.mosaic_gpu.rows import VECTOR, float8_words, load_row, rms_norm, row_kernel
+from dflash_kernels.mosaic_gpu.rows import VECTOR, float8_words, load_row, rms_norm, row_kernel, weighted
 from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
 SCORES = 4  # of one row in one CTA
 
 
 def add_norm(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, interpret: Any = None
-) -> tuple[jax.Array, jax.Array]:
+    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, zero_centered: bool = False,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`residual + sum(parts)` and its norm; `parts [split_k, M, D]`, `residual [M, D]`."""
 
     def body(parts, before, weight, residual, normed):
         row = lax.axis_index("row")
-        residual.at[row][...], normed.at[row][...] = _add_norm_row(parts, before, weight, row, eps)
+        residual.at[row][...], normed.at[row][...] = _add_norm_row(parts, before, weight, row, eps, zero_centered)
 
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     return row_kernel(body, "add_norm", residual.shape[:1], (out, out), interpret)(parts, residual, weight)
 
 
 def add_norm_scores(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, scorer: jax.Array, *, eps: float, interpret: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    parts: jax.Array, residual: jax.Array, weight: jax.Array, scorer: jax.Array, *, eps: float, zero_centered: bool = False,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """`add_norm`, and the norm's products with the rows of `scorer [E, D]`: each CTA takes some of these, and norms for itself."""
 
     def body(parts, before, weight, scorer, residual, normed, scores):
         row, first = lax.axis_index("row"), lax.axis_index("part") * SCORES
         # Asked for before anything else: they do not depend on what the kernel before leaves.
         scorers = [_load(scorer.at[first + index]) for index in range(SCORES)]
-        added, scaled = _add_norm_row(parts, before, weight, row, eps)
+        added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered)
 
         @pl.when(first == 0)
         def _():
@@ -63,7 +65,7 @@ def add_norm_float8(
 
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
-        added, normed = _add_norm_row(parts, before, weight, row, eps)
+        added, normed = _add_norm_row(parts, before, weight, row, eps, False)
         store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 
@@ -81,12 +83,14 @@ def float8_rows(x: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Arr
     return row_kernel(body, "float8_rows", x.shape[:1], _float8_types(*x.shape), interpret)(x)
 
 
-def norm_rows(rows: jax.Array, weight: jax.Array, eps: float, interpret: Any = None) -> jax.Array:
+def norm_rows(
+    rows: jax.Array, weight: jax.Array, eps: float, interpret: Any = None, *, zero_centered: bool = False
+) -> jax.Array:
     """The norm of `rows [M, D]`, for products that end in the residual."""
 
     def body(rows, weight, normed):
         row = lax.axis_index("row")
-        normed.at[row][...] = rms_norm(load_row(rows.at[row]), load_row(weight), eps)
+        normed.at[row][...] = rms_norm(load_row(rows.at[row]), load_row(weight), eps, zero_centered=zero_centered)
 
     out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
     return row_kernel(body, "norm_rows", rows.shape[:1], out, interpret)(rows, weight)
@@ -96,7 +100,9 @@ def _load(ref: Any) -> jax.Array:
     return load_row(ref).astype(jnp.float32)
 
 
-def _add_norm_row(parts: Any, before: Any, weight: Any, row: Any, eps: float) -> tuple[jax.Array, jax.Array]:
+def _add_norm_row(
+    parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool
+) -> tuple[jax.Array, jax.Array]:
     """One row of the residual with split-K's partial products added, and its norm."""
     total = _load(before.at[row])
     for part in range(parts.shape[0]):
@@ -104,7 +110,7 @@ def _add_norm_row(parts: Any, before: Any, weight: Any, row: Any, eps: float) ->
     rounded = total.astype(before.dtype)
     wide = rounded.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / before.shape[1]) + eps)
-    return rounded, (_load(weight) * (wide * factor).astype(before.dtype).astype(jnp.float32)).astype(before.dtype)
+    return rounded, weighted(wide, factor, load_row(weight), before.dtype, zero_centered=zero_centered)
 
 
 def _float8_types(rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

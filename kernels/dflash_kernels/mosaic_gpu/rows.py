@@ -49,11 +49,22 @@ def load_row(ref: Any, vector: int = VECTOR) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector), optimized=False)
 
 
-def rms_norm(row: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """A row's root-mean-square norm, rounded to its dtype, times the weight, rounded again."""
+def rms_norm(row: jax.Array, weight: jax.Array, eps: float, *, zero_centered: bool = False) -> jax.Array:
+    """A row's root-mean-square norm, rounded to its dtype, times the weight, rounded again.
+
+    `zero_centered`: the weight is an offset from 1, added to it in float32, and the norm is rounded once, after that product.
+    """
     wide = row.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / row.shape[0]) + eps)
-    return (weight.astype(jnp.float32) * (wide * factor).astype(row.dtype).astype(jnp.float32)).astype(row.dtype)
+    return weighted(wide, factor, weight, row.dtype, zero_centered=zero_centered)
+
+
+def weighted(wide: jax.Array, factor: Any, weight: jax.Array, dtype: Any, *, zero_centered: bool) -> jax.Array:
+    """A row in float32 times its norm's factor and weight, in `dtype` and rounded as `rms_norm` rounds it."""
+    weight = weight.astype(jnp.float32)
+    if zero_centered:
+        return (wide * factor * (1.0 + weight)).astype(dtype)
+    return (weight * (wide * factor).astype(dtype).astype(jnp.float32)).astype(dtype)
 
 
 def _float8_words(row: jax.Array) -> jax.Array:

@@ -3,6 +3,8 @@
 # Pallas declares ACC less public than it documents it.
 # pyright: reportPrivateImportUsage=false
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -41,7 +43,7 @@ def multiply_blocks(scores, queries, keys):
         first += block.shape[1]
 
 
-def add_values(acc, weights, values, staged):
+def add_values(acc, weights, values, staged) -> Any:
     """`acc + weights @ values` with the weights and the sum in registers.
 
     Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it `staged` is
@@ -57,6 +59,23 @@ def add_values(acc, weights, values, staged):
         return product[...]
 
     return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def product(left, right) -> Any:
+    """`left @ right` in float32, both in shared memory."""
+
+    def multiply(total):
+        plgpu.wgmma(total, left, right)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+
+def add_product(acc, left, right) -> Any:
+    """`acc + left @ right` with the sum in registers, both factors in shared memory."""
+    if interpreting():
+        return acc + product(left, right)
+    return pl.run_state(lambda total: plgpu.wgmma(total, left, right))(plgpu.ACC.init(acc))
 
 
 def zeros(shape):

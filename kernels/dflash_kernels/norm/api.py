@@ -19,11 +19,13 @@ def embed_norm(
     weight: Float[Array, "D"],
     *,
     eps: float,
+    zero_centered: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """Embedding lookup with RMS norm: rows of a table, and their norms times `weight`. Ids outside the table give some row of it.
 
     Args:
+      zero_centered: the weight is an offset from 1, which is added to it in float32, and rows are rounded after both, not before.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -37,7 +39,9 @@ def embed_norm(
     if weight.shape != table.shape[1:]:
         raise ValueError(f"table {table.shape}, ids {ids.shape} and weight {weight.shape} must be [V, D], [M] and [D]")
     with jax.named_scope("embed_norm"):
-        return first_fitting("embed_norm", EMBED, implementation, table, ids, weight, eps=eps)
+        return first_fitting(
+            "embed_norm", EMBED, implementation, table, ids, weight, eps=eps, zero_centered=zero_centered
+        )  # fmt: skip
 
 
 def stream_norm(
@@ -46,6 +50,7 @@ def stream_norm(
     weight: Float[Array, "D"],
     *,
     eps: float,
+    zero_centered: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "M D"]:
     """RMS norm of a transposed residual stream: its first `rows` columns, as `layer_chain` keeps it, as rows in weight's dtype.
@@ -58,4 +63,6 @@ def stream_norm(
     if weight.shape != stream.shape[:1] or not 0 < rows <= stream.shape[1]:
         raise ValueError(f"{rows} rows of a stream {stream.shape} and weight {weight.shape} must be of [D, n] and [D]")
     with jax.named_scope("stream_norm"):
-        return first_fitting("stream_norm", STREAM, implementation, stream, rows, weight, eps=eps)
+        return first_fitting(
+            "stream_norm", STREAM, implementation, stream, rows, weight, eps=eps, zero_centered=zero_centered
+        )  # fmt: skip

@@ -13,40 +13,47 @@ WIDTH = 512  # of rows: a multiple of this
 
 
 def embed_norm_mosaic_gpu(
-    table: Float[Array, "V D"], ids: Int[Array, "M"], weight: Float[Array, "D"], *, eps: float
+    table: Float[Array, "V D"],
+    ids: Int[Array, "M"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """See `embed_norm`."""
     require_hopper()
-    return launch_embed_norm(table, ids, weight, eps=eps)
+    return launch_embed_norm(table, ids, weight, eps=eps, zero_centered=zero_centered)
 
 
 def stream_norm_mosaic_gpu(
-    stream: Float[Array, "D n"], rows: int, weight: Float[Array, "D"], *, eps: float
+    stream: Float[Array, "D n"], rows: int, weight: Float[Array, "D"], *, eps: float, zero_centered: bool = False
 ) -> Float[Array, "M D"]:
     """See `stream_norm`."""
     require_hopper()
-    return launch_stream_norm(stream, rows, weight, eps=eps)
+    return launch_stream_norm(stream, rows, weight, eps=eps, zero_centered=zero_centered)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
 def launch_embed_norm(
-    table: Array, ids: Array, weight: Array, *, eps: float, interpret: Any = None
+    table: Array, ids: Array, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any = None
 ) -> tuple[Array, Array]:
     """`embed_norm` without the device check."""
     _require_rows(table.dtype, weight)
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.norm import mosaic_gpu_sm90 as kernel
 
-    return kernel.embed_norm(table, ids, weight, eps, interpret)
+    return kernel.embed_norm(table, ids, weight, eps, interpret, zero_centered=zero_centered)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "eps", "interpret"))
-def launch_stream_norm(stream: Array, rows: int, weight: Array, *, eps: float, interpret: Any = None) -> Array:
+@functools.partial(jax.jit, static_argnames=("rows", "eps", "zero_centered", "interpret"))
+def launch_stream_norm(
+    stream: Array, rows: int, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any = None
+) -> Array:
     """`stream_norm` without the device check."""
     _require_rows(stream.dtype, weight)
     from dflash_kernels.norm import mosaic_gpu_sm90 as kernel
 
-    return kernel.stream_norm(stream, rows, weight, eps, interpret)
+    return kernel.stream_norm(stream, rows, weight, eps, interpret, zero_centered=zero_centered)
 
 
 def _require_rows(dtype: Any, weight: Array) -> None:

@@ -79,6 +79,7 @@ def layer_chain(
     exchange: Any,
     scales: Sequence[Array | None] | None = None,
     eps: float = 1e-6,
+    zero_centered: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """Fused decoder layer after its attention, for a few tokens: output projection, SwiGLU feed-forward, next QKV projection.
@@ -96,6 +97,7 @@ def layer_chain(
       scales: of the rows of o, gate_up, down and following, where these are int8 or float8 with interleaved columns
         (`quantized_linear`).
       eps: added to the mean square.
+      zero_centered: weights of norms are offsets from 1, which are added to it in float32.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -110,7 +112,9 @@ def layer_chain(
     check_floats(x=x)
     layer.check(*x.shape)
     with jax.named_scope("layer_chain"):
-        return first_fitting("layer_chain", PRODUCTS, implementation, x, layer, ahead, exchange, eps=eps)
+        return first_fitting(
+            "layer_chain", PRODUCTS, implementation, x, layer, ahead, exchange, eps=eps, zero_centered=zero_centered
+        )  # fmt: skip
 
 
 def attention_chain_refusal(

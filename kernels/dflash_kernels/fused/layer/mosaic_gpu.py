@@ -21,14 +21,14 @@ SEEN_PAGE_SIZE = 64  # others are interpreted by the tests
 WORTH_8BIT_KEYS = 8192
 
 
-def layer_chain_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array | None]:
+def layer_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array | None]:
     """See `layer_chain`. Raises NotImplementedError for what it does not take.
 
     The launch has one CTA for each multiprocessor. They wait for one another, so all of them must be resident at once: nothing else
     that waits for the whole GPU may run beside it.
     """
     require_hopper()
-    return launch_products(*args, eps=eps, ctas=target().multiprocessors)
+    return launch_products(*args, ctas=target().multiprocessors, **options)
 
 
 def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array | None, Array, Array]:
@@ -39,7 +39,7 @@ def attention_chain_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
     return launch_layer(*args, ctas=target().multiprocessors, **options)
 
 
-def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) -> None:
+def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: Any) -> None:
     """Raises NotImplementedError, with the reason, where `layer_chain_mosaic_gpu` would or is not worth its grid syncs."""
     require_hopper()
     if dtype != jnp.bfloat16:
@@ -54,7 +54,7 @@ def refuse_products(rows: int, dtype: Any, *, itemsize: int = 2, **widths: int) 
 
 def refuse_layer(
     sequences: int, tokens: int, dtype: Any, *, group: int, kv_heads: int, head_dim: int, page_size: int, table_width: int,
-    itemsize: int = 2, page_dtype: Any = None, **widths: int,
+    itemsize: int = 2, page_dtype: Any = None, **widths: Any,
 ) -> None:  # fmt: skip
     """Raises NotImplementedError, with the reason, where `attention_chain_mosaic_gpu` would or is not worth it."""
     refuse_products(sequences * tokens, dtype, itemsize=itemsize, **widths)
@@ -84,12 +84,13 @@ def launch_products(
     exchange: Any,
     *,
     eps: float,
+    zero_centered: bool = False,
     ctas: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """`layer_chain` without the device check: for tests on the CPU (`interpret`)."""
     _refuse_dtypes((x,), layer)
-    made = plan(live=x.shape[0], ctas=ctas, eps=eps, **layer.sizes())
+    made = plan(live=x.shape[0], ctas=ctas, eps=eps, zero_centered=zero_centered, **layer.sizes())
     _refuse_stream(made, x.shape[0], layer.stream)
     if exchange is not None and exchange.shape != (made.mailbox.words,):
         raise ValueError(f"the exchange must have {made.mailbox.words} words for these shapes, not {exchange.shape}")

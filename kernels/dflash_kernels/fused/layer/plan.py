@@ -36,6 +36,7 @@ def plan(
     ctas: int,
     eps: float,
     itemsize: int = 2,
+    zero_centered: bool = False,
 ) -> Plan:
     """The products of a layer after its attention. Raises NotImplementedError with the reason for shapes that do not tile."""
     if not 0 < live <= MOST_ROWS:
@@ -54,7 +55,7 @@ def plan(
     ]  # fmt: skip
     if next_width is not None:
         products.append(unsplit("next", next_width, hidden, 1, ctas, itemsize))
-    return with_stages(Plan(live, padded_rows(live), hidden, tuple(products), ctas, 0, 0, 0, eps))
+    return with_stages(Plan(live, padded_rows(live), hidden, tuple(products), ctas, 0, 0, 0, eps, zero_centered))
 
 
 def attention_plan(

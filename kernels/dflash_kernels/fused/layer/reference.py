@@ -16,7 +16,7 @@ from dflash_kernels.matmul.dense.reference import dense_reference
 
 
 def layer_chain_reference(
-    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, *, eps: float
+    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, *, eps: float, zero_centered: bool = False
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
     del ahead, exchange
@@ -26,11 +26,11 @@ def layer_chain_reference(
         following = None if following is None else _dequantised(following, scales[3], x.dtype)
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
     wide = wide + dense_reference(x, o)
-    gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps), gate_up), 2, axis=-1)
+    gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps, zero_centered), gate_up), 2, axis=-1)
     wide = wide + dense_reference(jax.nn.silu(gate) * up, down)
     projected = None
     if next_norm is not None and following is not None:
-        projected = dense_reference(_norm(wide, next_norm, eps), following)
+        projected = dense_reference(_norm(wide, next_norm, eps, zero_centered), following)
     return jnp.pad(wide.T, ((0, 0), (0, stream.shape[1] - rows))), projected
 
 
@@ -50,6 +50,8 @@ def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)
 
 
-def _norm(wide: Array, weight: Array, eps: float) -> Array:
+def _norm(wide: Array, weight: Array, eps: float, zero_centered: bool) -> Array:
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if zero_centered:
+        return (normed * (1.0 + weight.astype(jnp.float32))).astype(weight.dtype)
     return weight * normed.astype(weight.dtype)

@@ -14,10 +14,10 @@ from dflash_kernels.core.device import require_hopper
 from dflash_kernels.quantize.reference import E4M3
 
 
-def qkv_write_mosaic_gpu(*args: Any, eps: float) -> tuple[Array, Array, Array, Array | None]:
+def qkv_write_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array, Array, Array | None]:
     """See `qkv_write`. Raises NotImplementedError for what it does not take."""
     require_hopper()
-    return launch_qkv(*args, eps=eps)
+    return launch_qkv(*args, **options)
 
 
 def kv_write_mosaic_gpu(
@@ -68,13 +68,15 @@ def launch_qkv(
     v_scale: Float[Array, "..."] | None,
     *,
     eps: float,
+    zero_centered: bool = False,
+    beside: int = 0,
     interpret: Any = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     _require_heads(k_pages, qkv, cos, [norm for norm in (q_norm, k_norm) if norm is not None])
     layer = (k_pages, v_pages, k_norm, k_scale, v_scale)
     q, ((k_pages, v_pages, k_scale),) = _write_heads(
-        (layer,), qkv, slots, cos, sin, q_norm, eps=eps, interpret=interpret
+        (layer,), qkv, slots, cos, sin, q_norm, eps=eps, zero_centered=zero_centered, beside=beside, interpret=interpret
     )
     return q, k_pages, v_pages, k_scale
 
@@ -103,10 +105,10 @@ def launch_kv(
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "beside", "interpret"))
 def _write_heads(
     layers: tuple[tuple[Array | None, ...], ...], x: Array, slots: Array, cos: Array | None, sin: Array | None,
-    q_norm: Array | None, *, eps: float, interpret: Any,
+    q_norm: Array | None, *, eps: float, zero_centered: bool = False, beside: int = 0, interpret: Any,
 ) -> tuple[Array | None, tuple[tuple[Array | None, ...], ...]]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.kv_cache.write import mosaic_gpu_sm90 as kernel
@@ -116,7 +118,7 @@ def _write_heads(
     _, kv_heads, page_size, head_dim = pool.shape
     tokens = x.shape[0]
     heads = x.reshape(tokens, -1, head_dim)
-    queries = heads.shape[1] - 2 * kv_heads * len(layers)
+    queries = heads.shape[1] - 2 * kv_heads * len(layers) - beside
     half = head_dim // 2 if cos is None else cos.shape[1]
     inputs: dict[str, Any] = {"x": heads, "slots": slots.astype(jnp.int32)}
     if cos is not None and sin is not None:
@@ -143,8 +145,9 @@ def _write_heads(
         first += 2 * kv_heads
     shape = jax.ShapeDtypeStruct((tokens, queries, head_dim), x.dtype) if queries else None
     q, pools = kernel.write(
-        tuple(segments), kernel.Columns(half, head_dim), eps, page_size, inputs, pools, shape, interpret
-    )
+        tuple(segments), kernel.Columns(half, head_dim), eps, page_size, inputs, pools, shape, interpret,
+        zero_centered=zero_centered,
+    )  # fmt: skip
     return q, tuple(
         (pools[f"k{i}"], pools[f"v{i}"], pools.get(f"k_scale{i}", layer[3])) for i, layer in enumerate(layers)
     )

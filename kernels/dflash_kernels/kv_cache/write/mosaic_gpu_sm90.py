@@ -101,7 +101,7 @@ class Columns:
 
 def write(
     segments: tuple[Segment, ...], columns: Columns, eps: float, page_size: int, inputs: dict[str, jax.Array],
-    pools: dict[str, jax.Array], q: jax.ShapeDtypeStruct | None, interpret: Any,
+    pools: dict[str, jax.Array], q: jax.ShapeDtypeStruct | None, interpret: Any, zero_centered: bool = False,
 ) -> tuple[jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
     """Runs the kernel.
 
@@ -114,6 +114,7 @@ def write(
       pools: what is written in place.
       q: the queries `[T, N, H]` that come out, or None.
       interpret: for tests on the CPU.
+      zero_centered: weights of norms are offsets from 1.
 
     Returns:
       The queries, and the pools.
@@ -123,7 +124,7 @@ def write(
     pages = next(iter(pools.values())).shape[0]
 
     def body(*refs):
-        _Cta(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size).run(segments)
+        _Cta(dict(zip(names, refs, strict=True)), columns, eps, pages, page_size, zero_centered).run(segments)
 
     held = {name: aliased_ref(pool) for name, pool in pools.items()}
     out = kernel(
@@ -139,8 +140,10 @@ def write(
 class _Cta:
     """The program of one CTA: finds its token's slot and the segment of its heads."""
 
-    def __init__(self, refs: dict[str, Any], columns: Columns, eps: float, pages: int, page_size: int):
-        self.refs, self.columns, self.eps = refs, columns, eps
+    def __init__(
+        self, refs: dict[str, Any], columns: Columns, eps: float, pages: int, page_size: int, zero_centered: bool
+    ):
+        self.refs, self.columns, self.eps, self.zero_centered = refs, columns, eps, zero_centered
         self.token, self.group = lax.axis_index("token"), lax.axis_index("group")
         slot = refs["slots"][self.token]
         self.live = in_pool(slot, pages, page_size)
@@ -225,6 +228,15 @@ class _Heads:
         wide = [tile.astype(jnp.float32) for tile in tiles]
         total = sum((tile * tile).sum(axis=1) for tile in wide)
         inverse = lax.rsqrt(total * (1 / self.cta.columns.head_dim) + self.cta.eps)
+        if self.cta.zero_centered:
+            return [
+                (
+                    tile
+                    * _along_columns(inverse, tile.shape)
+                    * _along_rows(1.0 + weight.astype(jnp.float32), tile.shape)
+                ).astype(self.dtype)
+                for tile, weight in zip(wide, weights, strict=True)
+            ]
         # The weight multiplies what was rounded; a product of two short floats is exact in float32 and rounds once.
         rounded = [(tile * _along_columns(inverse, tile.shape)).astype(self.dtype) for tile in wide]
         return [

@@ -44,6 +44,8 @@ def qkv_write(
     q_norm: Float[Array, "H"] | None = None,
     k_norm: Float[Array, "H"] | None = None,
     eps: float = 1e-6,
+    zero_centered: bool = False,
+    beside: int = 0,
     k_scale: float | Float[Array, "..."] | None = None,
     v_scale: float | Float[Array, "..."] | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -57,11 +59,13 @@ def qkv_write(
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
         pools take scales.
-      qkv: the projection's output, `F = (N + 2 K) * H`: query heads, key heads, value heads.
+      qkv: the projection's output, `F = (N + 2 K + beside) * H`: query heads, key heads, value heads, and what is passed over.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor; None without RoPE.
       q_norm, k_norm: weights, or None for no norm.
       eps: added to the mean square.
+      zero_centered: weights are offsets from 1, added to it in float32; a normed head is rounded after both, not before.
+      beside: heads of the projection after the values', static.
       k_scale: for float8 pools what keys are divided by, one number or one for each head `[K]`, 1 where None; for int8 pools the
         scales `[P, K, p]` float32 of all rows, written in place: a key's largest magnitude over 127.
       v_scale: for float8 pools as for keys; for int8 pools one for each channel `[K, H]`, read only.
@@ -74,15 +78,18 @@ def qkv_write(
     scales = _checked_scales(k_pages, v_pages, k_norm, k_scale, v_scale)
     _check_tokens(qkv, slots, cos, sin, k_pages.shape[3])
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-    if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads:
-        raise ValueError(f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}) * {head_dim}] with a query head or more")
+    if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads + beside:
+        beyond = f" + {beside}" if beside else ""
+        raise ValueError(
+            f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}{beyond}) * {head_dim}] with a query head or more"
+        )
     check_floats(**{} if q_norm is None else {"q_norm": q_norm})
     if q_norm is not None and q_norm.shape != (head_dim,):
         raise ValueError(f"q_norm {q_norm.shape} must be one weight for each of {head_dim} dims")
     with jax.named_scope("qkv_write"):
         written = first_fitting(
             "qkv_write", QKV_IMPLEMENTATIONS, implementation, k_pages, v_pages, qkv, slots, cos, sin, q_norm, k_norm,
-            *scales, eps=eps,
+            *scales, eps=eps, zero_centered=zero_centered, beside=beside,
         )  # fmt: skip
     return QkvWritten(*written)
 

@@ -21,13 +21,16 @@ def qkv_write_reference(
     v_scale: Float[Array, "..."] | None,
     *,
     eps: float,
+    zero_centered: bool = False,
+    beside: int = 0,
 ) -> tuple[Array, Array, Array, Array | None]:
     """See `qkv_write`."""
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
     heads = qkv.reshape(qkv.shape[0], -1, head_dim)
+    heads = heads[:, : heads.shape[1] - beside] if beside else heads
     q, k, v = jnp.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
-    q = _rotated(_normed(q, q_norm, eps), cos, sin)
-    k = _rotated(_normed(k, k_norm, eps), cos, sin)
+    q = _rotated(_normed(q, q_norm, eps, zero_centered), cos, sin)
+    k = _rotated(_normed(k, k_norm, eps, zero_centered), cos, sin)
     return (q, *_write_layer(k_pages, v_pages, k, v, slots, k_scale, v_scale))
 
 
@@ -98,11 +101,15 @@ def latent_write_reference(
     return write_rows(latent_pages, latents[: slots.shape[0], None], slots)
 
 
-def _normed(x: Float[Array, "T K H"], weight: Float[Array, "H"] | None, eps: float) -> Float[Array, "T K H"]:
+def _normed(
+    x: Float[Array, "T K H"], weight: Float[Array, "H"] | None, eps: float, zero_centered: bool = False
+) -> Float[Array, "T K H"]:
     if weight is None:
         return x
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if zero_centered:
+        return (wide * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * wide.astype(x.dtype)
 
 

@@ -81,17 +81,18 @@ def dense_parts(
 
 def dense_onto(
     x: Float[Array, "M F"], weight: Float[Array, "D F"] | ColumnBlocks, stream: Float[Array, "M D"], norm: Float[Array, "D"], *,
-    eps: float, implementation: Implementation = None,
+    eps: float, zero_centered: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """Matrix product with residual and RMS norm: `stream + x @ weight.T` in stream's dtype, and its norm times `norm`.
 
-    On Hopper up to four split-K partial products are rounded to x's dtype before they are added. Arguments and errors: see `dense`.
+    On Hopper up to four split-K partial products are rounded to x's dtype before they are added. Arguments and errors: see `dense`
+    and, for `zero_centered`, `embed_norm`.
     """
     check_axes(x=(x, "M F"), weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
     check_floats(stream=stream, norm=norm)
     if stream.shape != (x.shape[0], weight.shape[0]) or norm.shape != weight.shape[:1]:
         raise ValueError(f"a stream {stream.shape} and a norm {norm.shape} do not fit {x.shape} @ {weight.shape}.T")
-    return _call("dense_onto", implementation, x, weight, stream, norm, eps=eps)
+    return _call("dense_onto", implementation, x, weight, stream, norm, eps=eps, zero_centered=zero_centered)
 
 
 def dense_best(
@@ -103,9 +104,12 @@ def dense_best(
 
 def add_norm(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
-    implementation: Implementation = None,
+    zero_centered: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """Split-K reduction with residual and RMS norm: `stream + sum(parts)` in stream's dtype, and its norm times `weight`.
+
+    Args:
+      zero_centered: see `embed_norm`.
 
     Raises:
       ValueError: shapes do not agree.
@@ -116,12 +120,15 @@ def add_norm(
     if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:]:
         raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
     with jax.named_scope("add_norm"):
-        return first_fitting("add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps)
+        return first_fitting(
+            "add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps,
+            zero_centered=zero_centered,
+        )  # fmt: skip
 
 
 def add_norm_scores(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
-    eps: float, implementation: Implementation = None,
+    eps: float, zero_centered: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
     """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32.
 
@@ -138,7 +145,8 @@ def add_norm_scores(
     implementations = IMPLEMENTATIONS["add_norm_scores"]
     with jax.named_scope("add_norm_scores"):
         return first_fitting(
-            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps
+            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps,
+            zero_centered=zero_centered,
         )  # fmt: skip
 
 

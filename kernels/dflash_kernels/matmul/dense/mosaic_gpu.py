@@ -54,10 +54,14 @@ def dense_parts_mosaic_gpu(x: Array, weight: Weight, *, live: Array | None = Non
     return launch("split_k", x, weight, live=live, multiprocessors=target().multiprocessors)[0]
 
 
-def dense_onto_mosaic_gpu(x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float) -> tuple[Array, Array]:
+def dense_onto_mosaic_gpu(
+    x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float, zero_centered: bool = False
+) -> tuple[Array, Array]:
     """See `dense_onto`."""
     require_hopper()
-    return launch_onto(x, weight, stream, norm, eps=eps, multiprocessors=target().multiprocessors)
+    return launch_onto(
+        x, weight, stream, norm, eps=eps, zero_centered=zero_centered, multiprocessors=target().multiprocessors
+    )  # fmt: skip
 
 
 def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
@@ -66,18 +70,20 @@ def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
     return launch_best(x, weight, multiprocessors=target().multiprocessors)
 
 
-def add_norm_mosaic_gpu(parts: Array, stream: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
+def add_norm_mosaic_gpu(
+    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False
+) -> tuple[Array, Array]:
     """See `add_norm`."""
     require_hopper()
-    return launch_add_norm(parts, stream, weight, eps=eps)
+    return launch_add_norm(parts, stream, weight, eps=eps, zero_centered=zero_centered)
 
 
 def add_norm_scores_mosaic_gpu(
-    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float
+    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, zero_centered: bool = False
 ) -> tuple[Array, Array, Array]:
     """See `add_norm_scores`."""
     require_hopper()
-    return launch_add_norm_scores(parts, stream, weight, scorer, eps=eps)
+    return launch_add_norm_scores(parts, stream, weight, scorer, eps=eps, zero_centered=zero_centered)
 
 
 def require_product(rows: int, dtype: Any, depth: int, *, blocked: bool = False) -> None:
@@ -130,8 +136,9 @@ def _run(schedule: Plan, x: Array, weight: Array, live: Array | None, interpret:
 
 
 def launch_onto(
-    x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float, multiprocessors: int, interpret: Any = None
-) -> tuple[Array, Array]:
+    x: Array, weight: Weight, stream: Array, norm: Array, *, eps: float, zero_centered: bool = False, multiprocessors: int,
+    interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """`dense_onto` without the device check: XLA's product with the residual added where that pays, split-K elsewhere."""
     blocked = isinstance(weight, ColumnBlocks)
     require_product(x.shape[0], x.dtype, weight.shape[1], blocked=blocked)
@@ -139,9 +146,9 @@ def launch_onto(
     if alike and not blocked and cublas_pays(x.shape[0], *weight.shape, multiprocessors=multiprocessors):
         # One call of cuBLAS, where XLA has no products of its own to choose from (`dflash_jax.compile.programs`).
         stream = stream + dense_reference(x, weight)
-        return stream, _norm_rows(stream, norm, eps=eps, interpret=interpret)
+        return stream, _norm_rows(stream, norm, eps=eps, zero_centered=zero_centered, interpret=interpret)
     (parts,) = launch("split_k", x, weight, multiprocessors=multiprocessors, interpret=interpret)
-    return launch_add_norm(parts, stream, norm, eps=eps, interpret=interpret)
+    return launch_add_norm(parts, stream, norm, eps=eps, zero_centered=zero_centered, interpret=interpret)
 
 
 def launch_best(
@@ -156,38 +163,43 @@ def launch_best(
     return reduce_candidates(found, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
 def launch_add_norm(
-    parts: Array, stream: Array, weight: Array, *, eps: float, interpret: Any = None
+    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any = None
 ) -> tuple[Array, Array]:
     """`add_norm` without the device check."""
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
     _require_width(stream, weight)
-    return kernel.add_norm(parts, stream, weight, eps=eps, interpret=interpret)
+    return kernel.add_norm(parts, stream, weight, eps=eps, zero_centered=zero_centered, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
 def launch_add_norm_scores(
-    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, interpret: Any = None
-) -> tuple[Array, Array, Array]:
+    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, zero_centered: bool = False,
+    interpret: Any = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """`add_norm_scores` without the device check."""
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
     # Each row reads the whole scorer: with many, a product after the norm reads less.
     if stream.shape[0] > SCORED_ROWS or scorer.shape[0] % kernel.SCORES or scorer.dtype != stream.dtype:
-        stream, normed = launch_add_norm(parts, stream, weight, eps=eps, interpret=interpret)
+        stream, normed = launch_add_norm(
+            parts, stream, weight, eps=eps, zero_centered=zero_centered, interpret=interpret
+        )  # fmt: skip
         return stream, normed, dense_scores(normed, scorer)
     _require_width(stream, weight)
-    return kernel.add_norm_scores(parts, stream, weight, scorer, eps=eps, interpret=interpret)
+    return kernel.add_norm_scores(
+        parts, stream, weight, scorer, eps=eps, zero_centered=zero_centered, interpret=interpret
+    )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interpret"))
-def _norm_rows(rows: Array, weight: Array, *, eps: float, interpret: Any = None) -> Array:
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
+def _norm_rows(rows: Array, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any = None) -> Array:
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
     _require_width(rows, weight)
-    return kernel.norm_rows(rows, weight, eps, interpret)
+    return kernel.norm_rows(rows, weight, eps, interpret, zero_centered=zero_centered)
 
 
 def _require_width(stream: Array, weight: Array) -> None:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.layouts import ColumnBlocks, row_by_row
+from dflash_kernels.norm.reference import weighted_norm
 
 
 def dense_reference(
@@ -35,9 +36,10 @@ def dense_onto_reference(
     norm: Float[Array, "D"],
     *,
     eps: float,
+    zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """See `dense_onto`."""
-    return add_norm_reference(dense_parts_reference(x, weight), stream, norm, eps=eps)
+    return add_norm_reference(dense_parts_reference(x, weight), stream, norm, eps=eps, zero_centered=zero_centered)
 
 
 def dense_best_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) -> Int[Array, "M"]:
@@ -46,13 +48,16 @@ def dense_best_reference(x: Float[Array, "M D"], weight: Float[Array, "F D"]) ->
 
 
 def add_norm_reference(
-    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """See `add_norm`."""
     stream = (stream + jnp.sum(parts, axis=0)).astype(stream.dtype)
-    wide = stream.astype(jnp.float32)
-    factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return stream, weight * (wide * factor).astype(stream.dtype)
+    return stream, weighted_norm(stream, weight, eps, zero_centered=zero_centered)
 
 
 def add_norm_scores_reference(
@@ -62,9 +67,10 @@ def add_norm_scores_reference(
     scorer: Float[Array, "E D"],
     *,
     eps: float,
+    zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:
     """See `add_norm_scores`."""
-    stream, normed = add_norm_reference(parts, stream, weight, eps=eps)
+    stream, normed = add_norm_reference(parts, stream, weight, eps=eps, zero_centered=zero_centered)
     return stream, normed, dense_scores(normed, scorer)
 
 

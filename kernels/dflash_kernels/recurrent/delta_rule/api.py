@@ -24,7 +24,10 @@ FOLD = {
 STEP = {
     "mosaic_gpu": mosaic_gpu.delta_step_mosaic_gpu, "xla": xla.delta_step_xla, "reference": reference.delta_step_reference,
 }  # fmt: skip
-PREFILL = {"xla": xla.delta_prefill_xla, "reference": reference.delta_prefill_reference}
+PREFILL = {
+    "mosaic_gpu": mosaic_gpu.delta_prefill_mosaic_gpu, "xla": xla.delta_prefill_xla,
+    "reference": reference.delta_prefill_reference,
+}  # fmt: skip
 
 
 def delta_verify(

@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_kernels.recurrent.delta_rule.inputs import (
-    KEPT,
     DeltaFactors,
     DeltaShape,
     DeltaState,
@@ -33,9 +32,8 @@ from dflash_kernels.recurrent.delta_rule.inputs import (
     tokens_of,
     with_earlier,
 )
+from dflash_kernels.recurrent.delta_rule.prompts import CHUNK, prompts_of
 from dflash_kernels.recurrent.delta_rule.reference import last_rows
-
-CHUNK = 64
 
 
 class _Chunk(NamedTuple):
@@ -60,7 +58,7 @@ def _verify(
     projected: Float[Array, "B T W"], state: DeltaState, *, weights: DeltaWeights, shape: DeltaShape, eps: float
 ) -> tuple[Float[Array, "B T O"], DeltaFactors]:
     t = projected.shape[1]
-    padded = _padded(projected, _chunk_of(t))
+    padded = _padded(projected, chunk_of(t))
     rows = with_earlier(padded, state.conv)
     live = jnp.broadcast_to(jnp.arange(padded.shape[1]) < t, padded.shape[:2])
     tokens = tokens_of(rows, padded, weights, shape, live if padded.shape[1] > t else None)
@@ -147,21 +145,12 @@ def delta_prefill_xla(
 ) -> tuple[Float[Array, "n L O"], DeltaState]:
     """See `delta_prefill`: all that needs no state comes for all chunks at once, the rest chunk after chunk."""
     n, length, _ = projected.shape
-    slots_there = state.s.shape[0]
-    size = _chunk_of(min(length, CHUNK))
-    inside = (slots >= 0) & (slots < slots_there)
-    known = inside & ~fresh
-    held = jax.tree.map(lambda x: jnp.where(_along(known, x), x[jnp.where(known, slots, 0)], 0).astype(x.dtype), state)
-
-    live = jnp.arange(length) < lengths[:, None]
-    projected = jnp.where(live[..., None], projected, 0)  # NaN in a row's padding would spread through products
-    rows = with_earlier(projected, _earlier(projected[..., : shape.channels], held.conv, follows))
-    after = last_rows(rows, lengths)
-    padded = _padded(projected, size)
-    rows = jnp.pad(rows, ((0, 0), (0, padded.shape[1] - length), (0, 0)))
-    live = jnp.pad(live, ((0, 0), (0, padded.shape[1] - length)))
-    tokens = tokens_of(rows, padded, weights, shape, live)
-    pieces = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), tokens)
+    size = chunk_of(min(length, CHUNK))
+    prompts = prompts_of(
+        projected, weights, state, shape, size, slots=slots, follows=follows, fresh=fresh, lengths=lengths
+    )
+    held = jnp.where(_along(prompts.known, state.s), state.s[prompts.sources], 0.0)
+    pieces = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[2:]), prompts.tokens)
     chunks = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), _chunk(pieces, shape))
 
     def advance(s: Array, chunk: _Chunk) -> tuple[Array, Array]:
@@ -174,14 +163,11 @@ def delta_prefill_xla(
         s, out = jax.lax.scan(advance, jnp.where(goes_on, s, mine), chunks)
         return s, (out, s)
 
-    _, (out, ends) = jax.lax.scan(row, jnp.zeros_like(state.s[0]), (follows, held.s, chunks))
+    _, (out, ends) = jax.lax.scan(row, jnp.zeros_like(state.s[0]), (follows, held, chunks))
     out = jnp.swapaxes(out, 2, 3).reshape(n, -1, shape.value_heads, shape.value_dim)[:, :length]
-
-    goes_on = jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
-    where = jnp.where(inside & (lengths > 0) & ~goes_on, slots, slots_there)
-    s = state.s.at[where].set(ends, mode="drop")
-    conv = state.conv.at[where].set(after.astype(state.conv.dtype), mode="drop")
-    return gated_norm(out, projected, weights, shape, eps), DeltaState(s, conv)
+    s = state.s.at[prompts.targets].set(ends, mode="drop")
+    conv = state.conv.at[prompts.targets].set(prompts.conv, mode="drop")
+    return gated_norm(out, prompts.projected, weights, shape, eps), DeltaState(s, conv)
 
 
 def _chunk(tokens: Tokens, shape: DeltaShape) -> _Chunk:
@@ -238,21 +224,7 @@ def unit_lower_inverse(lower: Float[Array, "... c c"]) -> Float[Array, "... c c"
     return blocks[..., 0, :, :]
 
 
-def _earlier(
-    rows: Float[Array, "n L C"], held: Float[Array, "n 3 C"], follows: Bool[Array, "n"]
-) -> Float[Array, "n 3 C"]:
-    """The three rows before each row's first token: of rows that it follows, which are full, and of what stood before the first of
-    them, `held`. A row may have fewer than three tokens.
-    """
-    n, length, _ = rows.shape
-    begins = jax.lax.cummax(jnp.where(follows, 0, jnp.arange(n)))[:, None]
-    since = (jnp.arange(n)[:, None] - begins) * length + jnp.arange(-KEPT, 0)  # tokens since the first row began
-    flat = rows.reshape(n * length, -1)[jnp.maximum(begins * length + since, 0)]
-    before = held.astype(rows.dtype)[begins, jnp.minimum(since + KEPT, KEPT - 1)]
-    return jnp.where((since >= 0)[..., None], flat, before)
-
-
-def _chunk_of(tokens: int) -> int:
+def chunk_of(tokens: int) -> int:
     """The power of two that holds so many."""
     return 1 << (tokens - 1).bit_length()
 
