@@ -28,7 +28,7 @@ from dflash_jax.models import family_of, to_huggingface
 
 pytestmark = pytest.mark.fuzz
 
-MUTATIONS, CHUNKS, MOST_SECONDS = 2000, 20, 20
+MUTATIONS, CHUNKS, MOST_SECONDS = int(os.environ.get("MUTATIONS", "2000")), 20, 20
 TARGET: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "rms_norm_eps": 1e-6,
