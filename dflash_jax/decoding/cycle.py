@@ -106,17 +106,15 @@ def cycle(
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
         chosen = target.best(hidden) if logits is None else sample(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
-        if (
-            (draft_logits is not None or draft_law is not None)
-            and logits is not None
-            and setup.proposals == "rejection"
-        ):
-            drafted = draft_law or Law(filtered_logits(draft_logits, state.request, setup.mode))
-            law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
-            sampled = accept_rejection(ids[:, 1:], drafted, law, emitted_at, state.request)
-            sampling = state.request.temperature > 0
-            accepted = jnp.where(sampling, sampled[0], accepted)
-            tokens = jnp.where(sampling[:, None], sampled[1], tokens)
+        if logits is not None and setup.proposals == "rejection":
+            if draft_logits is not None:
+                draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
+            if draft_law is not None:
+                law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
+                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request)
+                sampling = state.request.temperature > 0
+                accepted = jnp.where(sampling, sampled[0], accepted)
+                tokens = jnp.where(sampling[:, None], sampled[1], tokens)
         if setup.imposed_acceptance is not None:
             imposed = setup.imposed_acceptance, setup.offered - 1
             accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, *imposed)

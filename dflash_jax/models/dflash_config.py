@@ -271,8 +271,8 @@ def _check_names(architectures: Collection[str], head: HeadConfig | None, keys: 
     """Raises ConfigError where the architecture's name promises a selector, and neither keys nor tensors are of one."""
     if set(architectures) & set(DFLASH2) and (head is None or head.kind != "selector"):
         raise ConfigError(
-            f"{keys.subject} names {', '.join(architectures)}, but neither its keys (selector_rank, selector_top_k) nor its tensors "
-            "(candidate_selector.*) are those of DFlash 2; take them from the drafter's training run, or name DFlashDraftModel"
+            f"{keys.subject} names {', '.join(architectures)}, but neither its keys (selector_rank, selector_top_k) nor its "
+            "tensors (candidate_selector.*) are DFlash 2's; take them from the drafter's training run, or name DFlashDraftModel"
         )
 
 
@@ -290,9 +290,9 @@ def _check_taps(source: Source, ids: tuple[int, ...]) -> None:
 def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, projector: str) -> bool:
     """Whether slots predict the token after their own position.
 
-    v1 and DFlash 2 fill in. DSpark's files need not say what theirs do: `sample_from_anchor` counts, then `dspark_bonus_anchor`, which
-    is its opposite. Without either, files of trainers that always draft from the anchor do so for every engine that reads them. What
-    is left engines read in two ways.
+    v1 and DFlash 2 fill in. DSpark's files need not say what theirs do: `sample_from_anchor` counts, then `dspark_bonus_anchor`,
+    which is its opposite. Without either, files of trainers that always draft from the anchor do so for every engine that reads
+    them. What is left engines read in two ways.
 
     Raises:
       ConfigError: the file says two things, or engines differ in what it leaves out.
@@ -304,8 +304,8 @@ def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, proje
     )
     if anchor and bonus:
         raise ConfigError(
-            f"{keys.subject}: sample_from_anchor=True and dspark_bonus_anchor=True cannot both be; keep the one that the drafter was "
-            "trained with"
+            f"{keys.subject}: sample_from_anchor=True and dspark_bonus_anchor=True cannot both be; keep the one that the drafter "
+            "was trained with"
         )
     if anchor is not None:
         return anchor
@@ -386,8 +386,8 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
 
     The library trains sliding layers with windows that end at the anchor for every slot of a block; here, as in vLLM, each slot has
     its own, so that the later ones see up to a block's length fewer of the farthest keys. Drafts alone can differ for it.
-    `sliding_window_non_causal` is read as the library trains: absent is false (true for DFlash 2), false makes sliding layers causal,
-    and full layers see the whole block whatever it says. vLLM differs in both cases, and a notice says so.
+    `sliding_window_non_causal` is read as the library trains: absent is false (true for DFlash 2), false makes sliding layers
+    causal, and full layers see the whole block whatever it says. vLLM differs in both cases, and a notice says so.
 
     Args:
       notices: takes what was decided where engines differ.

@@ -1,7 +1,7 @@
 """DFlash 2's layers: grouped convolutions along the block around attention and around the feed-forward.
 
-A slot's rows are mixed with those of the slots just before it in its block, by weights of each channel plus some that the sublayer's
-input gives to each group of channels:
+A slot's row is mixed with those of the slots just before it in its block, by weights of each channel plus some that the
+sublayer's input gives to each group of channels:
 
     out[t, ch] = sum over taps o <= t of (base[o, ch] + own[t, o, ch // group]) * x[t - o, ch]
 

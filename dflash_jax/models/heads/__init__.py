@@ -68,7 +68,7 @@ def head_from_dict(values: Any) -> HeadConfig | None:
     """The configuration with these fields. Raises ConfigError where they are none's."""
     if values is None:
         return None
-    kind = HEADS.get(values.get("kind")) if isinstance(values, Mapping) else None
+    kind = HEADS.get(str(values.get("kind"))) if isinstance(values, Mapping) else None
     if kind is None:
         raise ConfigError(f"head must be one of {', '.join(HEADS)}, got {shown(values)}")
     return kind.config_class.from_dict(values)

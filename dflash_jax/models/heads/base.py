@@ -1,8 +1,8 @@
 """Draft heads: what turns a block's hidden states and base logits into proposals, each with regard to those before it.
 
 A head proposes by the law of its scores, and draws by no means of its own: the caller's `Pick` takes a column of each row of scores
-and says what it was drawn from. So one walk serves greedy texts and sampled ones, and the law that rejection judges a proposal by is
-the one that it came from.
+and says what it was drawn from. So one walk serves greedy texts and sampled ones, and the law that rejection judges a proposal by
+is the one that it came from.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Base(NamedTuple):
       tokens: of each row; None where row i is token i.
     """
 
-    logits: Float[Array, "B g U"]
-    tokens: Int[Array, "U"] | None = None
+    logits: Float[Array, "B g rows"]
+    tokens: Int[Array, "rows"] | None = None
 
 
 class Law(NamedTuple):
@@ -104,7 +104,7 @@ class Sizes:
     Attributes:
       hidden: width of hidden states (D).
       vocab: tokens of the target (V).
-      rows: of the drafter's LM head (U), fewer than that with a vocabulary of its own.
+      rows: of the drafter's LM head, fewer than that with a vocabulary of its own.
       logit_scale: factor on its products.
     """
 

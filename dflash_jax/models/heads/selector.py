@@ -1,7 +1,7 @@
 """DFlash 2's candidate selector: a place's best few tokens, judged by how each follows its predecessor's.
 
-Of token c after token p a place with hidden state h says `U[c] + <A[p] * (W h), Z[c]>`, where U are its base logits and A and Z hold
-a vector for each token. The scores of all pairs come from one product; the walk then only follows them from the anchor on.
+Of token c after token p a place with hidden state h says `U[c] + <A[p] * (W h), Z[c]>`, where U are its base logits and A and Z
+hold a vector for each token. The scores of all pairs come from one product; the walk then only follows them from the anchor on.
 """
 
 from collections.abc import Collection
@@ -47,7 +47,8 @@ def read_selector(source: Source, names: Collection[str], sizes: Sizes) -> Selec
     if not any(said.values()) and not any(name.startswith(PREFIX) for name in names):
         return None
     missing(keys, said, "a candidate selector")
-    config = SelectorConfig(**{key.removeprefix("selector_"): reader.integer(key) for key, reader in keys.items()})
+    rank, top_k = (reader.integer(key) for key, reader in keys.items())
+    config = SelectorConfig(rank=rank, top_k=top_k)
     if config.top_k > sizes.rows:
         raise ConfigError(
             f"selector_top_k={config.top_k} candidates are more than the {sizes.rows} tokens that are drafted from"
