@@ -398,7 +398,7 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
     keys = KeyReader("config.json (speculators)", values, notices)
     if (kind := keys.get("speculators_model_type")) not in _DEFAULTS:
         raise ConfigError(
-            f"{keys.subject}: speculators_model_type must be {' or '.join(_DEFAULTS)}, got {shown(kind)}: not a DFlash drafter"
+            f"{keys.subject}: speculators_model_type must be dflash, dflash2 or dspark, got {shown(kind)}: not a DFlash drafter"
         )
     layers = KeyReader(f"{keys.subject}, {NESTED}", keys.get(NESTED, {}))
     ids = keys.get("aux_hidden_state_layer_ids")
