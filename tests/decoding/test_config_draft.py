@@ -324,5 +324,5 @@ def test_our_own_form_of_a_head() -> None:
         del values[name]
     assert DFlashConfig.from_dict(values) == draft()
     for head in ({"kind": "tree"}, {"kind": "selector", "rank": 4}, [1], {"kind": "selector", "rank": 0, "top_k": 2}):
-        with pytest.raises(ConfigError, match="head must be one of|expected the fields|rank must be 1 to"):
+        with pytest.raises(ConfigError, match=r"head must be one of|expected the fields|rank must be 1 to"):
             DFlashConfig.from_dict(values | {"head": head})

@@ -1,7 +1,7 @@
 """The law of what is emitted where a draft head proposes: its own samples judged by the law that it gives back.
 
-Target and method are those of `test_sampling_law`. Every proposal of a block depends on the one before it, and the laws are over some
-tokens alone, or over a vocabulary of the drafter's own. That the tests can fail is shown with laws that are wrong on purpose.
+Target and method are those of `test_sampling_law`. Every proposal of a block depends on the one before it, and the laws are over
+some tokens alone, or over a vocabulary of the drafter's own. That the tests can fail is shown with laws that are wrong on purpose.
 """
 
 from collections.abc import Callable
