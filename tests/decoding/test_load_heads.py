@@ -34,7 +34,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     },
     "gated dspark": ZLAB | {
         "architectures": ["DSparkDraftModel"], "draft_vocab_size": 40,
-        "dflash_config": TAPS | {"projector_type": "dspark", "markov_rank": 6, "markov_head_type": "gated", 
+        "dflash_config": TAPS | {"projector_type": "dspark", "markov_rank": 6, "markov_head_type": "gated",
             "attention_mode": "gqa"},
     },
     "rnn dspark": ZLAB | TAPS | {
