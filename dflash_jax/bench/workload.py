@@ -18,13 +18,24 @@ from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
-from dflash_jax.models.presets import DRAFTERS, HYBRID_TARGETS, LLAMA_TARGETS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import (
+    DRAFTERS,
+    HEAD_DRAFTERS,
+    HYBRID_TARGETS,
+    LLAMA_TARGETS,
+    MOE_TARGETS,
+    TARGETS,
+)
 from dflash_jax.options import LoadKeywords, read_options
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
     "qwen3-4b": ("qwen3", "Qwen3-4B", "Qwen3-4B-DFlash-b16"),
     "qwen3-8b": ("qwen3", "Qwen3-8B", "Qwen3-8B-DFlash-b16"),
+    "qwen3-8b-dflash2": ("qwen3", "Qwen3-8B", "Qwen3-8B-DFlash2-b16"),
+    "qwen3-8b-block7": ("qwen3", "Qwen3-8B", "dflash_qwen3_8b_block7"),
+    "qwen3-8b-dspark": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7"),
+    "qwen3-8b-dspark-top512": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7_top512"),
     "llama-3.1-8b": ("llama", "Llama-3.1-8B", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     "qwen3.5-4b": ("qwen3_5", "Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     "qwen3.5-9b": ("qwen3_5", "Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
@@ -127,7 +138,8 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target, draft = SHAPES[name]
-    return family, {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS}[target], DRAFTERS[draft]
+    targets, drafters = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS}, {**DRAFTERS, **HEAD_DRAFTERS}
+    return family, targets[target], drafters[draft]
 
 
 def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:

@@ -158,7 +158,8 @@ def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: Weigh
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if kind is None:
-        return {HEAD_INDEX: _index(head)} if index_pays(head) else {}
+        # Only v1's proposals are the best rows alone, which is what an index finds.
+        return {HEAD_INDEX: _index(head)} if config.head is None and index_pays(head) else {}
     return quantise_weights({SHARED_HEAD: head}, kind)
 
 

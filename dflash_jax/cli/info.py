@@ -160,7 +160,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         if "experts" in model:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
-            rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}"))
+            head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
+            rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
     kept = pages["dtype"]
     if pages["target_dtype"] != kept:
         kept = f"{pages['target_dtype']} (target)" + (f" and {kept} (drafter)" if len(facts["models"]) > 1 else "")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.sampling import RequestArrays, noise_at
+from dflash_jax.models.heads import Law
 
 
 def accept_matching(
@@ -36,7 +37,7 @@ def first_true(marks: Bool[Array, "B n"]) -> Int[Array, "B"]:
 
 def accept_rejection(
     proposals: Int[Array, "B g"],
-    draft_logits: Float[Array, "B g V"],
+    drafted: Law,
     target_logits: Float[Array, "B T V"],
     positions: Int[Array, "B T"],
     request: RequestArrays,
@@ -45,16 +46,27 @@ def accept_rejection(
 
     The first refused place is drawn from the normalised `max(p - q, 0)` (arXiv 2302.01318, algorithm 2; 2211.17192). Both logits
     are after temperature and filters. Rows of temperature 0 must go through `accept_matching`.
+
+    Args:
+      drafted: q, the law that proposals were drawn from. Where it has columns for some tokens alone, no table of all is made of it.
     """
     b, g = proposals.shape
-    p, q = jax.nn.softmax(target_logits, axis=-1), jax.nn.softmax(draft_logits, axis=-1)
+    p, q = jax.nn.softmax(target_logits, axis=-1), jax.nn.softmax(drafted.logits, axis=-1)
     at = proposals[:, :, None]
-    p_x, q_x = (jnp.take_along_axis(law, at, axis=-1)[..., 0] for law in (p[:, :g], q))
+    if drafted.tokens is None:
+        p_x, q_x = (jnp.take_along_axis(law, at, axis=-1)[..., 0] for law in (p[:, :g], q))
+    else:
+        p_x = jnp.take_along_axis(p[:, :g], at, axis=-1)[..., 0]
+        q_x = jnp.sum(jnp.where(drafted.tokens == at, q, 0.0), axis=-1)
     # -log(U) of a uniform U is exponential; exp(-exp(-gumbel)) is that uniform, so one generator serves all.
     uniform = jnp.exp(-jnp.exp(-noise_at(request.seed, positions[:, :g], 1, stream=2)[..., 0]))
     accepted = jnp.sum(jnp.cumprod(uniform * q_x < p_x, axis=1), axis=1, dtype=jnp.int32)
-    q_full = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
-    residual = jnp.maximum(p - q_full, 0.0)
+    if drafted.tokens is None:
+        q_full = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
+        residual = jnp.maximum(p - q_full, 0.0)
+    else:
+        rows, places = jnp.arange(b)[:, None, None], jnp.arange(g)[:, None]
+        residual = jnp.maximum(p.at[rows, places, drafted.tokens].add(-q), 0.0)
     empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0
     residual = jnp.where(empty, p, residual)
     noise = noise_at(request.seed, positions, p.shape[-1], stream=3)

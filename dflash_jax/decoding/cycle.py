@@ -13,7 +13,7 @@ from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
 from dflash_jax.decoding.draft_window import last_pages
-from dflash_jax.decoding.largest import largest
+from dflash_jax.decoding.head_proposals import head_proposals
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
@@ -22,6 +22,8 @@ from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.heads import Law
+from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -59,7 +61,7 @@ def cycle(
     # Drawn once: drafter and target add the same noise.
     noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
 
-    ids, draft_logits, draft_pages = state.pending[:, None], None, state.draft_pages
+    ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
@@ -69,7 +71,12 @@ def cycle(
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
-                if setup.mode == "greedy" and setup.width == setup.offered:
+                if drafter.head is not None:
+                    draft_noise = None if noise is None else noise[:, :-1]
+                    proposals, draft_law = head_proposals(
+                        setup, drafter, proposing, head, emitted_at[:, :-1], state, draft_noise
+                    )
+                elif setup.mode == "greedy" and setup.width == setup.offered:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))
                 elif setup.mode == "greedy":
@@ -99,13 +106,15 @@ def cycle(
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
         chosen = target.best(hidden) if logits is None else sample(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
-        if draft_logits is not None and logits is not None and setup.proposals == "rejection":
-            drafted = filtered_logits(draft_logits, state.request, setup.mode)
-            law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
-            sampled = accept_rejection(ids[:, 1:], drafted, law, emitted_at, state.request)
-            sampling = state.request.temperature > 0
-            accepted = jnp.where(sampling, sampled[0], accepted)
-            tokens = jnp.where(sampling[:, None], sampled[1], tokens)
+        if logits is not None and setup.proposals == "rejection":
+            if draft_logits is not None:
+                draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
+            if draft_law is not None:
+                law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
+                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request)
+                sampling = state.request.temperature > 0
+                accepted = jnp.where(sampling, sampled[0], accepted)
+                tokens = jnp.where(sampling[:, None], sampled[1], tokens)
         if setup.imposed_acceptance is not None:
             imposed = setup.imposed_acceptance, setup.offered - 1
             accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, *imposed)

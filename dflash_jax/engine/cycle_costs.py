@@ -22,6 +22,7 @@ from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.heads import head_tables
 
 TABLE = "cycle_costs.json"
 # Of the GPU in the table: bytes a second from memory, products a second of its matrix units as large multiplications reach them.
@@ -145,9 +146,13 @@ def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, 
     """What bytes and products say alone."""
     dtype = jax.tree.leaves(weights["target"])[0].dtype
     shares = {"target": _expert_share(target), "draft": 0.0}
+    tables = () if draft.head is None else head_tables(draft.head)
+    read = {
+        "target": weights["target"],
+        "draft": {name: one for name, one in weights["draft"].items() if name not in tables},
+    }
     stacks = {
-        role: _stack(config, weights[role], shares[role], dtype)
-        for role, config in (("target", target), ("draft", draft))
+        role: _stack(config, read[role], shares[role], dtype) for role, config in (("target", target), ("draft", draft))
     }
     tied = getattr(target, "tie_embeddings", False)
     head = weights["target"]["embed.weight" if tied else "lm_head.weight"]

@@ -240,6 +240,8 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
+    if traits.convolved:
+        return "sublayers are convolved along the block, for which no fused runner has an epilogue"
     if traits.value_scale != 1.0:
         return f"what attention gives is multiplied with {traits.value_scale}, which is a step of its own"
     return None

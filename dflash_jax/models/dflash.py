@@ -1,10 +1,13 @@
 """The DFlash drafter: a small decoder that fills a whole block of masked slots in one forward pass.
 
+Later members of the family are the same with other layers (`draft_conv`) or with a head that makes the proposals (`heads`).
+
 Source: "DFlash: Block Diffusion for Flash Speculative Decoding", arXiv 2602.06036. Features tapped from the target enter only as
 extra keys and values; every slot's hidden state predicts the token at that slot's own position.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import cast
 
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
+from dflash_jax.models.heads import Base, head_module, head_parameters
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
     Attend,
@@ -40,7 +45,9 @@ SHARED_HEAD, HEAD_INDEX = "shared.lm_head.weight", "index.lm_head.weight"
 
 def dflash_traits(config: DFlashConfig) -> LayerTraits:
     """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so."""
-    return decoder_traits(config, sinks=config.sinks, value_scale=config.value_scale)
+    return decoder_traits(
+        config, sinks=config.sinks, value_scale=config.value_scale, convolved=config.conv_taps > 0
+    )  # fmt: skip
 
 
 class DFlash(nnx.Module):
@@ -51,8 +58,11 @@ class DFlash(nnx.Module):
         self.config = config
         self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size)
         self.hidden_norm = RMSNorm(d, config.norm_eps)
-        layers, traits = range(config.num_layers), dflash_traits(config)
-        self.layers = nnx.List([DecoderLayer(config, i, traits, causal=config.causal[i]) for i in layers])
+        traits, layer = dflash_traits(config), DecoderLayer
+        if config.conv_taps:
+            layer = partial(ConvolvedLayer, taps=config.conv_taps, group=config.conv_group)
+        layers = [layer(config, i, traits, causal=config.causal[i]) for i in range(config.num_layers)]
+        self.layers = nnx.List(layers)
         self.norm = RMSNorm(d, config.norm_eps)
         rows = config.num_layers * 2 * config.num_kv_heads * config.head_dim
         self.context_kv_proj = Linear(rows, d, bias=config.attention_bias)
@@ -60,6 +70,7 @@ class DFlash(nnx.Module):
         self.lm_head = Linear(config.draft_vocab_size or config.vocab_size, d) if config.own_head else None
         self.mask_embedding = nnx.Param(jnp.zeros((d,))) if config.mask_embedding else None
         self.d2t = nnx.Param(jnp.zeros((config.draft_vocab_size,), jnp.int32)) if config.draft_vocab_size else None
+        self.head = None if config.head is None else head_module(config.head, config.head_sizes)
 
     def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
         """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
@@ -145,15 +156,23 @@ class DFlash(nnx.Module):
         self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised
     ) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
+        out, targets = self._rows(hidden, head_weight)
+        if targets is None:
+            return out
+        return jnp.full((*out.shape[:-1], self.config.vocab_size), -jnp.inf).at[..., targets].set(out)
+
+    def base(self, hidden: Float[Array, "B g D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Base:
+        """What the drafter's head judges further: logits over the LM head's own rows."""
+        return Base(*self._rows(hidden, head_weight))
+
+    def _rows(self, hidden: Array, head_weight: Array | Quantised) -> tuple[Array, Array | None]:
+        """float32 logits over the LM head's rows, and the rows' tokens where it has a vocabulary of its own."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]
         out = linear(hidden, head).astype(jnp.float32) * c.logit_scale
         if c.logit_softcap:
             out = jnp.tanh(out / c.logit_softcap) * c.logit_softcap
-        if self.d2t is None:
-            return out
-        targets = jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
-        return jnp.full((*out.shape[:-1], c.vocab_size), -jnp.inf).at[..., targets].set(out)
+        return out, None if self.d2t is None else jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
 
     def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
         """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
@@ -198,6 +217,10 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
         table.append(single("mask_embedding", "mask_embedding", (d,)))
     if config.draft_vocab_size:
         table.append(single("d2t", "d2t", (config.draft_vocab_size,), "int32"))
+    if config.conv_taps:
+        table += conv_parameters(config, config.conv_taps, config.conv_group)
+    if config.head is not None:
+        table += head_parameters(config.head, config.head_sizes)
     return tuple(table)
 
 

@@ -1,16 +1,20 @@
 """Configuration of a DFlash drafter (arXiv 2602.06036), read from the `config.json` its checkpoints carry.
 
+Which member of the family a checkpoint is, v1, DFlash 2 or DSpark, is told by its keys and by its tensors. Names of architectures
+mean different things to different engines and are only held against what is there.
+
 Two libraries write such files. The speculators library has the decoder's keys under `transformer_layer_config`, counts tapped
 layers from 1 (0 is the embedding's output), and has a key of its own for whether sliding layers see a whole block; its weights have
 the same names. `from_speculators` turns its keys into z-lab's.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax.config import (
     HEAD_NORMS,
+    MAX_BLOCK,
     MAX_LAYERS,
     NEUTRAL_KEYS,
     NEUTRAL_VALUES,
@@ -22,11 +26,23 @@ from dflash_jax.config import (
     shown,
 )
 from dflash_jax.errors import ConfigError
+from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
+from dflash_jax.models.heads.reading import missing
 
-# Names of one layout: z-lab's, two of the speculators library, NeMo Automodel's, and DeepSpec's, which always drafts from its
-# anchor.
-FROM_ANCHOR = "Qwen3DSparkModel"
-ARCHITECTURES = ("DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", FROM_ANCHOR)
+# DeepSpec's name, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
+FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel")
+DFLASH2 = (
+    "DFlash2DraftModel",
+    "DFlash2BeamDraftModel",
+    "DFlash2Speculator",
+    "MiniMaxDFlash2DraftModel",
+    "Qwen3DFlash2Model",
+)
+# Names of one layout: z-lab's, those of the speculators library, and NeMo Automodel's.
+ARCHITECTURES = (
+    "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", *DFLASH2, "DSparkSpeculator",
+    *FROM_ANCHOR,
+)  # fmt: skip
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
     "confidence_head_alpha", "has_embed_tokens", "loss_decay_gamma", "max_anchors", "num_anchors", "num_target_layers",
@@ -35,9 +51,8 @@ _NEUTRAL = NEUTRAL_KEYS | {
 # Parts of later members of the family, and of one trainer's options, with what says that a drafter has none.
 _NEUTRAL_VALUES = {
     **NEUTRAL_VALUES, **NO_EXPERTS, **HEAD_NORMS,
-    "attention_mode": (None, "gqa"), "confidence_head_with_markov": (None, False), "conv_group_size": (None,),
-    "conv_kernel_size": (None,), "dspark_bonus_anchor": (None, False), "enable_confidence_head": (None, False),
-    "markov_head_type": (None,), "pure_draft_prefix_len": (None, 0), "selector_rank": (None,), "selector_top_k": (None,),
+    "attention_mode": (None, "gqa"), "confidence_head_with_markov": (None, False), "dspark_draft_topk": (None, 0),
+    "enable_confidence_head": (None, False), "markov_head_type": (None,), "pure_draft_prefix_len": (None, 0),
     "shift_label": (None, False),
 }  # fmt: skip
 
@@ -64,6 +79,9 @@ class DFlashConfig(DecoderConfig):
       sample_from_anchor: slot k predicts the token after its own position instead of the one at it.
       draft_vocab_size: rows of the drafter's own head where it is smaller than the vocabulary, otherwise 0.
       own_embedding, own_head, mask_embedding: which tensors the checkpoint brings itself.
+      conv_taps, conv_group: slots that its layers' convolutions reach over, and channels that share weights of one's own; 0 for
+        layers without.
+      head: what makes proposals; None for v1, which takes each place's best token.
     """
 
     block_size: int = 16
@@ -82,6 +100,9 @@ class DFlashConfig(DecoderConfig):
     own_embedding: bool = False
     own_head: bool = False
     mask_embedding: bool = False
+    conv_taps: int = 0
+    conv_group: int = 0
+    head: HeadConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,11 +111,31 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: mask_token_id={self.mask_token_id}, block_size={self.block_size} and "
                 f"{len(self.causal)} flags of causality for {self.num_layers} layers cannot be"
             )
+        group = self.conv_group
+        if (self.conv_taps > 0) != (group > 0) or (group > 0 and self.hidden_size % group):
+            raise ConfigError(
+                f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
+                f"hidden_size={self.hidden_size} a multiple of the latter"
+            )
 
     @property
     def num_drafts(self) -> int:
         """Tokens one block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def head_sizes(self) -> Sizes:
+        """What its head must fit."""
+        rows = self.draft_vocab_size or self.vocab_size
+        return Sizes(hidden=self.hidden_size, vocab=self.vocab_size, rows=rows, logit_scale=self.logit_scale)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DFlashConfig":
+        """See `DecoderConfig.from_dict`. Folders that were converted before there were convolutions and heads are v1's."""
+        given = {"conv_taps": 0, "conv_group": 0, "head": None, **values}
+        config = super().from_dict(given | {"head": head_from_dict(given["head"])})
+        assert isinstance(config, cls)
+        return config
 
     @classmethod
     def from_hf(
@@ -155,12 +196,9 @@ class DFlashConfig(DecoderConfig):
             raise ConfigError(
                 f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
             )
-        if (projector := source("projector_type").get("projector_type", "linear")) not in ("linear", "dflash"):
-            raise ConfigError(f"{nested.subject}: projector_type must be linear, got {shown(projector)}")
-        if source("markov_rank").integer("markov_rank", 0, minimum=0):
-            raise ConfigError(
-                f"{nested.subject}: markov_rank must be 0; drafters with a Markov head are not implemented"
-            )
+        projector = source("projector_type").get("projector_type", "linear")
+        if projector not in ("linear", "dflash", "dspark"):
+            raise ConfigError(f"{nested.subject}: projector_type must be linear or dspark, got {shown(projector)}")
         block = source("block_size").integer("block_size", 16, minimum=2)
         own_head = "lm_head.weight" in tensor_names
         draft_vocab = source("draft_vocab_size").integer("draft_vocab_size", fields["vocab_size"])
@@ -170,6 +208,18 @@ class DFlashConfig(DecoderConfig):
                 f"vocab_size={fields['vocab_size']}"
             )
         softcap = source("final_logit_softcapping").number("final_logit_softcapping", 0.0)
+        scale = source("output_multiplier").number(
+            "output_multiplier", source("logit_scale").number("logit_scale", 1.0)
+        )
+        sizes = Sizes(hidden=hidden, vocab=fields["vocab_size"], rows=draft_vocab, logit_scale=scale)
+        taps, group = _convolution(source, tensor_names, hidden)
+        head = read_head(source, tensor_names, sizes)
+        _check_names(architectures_of(top.values), head, top)
+        if head is not None and head.kind == "markov" and softcap:
+            raise ConfigError(
+                f"{top.subject}: final_logit_softcapping={softcap} beside a Markov head is not implemented: no published drafter "
+                "says whether the head's bias is capped as well"
+            )
         fields["windows"] = windows
         config = cls(
             **fields,
@@ -184,26 +234,100 @@ class DFlashConfig(DecoderConfig):
             ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
             embedding_scale=source("input_embedding_scale").number("input_embedding_scale", 1.0),
-            logit_scale=source("output_multiplier").number(
-                "output_multiplier", source("logit_scale").number("logit_scale", 1.0)
-            ),
+            logit_scale=scale,
             logit_softcap=softcap,
-            # This architecture always drafts from its anchor, and its files do not say so.
-            sample_from_anchor=source("sample_from_anchor").flag(
-                "sample_from_anchor", default=FROM_ANCHOR in architectures_of(top.values)
-            ),
+            sample_from_anchor=_from_anchor(source, top, head, projector),
             draft_vocab_size=0 if draft_vocab == fields["vocab_size"] else draft_vocab,
             own_embedding="embed_tokens.weight" in tensor_names,
             own_head=own_head,
             mask_embedding="mask_embedding" in tensor_names,
+            conv_taps=taps,
+            conv_group=group,
+            head=head,
         )
+        _check_taps(source, ids)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
 
 
+def _convolution(source: Source, names: Collection[str], hidden: int) -> tuple[int, int]:
+    """Taps and channels of a group of the layers' convolutions; 0 where neither keys nor tensors speak of any."""
+    keys = {key: source(key) for key in ("conv_kernel_size", "conv_group_size")}
+    said = {key: reader.get(key) is not None for key, reader in keys.items()}
+    if not any(said.values()) and not any(name.endswith("_conv.base_kernel") for name in names):
+        return 0, 0
+    missing(keys, said, "convolutions along the block")
+    taps, group = (reader.integer(key) for key, reader in keys.items())
+    if hidden % group or taps > MAX_BLOCK:
+        raise ConfigError(
+            f"{keys['conv_group_size'].subject}: conv_kernel_size={taps} must be at most {MAX_BLOCK} and conv_group_size={group} "
+            f"divide hidden_size={hidden}"
+        )
+    return taps, group
+
+
+def _check_names(architectures: Collection[str], head: HeadConfig | None, keys: KeyReader) -> None:
+    """Raises ConfigError where the architecture's name promises a selector, and neither keys nor tensors are of one."""
+    if set(architectures) & set(DFLASH2) and (head is None or head.kind != "selector"):
+        raise ConfigError(
+            f"{keys.subject} names {', '.join(architectures)}, but neither its keys (selector_rank, selector_top_k) nor its "
+            "tensors (candidate_selector.*) are DFlash 2's; take them from the drafter's training run, or name DFlashDraftModel"
+        )
+
+
+def _check_taps(source: Source, ids: tuple[int, ...]) -> None:
+    """Raises ConfigError where the taps as vLLM counts them, from 1 on, are not those of `target_layer_ids`."""
+    keys = source("eagle_aux_hidden_state_layer_ids")
+    theirs = keys.get("eagle_aux_hidden_state_layer_ids")
+    if theirs is not None and theirs != [i + 1 for i in ids]:
+        raise ConfigError(
+            f"{keys.subject}: eagle_aux_hidden_state_layer_ids={shown(theirs)} are not target_layer_ids {shown(list(ids))} counted "
+            "from 1; keep those that the drafter was trained with"
+        )
+
+
+def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, projector: str) -> bool:
+    """Whether slots predict the token after their own position.
+
+    v1 and DFlash 2 fill in. DSpark's files need not say what theirs do: `sample_from_anchor` counts, then `dspark_bonus_anchor`,
+    which is its opposite. Without either, files of trainers that always draft from the anchor do so for every engine that reads
+    them. What is left engines read in two ways.
+
+    Raises:
+      ConfigError: the file says two things, or engines differ in what it leaves out.
+    """
+    markov = head is not None and head.kind == "markov"
+    anchor, bonus = (
+        None if (reader := source(key)).get(key) is None else reader.flag(key)
+        for key in ("sample_from_anchor", "dspark_bonus_anchor")
+    )
+    if anchor and bonus:
+        raise ConfigError(
+            f"{keys.subject}: sample_from_anchor=True and dspark_bonus_anchor=True cannot both be; keep the one that the drafter "
+            "was trained with"
+        )
+    if anchor is not None:
+        return anchor
+    if bonus is not None and (bonus or markov):
+        return not bonus
+    anchored = bool(set(architectures_of(keys.values)) & set(FROM_ANCHOR)) or projector == "dspark"
+    if not markov:
+        return anchored and head is None
+    if not anchored:
+        raise ConfigError(
+            f"{keys.subject}: sample_from_anchor is missing, and engines differ in what that means with a Markov head; set it to "
+            "true for block_size drafts (DSpark's layout) or to false for one less (DFlash's), as the drafter was trained"
+        )
+    keys.notices.append(
+        "sample_from_anchor is absent: the drafter is taken to predict from its anchor on, as engines take it; if hardly any draft "
+        "is accepted, set it to false in config.json"
+    )
+    return True
+
+
 def _windows(
-    source: Callable[[str], KeyReader], layers: tuple[int | None, ...], top: KeyReader
+    source: Source, layers: tuple[int | None, ...], top: KeyReader
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Per layer its window, and whether it is causal where no key of its own says so.
 
@@ -249,6 +373,12 @@ _ABOUT = (
     "auto_map",
     "architectures",
 )
+# By kind of drafter, what the library takes for keys of its head that are absent.
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "dflash": {},
+    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    "dspark": {},
+}
 
 
 def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
@@ -256,8 +386,8 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
 
     The library trains sliding layers with windows that end at the anchor for every slot of a block; here, as in vLLM, each slot has
     its own, so that the later ones see up to a block's length fewer of the farthest keys. Drafts alone can differ for it.
-    `sliding_window_non_causal` is read as the library trains: absent is false, false makes sliding layers causal, and full layers
-    see the whole block whatever it says. vLLM differs in both cases, and a notice says so.
+    `sliding_window_non_causal` is read as the library trains: absent is false (true for DFlash 2), false makes sliding layers
+    causal, and full layers see the whole block whatever it says. vLLM differs in both cases, and a notice says so.
 
     Args:
       notices: takes what was decided where engines differ.
@@ -266,9 +396,9 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
       ConfigError: the file is of another kind of drafter, its tapped layers are no list of ids, or it says one thing in two ways.
     """
     keys = KeyReader("config.json (speculators)", values, notices)
-    if (kind := keys.get("speculators_model_type")) != "dflash":
+    if (kind := keys.get("speculators_model_type")) not in _DEFAULTS:
         raise ConfigError(
-            f"{keys.subject}: speculators_model_type must be dflash, got {shown(kind)}: not a DFlash drafter"
+            f"{keys.subject}: speculators_model_type must be dflash, dflash2 or dspark, got {shown(kind)}: not a DFlash drafter"
         )
     layers = KeyReader(f"{keys.subject}, {NESTED}", keys.get(NESTED, {}))
     ids = keys.get("aux_hidden_state_layer_ids")
@@ -278,11 +408,12 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
         "target_layer_ids": [i - 1 for i in ids],
         "mask_token_id": keys.get("mask_token_id"),
         "block_size": keys.integer("block_size", 8, minimum=2),
-        "sample_from_anchor": keys.flag("sample_from_anchor"),
+        "sample_from_anchor": keys.get("sample_from_anchor", None if kind == "dspark" else False),
         "draft_vocab_size": keys.get("draft_vocab_size"),
         "target_hidden_size": keys.get("target_hidden_size"),
+        **{key: keys.get(key, default) for key, default in _DEFAULTS[kind].items()},
     }
-    if keys.flag("sliding_window_non_causal"):
+    if keys.flag("sliding_window_non_causal", default=kind == "dflash2"):
         dflash["causal"] = False
     else:
         notices += _differences(layers.get("layer_types"), absent=keys.values.get("sliding_window_non_causal") is None)

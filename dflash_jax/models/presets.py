@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
 from dflash_jax.models.qwen2 import Qwen2Config
@@ -305,6 +306,22 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "dflash_qwen3_14b_block7": _block7(TARGETS["Qwen3-14B"], (1, 10, 19, 28, 37)),
     }
 )  # fmt: skip
+
+_DSPARK = MarkovConfig(rank=256, confidence="hidden_and_token", confidence_bias=True)
+_DSPARK_8B = dataclasses.replace(DRAFTERS["dflash_qwen3_8b_block7"], head=_DSPARK)
+
+# With draft heads.
+HEAD_DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
+    {
+        # Not published: v1's shape with the convolutions and the selector that all published DFlash 2 drafters have.
+        "Qwen3-8B-DFlash2-b16": dataclasses.replace(
+            DRAFTERS["Qwen3-8B-DFlash-b16"], conv_taps=2, conv_group=16, head=SelectorConfig(rank=256, top_k=16)
+        ),
+        "dspark_qwen3_8b_block7": _DSPARK_8B,
+        # The same where the bias is added to the best few tokens alone.
+        "dspark_qwen3_8b_block7_top512": dataclasses.replace(_DSPARK_8B, head=dataclasses.replace(_DSPARK, top_k=512)),
+    }
+)
 
 
 def _rope(*, mscale: float, theta: float = 1e4, factor: float = 40.0, beta_fast: float = 32.0) -> RopeConfig:

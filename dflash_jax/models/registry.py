@@ -126,7 +126,8 @@ def _hybrid(config: Qwen35Config) -> dict[str, Any]:
 
 
 def _block(config: DFlashConfig) -> dict[str, Any]:
-    return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids)}
+    head = "v1" if config.head is None else config.head.kind
+    return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids), "draft_head": head}
 
 
 FAMILIES = (
@@ -172,7 +173,8 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         if set(architectures) & set(family.architectures):
             return family
     if not architectures:
-        name = "dflash" if "dflash_config" in hf_config else hf_config.get("model_type")
+        drafts = "dflash_config" in hf_config or "speculators_model_type" in hf_config
+        name = "dflash" if drafts else hf_config.get("model_type")
         for family in FAMILIES:
             if name in (family.model_types or (family.name,)):
                 return family

@@ -8,6 +8,7 @@ import pytest
 from dflash_jax.decoding import accept
 from dflash_jax.decoding.accept import accept_matching, accept_rejection
 from dflash_jax.decoding.sampling import RequestArrays, noise_at
+from dflash_jax.models.heads import Law
 
 B, G, VOCAB = 256, 4, 7
 
@@ -23,7 +24,7 @@ def requests() -> RequestArrays:
 
 def rejection(proposals, draft_logits, target_logits):
     positions = jnp.broadcast_to(jnp.arange(target_logits.shape[1]), target_logits.shape[:2])
-    return accept_rejection(proposals, draft_logits, target_logits, positions, requests())
+    return accept_rejection(proposals, Law(draft_logits), target_logits, positions, requests())
 
 
 def test_matching_counts_the_common_beginning() -> None:

@@ -1,5 +1,6 @@
 """What a drafter's configuration adds: blocks, taps, causality, windows, and what the checkpoint brings itself."""
 
+import json
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,9 +8,10 @@ import pytest
 
 from dflash_jax.checkpoints.weights import check_draft_vocabulary
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import default_target_layer_ids
+from dflash_jax.models import DFlashConfig, default_target_layer_ids
+from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 
-from .config_files import REMOVE, SLIDING, draft
+from .config_files import DRAFT, REMOVE, SLIDING, changed, draft
 
 
 def test_a_drafter_is_read() -> None:
@@ -27,8 +29,8 @@ def test_a_drafter_is_read() -> None:
 
 
 def test_unknown_keys_inside_dflash_config_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"dflash_config sets keys .*conv_kernel_size=2"):
-        draft(nested={"conv_kernel_size": 2})
+    with pytest.raises(ConfigError, match=r"dflash_config sets keys .*conv_heads=2"):
+        draft(nested={"conv_heads": 2})
 
 
 @pytest.mark.parametrize(
@@ -122,8 +124,8 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
         ({"dflash_config": [1]}, {}, "dflash_config must be a JSON object, got list"),
         ({}, {"target_layer_ids": [1, 36]}, "reach past num_target_layers=36"),
         ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false is not DFlash"),
-        ({}, {"projector_type": "domino"}, "projector_type must be linear, got 'domino'"),
-        ({"markov_rank": 256}, {}, "markov_rank must be 0"),
+        ({}, {"projector_type": "domino"}, "projector_type must be linear or dspark, got 'domino'"),
+        ({"markov_rank": -1}, {}, "markov_rank must be an integer of at least 0, got -1"),
         ({"draft_vocab_size": 65}, {}, "draft_vocab_size=65"),
     ],
 )
@@ -198,3 +200,129 @@ def test_default_taps(arguments: tuple[int, int], taps: tuple[int, ...]) -> None
 def test_default_taps_are_used_where_a_file_names_none() -> None:
     config = draft(nested={"target_layer_ids": REMOVE}, num_target_layers=32)
     assert config.target_layer_ids == (1, 15, 29)
+
+
+# Later members of the family.
+
+CONV, SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4}, {"selector_rank": 8, "selector_top_k": 5}
+MARKOV = {"markov_rank": 8, "sample_from_anchor": True}
+SELECTS, MIXES = ("candidate_selector.hidden_projection.weight",), ("markov_head.markov_w1.weight",)
+
+
+@pytest.mark.parametrize("place", ["nested", "top"])
+@pytest.mark.parametrize("name", ["DFlash2DraftModel", "DFlashDraftModel", "Qwen3DFlash2Model"])
+def test_dflash_2_is_told_by_its_keys(name: str, place: str) -> None:
+    changes: dict[str, Any] = {"nested": CONV | SELECTOR} if place == "nested" else CONV | SELECTOR
+    config = draft(SELECTS, architectures=[name], **changes)
+    assert config.head == SelectorConfig(rank=8, top_k=5)
+    assert (config.conv_taps, config.conv_group, config.num_drafts, config.sample_from_anchor) == (2, 4, 15, False)
+    assert DFlashConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_parts_of_dflash_2_stand_alone() -> None:
+    assert draft(nested=CONV).head is None
+    assert draft(nested=SELECTOR).conv_taps == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "head"),
+    [
+        ({}, MarkovConfig(rank=8)),
+        ({"markov_head_type": "gated", "dspark_draft_topk": 12}, MarkovConfig(rank=8, form="gated", top_k=12)),
+        (
+            {"markov_head_type": "rnn", "enable_confidence_head": True},
+            MarkovConfig(rank=8, form="rnn", confidence="hidden_and_token", confidence_bias=True),
+        ),
+        (
+            {"enable_confidence_head": True, "confidence_head_with_markov": False},
+            MarkovConfig(rank=8, confidence="hidden", confidence_bias=True),
+        ),
+        ({"enable_confidence_head": False, "confidence_head_with_markov": True}, MarkovConfig(rank=8)),
+    ],
+)
+def test_dspark_is_told_by_its_keys(changes: dict[str, Any], head: MarkovConfig) -> None:
+    for name in ("Qwen3DSparkModel", "DSparkDraftModel", "DFlashDraftModel"):
+        config = draft(architectures=[name], block_size=7, **MARKOV, **changes)
+        assert (config.head, config.num_drafts) == (head, 7)
+    forge = draft(architectures=["DSparkDraftModel"], nested={**MARKOV, **changes, "projector_type": "dspark"})
+    assert forge.head == head
+    assert DFlashConfig.from_dict(json.loads(json.dumps(forge.to_dict()))) == forge
+
+
+def test_a_confidence_head_without_a_bias_is_told_by_its_tensors() -> None:
+    tensors = (*MIXES, "confidence_head.proj.weight")
+    found = draft(tensors, **MARKOV).head
+    assert found == MarkovConfig(rank=8, confidence="hidden_and_token", confidence_bias=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "anchored", "told"),
+    [
+        ({"architectures": ["Qwen3DSparkModel"]}, True, True),
+        ({"architectures": ["Qwen3DSparkModel"], "sample_from_anchor": False}, False, False),
+        ({"architectures": ["DSparkDraftModel"], "dspark_bonus_anchor": True}, False, False),
+        ({"architectures": ["DSparkDraftModel"], "dspark_bonus_anchor": False}, True, False),
+        ({"dspark_bonus_anchor": False, "sample_from_anchor": False}, False, False),
+        ({"projector_type": "dspark"}, True, True),
+    ],
+)
+def test_where_dspark_predicts_from(changes: dict[str, Any], anchored: bool, told: bool) -> None:
+    """Every engine reads files of these trainers alike, and one that is not said is told."""
+    notices: list[str] = []
+    config = DFlashConfig.from_hf(changed(DRAFT, markov_rank=8, block_size=7, **changes), (), notices)
+    assert (config.sample_from_anchor, config.num_drafts) == (anchored, 6 + anchored)
+    assert [notice.startswith("sample_from_anchor is absent") for notice in notices] == [True] * told
+
+
+def test_taps_may_also_be_counted_from_one() -> None:
+    assert draft(eagle_aux_hidden_state_layer_ids=[2, 18, 34]) == draft()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "message"),
+    [
+        (
+            SELECTS,
+            {},
+            "selector_rank, selector_top_k missing, though other keys or the tensors are those of a candidate selector",
+        ),
+        ((), {"selector_rank": 8}, "selector_top_k missing"),
+        ((), {"selector_rank": 0, "selector_top_k": 4}, "selector_rank must be an integer of at least 1, got 0"),
+        ((), SELECTOR | {"selector_top_k": 65}, "selector_top_k=65 candidates are more than the 64 tokens"),
+        (
+            (),
+            {"architectures": ["DFlash2DraftModel"]},
+            "names DFlash2DraftModel, but neither its keys .* nor its tensors",
+        ),
+        ((), {"conv_kernel_size": 2}, "conv_group_size missing"),
+        ((), {"conv_kernel_size": 2, "conv_group_size": 5}, "conv_group_size=5 divide hidden_size=16"),
+        (("layers.0.mlp_conv.base_kernel",), {}, "conv_kernel_size, conv_group_size missing"),
+        (MIXES, {}, "markov_rank missing"),
+        ((), MARKOV | {"markov_head_type": "bigram"}, "markov_head_type must be vanilla, gated or rnn, got 'bigram'"),
+        ((), MARKOV | {"dspark_draft_topk": 65}, "dspark_draft_topk=65 is more than the 64 tokens"),
+        ((), MARKOV | {"final_logit_softcapping": 20.0}, "final_logit_softcapping=20.0 beside a Markov head"),
+        ((), MARKOV | SELECTOR, "two draft heads, selector and markov"),
+        ((), {"markov_rank": 8}, "sample_from_anchor is missing, and engines differ .* set it to true"),
+        (
+            (),
+            MARKOV | {"dspark_bonus_anchor": True},
+            "sample_from_anchor=True and dspark_bonus_anchor=True cannot both be",
+        ),
+        ((), {"eagle_aux_hidden_state_layer_ids": [1, 17, 33]}, "are not target_layer_ids .* counted from 1"),
+        ((), {"enable_confidence_head": True}, "enable_confidence_head=True"),
+    ],
+)
+def test_heads_that_cannot_be(tensors: tuple[str, ...], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        draft(tensors, **changes)
+
+
+def test_our_own_form_of_a_head() -> None:
+    """A folder that was converted before there were heads holds a v1 drafter."""
+    values = draft().to_dict()
+    for name in ("head", "conv_taps", "conv_group"):
+        del values[name]
+    assert DFlashConfig.from_dict(values) == draft()
+    for head in ({"kind": "tree"}, {"kind": "selector", "rank": 4}, [1], {"kind": "selector", "rank": 0, "top_k": 2}):
+        with pytest.raises(ConfigError, match=r"head must be one of|expected the fields|rank must be 1 to"):
+            DFlashConfig.from_dict(values | {"head": head})

@@ -67,6 +67,33 @@ def test_it_is_the_drafter_that_zlab_would_describe(
     assert read(layers=layers, **changes) == same
 
 
+HEADS = {
+    "dflash2": {"conv_kernel_size": 4, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
+    "dspark": {
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "sample_from_anchor": True,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_later_members_of_the_family(kind: str) -> None:
+    assert read(speculators_model_type=kind, **HEADS[kind]) == draft(**ZLAB, **HEADS[kind])
+
+
+def test_what_the_library_takes_for_keys_that_are_absent() -> None:
+    """DFlash 2's sliding layers see the whole block, where v1's do not."""
+    file = {
+        "speculators_model_type": "dflash2",
+        "architectures": ["DFlash2DraftModel"],
+        "sliding_window_non_causal": REMOVE,
+    }
+    keys = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+    assert read(layers=SLIDING, **file) == draft(**ZLAB, **SLIDING, is_causal=False, **keys)
+
+
 def test_a_vocabulary_of_its_own() -> None:
     own = ("lm_head.weight", "d2t", "t2d", "embed_tokens.weight")
     assert read(own, draft_vocab_size=40) == draft(own, **ZLAB, draft_vocab_size=40)
@@ -75,14 +102,18 @@ def test_a_vocabulary_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("layers", "changes", "message"),
     [
-        ({}, {"speculators_model_type": "dspark"}, "speculators_model_type must be dflash, got 'dspark'"),
-        ({}, {"speculators_model_type": REMOVE}, "speculators_model_type must be dflash, got None"),
+        (
+            {},
+            {"speculators_model_type": "eagle3"},
+            "speculators_model_type must be dflash, dflash2 or dspark, got 'eagle3'",
+        ),
+        ({}, {"speculators_model_type": REMOVE}, "speculators_model_type must be dflash, dflash2 or dspark, got None"),
         ({}, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids must be a list of ids, got None"),
         ({}, {"aux_hidden_state_layer_ids": [-1, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),
         ({}, {"aux_hidden_state_layer_ids": [True, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),
         ({}, {"mask_token_id": None}, "mask_token_id must be an integer"),
-        ({}, {"markov_rank": 4, "markov_head_type": "vanilla"}, "markov_rank must be 0"),
-        ({}, {"conv_kernel_size": 2}, "conv_kernel_size=2"),
+        ({}, {"speculators_model_type": "dspark", "markov_rank": 4, "sample_from_anchor": REMOVE}, "set it to true"),
+        ({}, {"conv_kernel_size": 2}, "conv_group_size missing"),
         ({"mlp_bias": True}, {}, "mlp_bias=True"),
         ({}, {"transformer_layer_config": [1]}, "transformer_layer_config must be a JSON object"),
     ],

@@ -20,6 +20,7 @@ from dflash_jax.decoding.accept import accept_matching, accept_rejection
 from dflash_jax.decoding.cycle import propose
 from dflash_jax.decoding.sampling import RequestArrays, choose, filtered_logits, noise_at
 from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.models.heads import Law
 
 from .chi_square import count, p_value
 
@@ -114,7 +115,7 @@ def matching(proposals, chosen, drafted, logits, positions, request):
 
 
 def rejection(proposals, chosen, drafted, logits, positions, request):
-    return accept_rejection(proposals, drafted, logits, positions, request)
+    return accept_rejection(proposals, Law(drafted), logits, positions, request)
 
 
 def emit(setup: Setup, acceptor: Acceptor, request: RequestArrays) -> jax.Array:

@@ -28,7 +28,15 @@ from dflash_jax.execution.plan import (
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_for, family_named, layer_traits
-from dflash_jax.models.presets import DRAFTERS, HYBRID_TARGETS, LLAMA_TARGETS, MOE_TARGETS, QWEN2_TARGETS, TARGETS
+from dflash_jax.models.presets import (
+    DRAFTERS,
+    HEAD_DRAFTERS,
+    HYBRID_TARGETS,
+    LLAMA_TARGETS,
+    MOE_TARGETS,
+    QWEN2_TARGETS,
+    TARGETS,
+)
 from dflash_jax.models.traits import DeltaTraits
 from dflash_jax.quantization.weights import quantise_weights
 
@@ -79,6 +87,7 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
         ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
         ({"feed_forward": "mixed"}, "persistent", "experts"),
+        ({"convolved": True}, "fused_dense", "convolved along the block"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
         ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"), ({"gated": True}, "in_layer", "attention is gated"),
         ({"delta": DeltaTraits(12352, 4096)}, "in_layer", "gated delta nets"),
@@ -90,6 +99,18 @@ def test_every_trait_that_kernels_lack_is_refused_by_name(change: dict[str, Any]
         found = choose(replace(TRAITS, **change), CYCLE, FORMAT)
     assert said in (found.refused(what) or "")
     assert found.runner == ("persistent" if what == "in_layer" else "plain")
+
+
+def test_a_draft_head_leaves_the_layers_as_fast_as_they_are() -> None:
+    """DSpark's are v1's; DFlash 2's have convolutions, which no fused runner has."""
+    call = replace(CYCLE, tokens=7)
+    with h200():
+        runners = {}
+        for name in ("dspark_qwen3_8b_block7", "Qwen3-8B-DFlash2-b16"):
+            config = HEAD_DRAFTERS[name]
+            shapes = weight_shapes([(config, family_for(config))], BFLOAT16, rows=16)["draft"]
+            runners[name] = choose(layer_traits(config), call, weight_format(shapes)).runner
+    assert list(runners.values()) == ["persistent", "plain"]
 
 
 def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:

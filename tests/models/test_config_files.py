@@ -128,7 +128,7 @@ def test_keys_of_published_files_that_say_what_is_done_anyway(file: dict[str, An
         (DENSE, "num_experts", 4), (DENSE, "is_causal", False), (DENSE, "rope_is_neox_style", False),
         (MLA, "is_neox_style", False), (MOE, "shared_expert_intermediate_size", 8), (MOE, "attn_output_gate", True),
         (MLA, "sliding_window", 128), (MLA, "index_topk", 2048), (MLA, "index_topk", None), (DRAFT, "hc_mult", 4),
-        (DRAFT, "gating", True), (DRAFT, "conv_kernel_size", 2), (DRAFT, "enable_confidence_head", True),
+        (DRAFT, "gating", True), (DRAFT, "conv_heads", 2), (DRAFT, "enable_confidence_head", True),
         (DRAFT, "attention_mode", "mla"), (KIMI, "rope_scaling", YARN), (KIMI, "num_hidden_layers", 3),
         (KIMI, "tie_word_embeddings", True), (KIMI, "audio_tower", None), (SPECULATORS, "num_jacobi_passes", 0),
     ],
@@ -228,7 +228,9 @@ def test_attn_factor_is_left_out_as_transformers_leaves_it_out() -> None:
 # Drafters -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel"])
+@pytest.mark.parametrize(
+    "name", ["DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", "DSparkSpeculator"]
+)
 def test_every_name_of_the_layout_is_read(name: str) -> None:
     assert read(DRAFT, architectures=[name]) == read(DRAFT)
     assert family_of({"architectures": [name]}).role == "draft"
@@ -236,7 +238,7 @@ def test_every_name_of_the_layout_is_read(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DSparkDraftModel", "MuseGlimmerAssistantModel"],
+    ["LiLiCorrDraftModel", "Qwen3XPressModel", "Gemma4DSparkModel", "MuseGlimmerAssistantModel"],
 )
 def test_names_of_other_layouts_are_not(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name}.*known architectures: .*Qwen3DFlashDraftModel"):

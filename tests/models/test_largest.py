@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.decoding import largest as module
 from dflash_jax.decoding.cycle import log_probabilities
-from dflash_jax.decoding.largest import CHUNK, LONG, largest
 from dflash_jax.decoding.state import Setup
+from dflash_jax.models import largest as module
+from dflash_jax.models.largest import CHUNK, LONG, largest
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 from ..random_pair import target_config

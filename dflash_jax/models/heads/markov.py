@@ -1,0 +1,189 @@
+"""DSpark's Markov head: a low-rank bias on each place's logits by the token before it (arXiv 2607.05147).
+
+    vanilla  l_k = U_k + W2 e                                   e = W1[token before place k]
+    gated    l_k = U_k + W2 (sigmoid(gate [h_k ; e]) * e)
+    rnn      [g, c, o] = joint [s ; e ; h_k],  s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  l_k = U_k + W2 tanh(o)
+
+Places go one after the other, each through all rows of W2, or through those of its best candidates by U alone (`top_k`). A head may
+come with another one that estimates whether a place's proposal will stand.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import KeyReader, shown
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.heads.base import Base, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.reading import Source, missing
+from dflash_jax.models.largest import largest
+from dflash_jax.models.layers import Linear, linear
+from dflash_jax.models.parameters import Parameter, single
+
+PREFIX, CONFIDENCE_PREFIX = "markov_head.", "confidence_head."
+FORMS = ("vanilla", "gated", "rnn")
+CONFIDENCES = ("none", "hidden", "hidden_and_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkovConfig(HeadConfig):
+    """A Markov head.
+
+    Attributes:
+      form: "vanilla", "gated" or "rnn".
+      confidence: what the confidence head reads, "hidden" or "hidden_and_token"; "none" where there is none.
+      confidence_bias: whether that one has a bias.
+    """
+
+    kind: Literal["markov"] = "markov"
+    form: str = "vanilla"
+    confidence: str = "none"
+    confidence_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, known in (("form", self.form, FORMS), ("confidence", self.confidence, CONFIDENCES)):
+            if value not in known:
+                raise ConfigError(f"{type(self).__name__}: {name} must be {' or '.join(known)}, got {shown(value)}")
+
+
+def read_markov(source: Source, names: Collection[str], sizes: Sizes) -> MarkovConfig | None:
+    """The configuration that a file's keys, found by `source`, and its tensors' names say; None where neither speaks of a Markov
+    head.
+
+    Raises:
+      ConfigError: a key is missing, or cannot be.
+    """
+    reader = source("markov_rank")
+    rank, there = reader.integer("markov_rank", 0, minimum=0), any(name.startswith(PREFIX) for name in names)
+    if not rank and not there:
+        return None
+    missing({"markov_rank": reader}, {"markov_rank": rank > 0}, "a Markov head")
+    kinds = source("markov_head_type")
+    form = kinds.get("markov_head_type", "vanilla")
+    if form not in FORMS:
+        raise ConfigError(
+            f"{kinds.subject}: markov_head_type must be {', '.join(FORMS[:-1])} or {FORMS[-1]}, got {shown(form)}"
+        )
+    top = source("dspark_draft_topk")
+    top_k = top.integer("dspark_draft_topk", 0, minimum=0)
+    if top_k > sizes.rows:
+        raise ConfigError(
+            f"{top.subject}: dspark_draft_topk={top_k} is more than the {sizes.rows} tokens that are drafted from"
+        )
+    return MarkovConfig(rank=rank, top_k=top_k, form=form, **_confidence(source, names))
+
+
+def _confidence(source: Source, names: Collection[str]) -> dict[str, Any]:
+    """What a confidence head reads, and whether it has a bias. It is there where its tensors are, or where a key says so."""
+    tensors = [name for name in names if name.startswith(CONFIDENCE_PREFIX)]
+    said: KeyReader = source("enable_confidence_head")
+    reads_token = source("confidence_head_with_markov").flag("confidence_head_with_markov", default=True)
+    if not said.flag("enable_confidence_head", default=bool(tensors)):
+        return {"confidence": "none"}
+    bias = f"{CONFIDENCE_PREFIX}proj.bias" in tensors if tensors else True
+    return {"confidence": "hidden_and_token" if reads_token else "hidden", "confidence_bias": bias}
+
+
+class Markov(nnx.Module):
+    """See the module. `markov_w1` holds a row for each token of the target, `markov_w2` one for each that is drafted."""
+
+    def __init__(self, config: MarkovConfig, sizes: Sizes):
+        d, r = sizes.hidden, config.rank
+        self.config, self.logit_scale = config, sizes.logit_scale
+        self.markov_w1, self.markov_w2 = Linear(sizes.vocab, r), Linear(sizes.rows, r)
+        self.gate_proj = Linear(r, d + r, bias=True) if config.form == "gated" else None
+        self.joint_proj = Linear(3 * r, 2 * r + d, bias=True) if config.form == "rnn" else None
+        width = {"none": 0, "hidden": d, "hidden_and_token": d + r}[config.confidence]
+        self.confidence_proj = Linear(1, width, bias=config.confidence_bias) if width else None
+
+    def propose(
+        self, hidden: Float[Array, "B g D"], base: Base, anchor: Int[Array, "B"], pick: Pick
+    ) -> tuple[Int[Array, "B g"], Law]:
+        """See `DraftHead`."""
+        unary, columns = largest(base.logits, self.config.top_k) if self.config.top_k else (base.logits, None)
+        state = jnp.zeros((hidden.shape[0], self.config.rank), hidden.dtype)
+        before, path, laws, seen = anchor, [], [], None
+        for place in range(hidden.shape[1]):
+            latent, state = self.latent(before, hidden[:, place], state)
+            rows = None if columns is None else columns[:, place]
+            scores = unary[:, place] + self.bias(latent, rows) * self.logit_scale
+            seen = (
+                rows
+                if base.tokens is None
+                else jnp.broadcast_to(base.tokens if rows is None else base.tokens[rows], scores.shape)
+            )
+            picked, law = pick(place, scores[:, None, None], None if seen is None else seen[:, None])
+            column = picked[:, 0]
+            before = column[:, 0] if seen is None else jnp.take_along_axis(seen, column, axis=1)[:, 0]
+            path.append(before)
+            laws.append((law[:, 0, 0], seen))
+        logits, tokens = zip(*laws, strict=True)
+        tokens = None if seen is None else jnp.stack([one for one in tokens if one is not None], axis=1)
+        return jnp.stack(path, axis=1), Law(jnp.stack(logits, axis=1), tokens)
+
+    def latent(
+        self, before: Int[Array, "B"], hidden: Float[Array, "B D"], state: Float[Array, "B r"]
+    ) -> tuple[Float[Array, "B r"], Float[Array, "B r"]]:
+        """What W2 multiplies after these tokens, and the recurrent state, which the form "rnn" alone has a use for."""
+        embedded = self.markov_w1.weight[...][before]
+        if self.gate_proj is not None:
+            gate = self.gate_proj(jnp.concatenate([hidden, embedded], axis=-1))
+            return jax.nn.sigmoid(gate) * embedded, state
+        if self.joint_proj is not None:
+            joint = self.joint_proj(jnp.concatenate([state, embedded, hidden], axis=-1))
+            gate, new, out = jnp.split(joint, 3, axis=-1)
+            kept = jax.nn.sigmoid(gate)
+            return jnp.tanh(out), kept * state + (1 - kept) * jnp.tanh(new)
+        return embedded, state
+
+    def bias(self, latent: Float[Array, "B r"], rows: Int[Array, "B C"] | None) -> Float[Array, "B C"]:
+        """float32 products with these rows of W2, or with all of them."""
+        table = self.markov_w2.weight[...]
+        if rows is None:
+            return linear(latent, table).astype(jnp.float32)
+        wide = table[rows].astype(jnp.float32) * latent.astype(jnp.float32)[:, None]
+        return jnp.sum(wide, axis=-1)
+
+    def confidence(self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"]) -> Float[Array, "*R"]:
+        """Estimates, in float32, of the chances that proposals stand which follow these tokens."""
+        if self.confidence_proj is None:
+            raise ValueError("this drafter has no confidence head")
+        both = (
+            [hidden, self.markov_w1.weight[...][before]] if self.config.confidence == "hidden_and_token" else [hidden]
+        )
+        products = jnp.concatenate(both, axis=-1).astype(jnp.float32) * self.confidence_proj.weight[0].astype(
+            jnp.float32
+        )
+        bias = 0.0 if self.confidence_proj.bias is None else self.confidence_proj.bias[0].astype(jnp.float32)
+        return jax.nn.sigmoid(jnp.sum(products, axis=-1) + bias)
+
+
+def markov_parameters(config: MarkovConfig, sizes: Sizes) -> list[Parameter]:
+    """Two tensors, those of a gate or of a recurrence, and those of a confidence head."""
+    d, r = sizes.hidden, config.rank
+    table = [
+        single("markov_w1.weight", f"{PREFIX}markov_w1.weight", (sizes.vocab, r)),
+        single("markov_w2.weight", f"{PREFIX}markov_w2.weight", (sizes.rows, r)),
+    ]
+    shapes = {"gated": ("gate_proj", (r, d + r)), "rnn": ("joint_proj", (3 * r, 2 * r + d))}
+    if config.form in shapes:
+        name, shape = shapes[config.form]
+        table.append(single(f"{name}.weight", f"{PREFIX}{name}.weight", shape))
+        table.append(single(f"{name}.bias", f"{PREFIX}{name}.bias", shape[:1]))
+    if config.confidence != "none":
+        width = d + (r if config.confidence == "hidden_and_token" else 0)
+        table.append(single("confidence_proj.weight", f"{CONFIDENCE_PREFIX}proj.weight", (1, width)))
+    if config.confidence_bias:
+        table.append(single("confidence_proj.bias", f"{CONFIDENCE_PREFIX}proj.bias", (1,)))
+    return table
+
+
+def markov_tables(config: MarkovConfig) -> tuple[str, ...]:
+    """Parameters of which a cycle reads a few rows alone."""
+    return ("markov_w1.weight", "markov_w2.weight") if config.top_k else ("markov_w1.weight",)

@@ -1,0 +1,139 @@
+"""The law of what is emitted where a draft head proposes: its own samples judged by the law that it gives back.
+
+Target and method are those of `test_sampling_law`. Every proposal of a block depends on the one before it, and the laws are over
+some tokens alone, or over a vocabulary of the drafter's own. That the tests can fail is shown with laws that are wrong on purpose.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.cache import Pages
+from dflash_jax.decoding.accept import accept_rejection
+from dflash_jax.decoding.head_proposals import picker
+from dflash_jax.decoding.sampling import filtered_logits
+from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.models.heads import (
+    Base,
+    HeadConfig,
+    Law,
+    MarkovConfig,
+    SelectorConfig,
+    Sizes,
+    head_module,
+    head_parameters,
+)
+
+from ..random_pair import target_config
+from .chi_square import count, p_value
+from .test_sampling_law import (
+    BAD,
+    DRAFT,
+    FULL,
+    GOOD,
+    PLACES,
+    PLAIN,
+    PROPOSALS,
+    SAMPLES,
+    START,
+    TARGET,
+    VOCAB,
+    joint_law,
+    requests,
+)
+
+HIDDEN, OWN = 4, np.array([0, 2, 3, 5])  # tokens of a vocabulary of the drafter's own
+HEADS = {
+    "selector": (SelectorConfig(rank=3, top_k=3), None),
+    "vanilla": (MarkovConfig(rank=3), None),
+    "gated, its own tokens": (MarkovConfig(rank=3, form="gated"), OWN),
+    "rnn, best few": (MarkovConfig(rank=3, form="rnn", top_k=4), None),
+}
+type Wrong = Callable[[Law, Base], Law]
+
+
+def emitted(name: str, parameters: dict[str, Any], wrong: Wrong) -> tuple[np.ndarray, float]:
+    """The first tokens after START of SAMPLES rows, by cycles of a head's proposals, and the mean number accepted at once."""
+    config, own = HEADS[name]
+    mode = "sampled" if set(parameters) == {"temperature"} else "full"
+    setup = Setup(target=target_config(vocab_size=VOCAB), mode=mode, proposals="rejection")
+    text, accepted = _run(setup, config, own is not None, wrong, requests(SAMPLES, **parameters))
+    return np.asarray(text), float(accepted)
+
+
+def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any) -> tuple[jax.Array, jax.Array]:
+    sizes = Sizes(hidden=HIDDEN, vocab=VOCAB, rows=len(OWN) if own else VOCAB)
+    rng = np.random.default_rng(1)
+    tables = {
+        one.name.removeprefix("head."): rng.normal(size=one.shape) * 0.8 for one in head_parameters(config, sizes)
+    }
+    states = jnp.asarray(rng.normal(size=(VOCAB, PROPOSALS, HIDDEN)), jnp.float32)
+    base_of = jnp.asarray(DRAFT[..., OWN] if own else DRAFT)
+
+    @jax.jit
+    def cycle(carry):
+        pending, length, text = carry
+        none, zeros = Pages((), ()), jnp.zeros_like(pending)
+        state = DecodeState(
+            pending, zeros, jnp.zeros((SAMPLES, 1, 0)), zeros, zeros, zeros, zeros > 0, request, none, none
+        )
+        places = jnp.arange(PROPOSALS + 1)
+        positions = length[:, None] + places
+        head = head_module(config, sizes)
+        for name, value in tables.items():
+            part = head
+            for step in name.split("."):
+                part = getattr(part, step)
+            part[...] = jnp.asarray(value, jnp.float32)
+        base = Base(base_of[pending], jnp.asarray(OWN) if own else None)
+        pick = picker(setup, positions[:, :-1], state, None)
+        proposals, law = head.propose(states[pending], base, pending, pick)
+        ids = jnp.concatenate([pending[:, None], proposals], axis=1)
+        logits = filtered_logits(jnp.asarray(TARGET)[ids], request, setup.mode)
+        accepted, tokens = accept_rejection(proposals, wrong(law, base), logits, positions, request)
+        at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, text.shape[1]), text.shape[1])
+        text = text.at[jnp.arange(SAMPLES)[:, None], at].set(tokens, mode="drop")
+        last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
+        return (last, length + accepted + 1, text), accepted
+
+    carry = jnp.full(SAMPLES, START, jnp.int32), jnp.zeros(SAMPLES, jnp.int32), jnp.zeros((SAMPLES, 6), jnp.int32)
+    carry, first = cycle(carry)
+    for _ in range(PLACES - 1):
+        carry, _ = cycle(carry)
+    return carry[2][:, :PLACES], first.mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("selector", PLAIN), ("selector", FULL), ("vanilla", PLAIN), ("gated, its own tokens", PLAIN), ("rnn, best few", FULL),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_block_has_the_targets_law(name: str, parameters: dict[str, Any]) -> None:
+    """All three tokens at once, and so each pair of places as well."""
+    text, accepted = emitted(name, parameters, lambda law, base: law)
+    assert p_value(count(text, VOCAB), joint_law(parameters)) > GOOD
+    assert 0.1 < accepted < PROPOSALS
+
+
+def of_the_base(law: Law, base: Base) -> Law:
+    """As if the head had no say."""
+    assert law.tokens is not None
+    return Law(jnp.take_along_axis(base.logits, law.tokens, axis=-1), law.tokens)
+
+
+def of_the_place_before(law: Law, base: Base) -> Law:
+    return Law(jnp.roll(law.logits, 1, axis=1), law.tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("selector", of_the_base), ("vanilla", of_the_place_before)], ids=["base", "place"]
+)
+def test_wrong_laws_are_noticed(name: str, wrong: Wrong) -> None:
+    text, _ = emitted(name, PLAIN, wrong)
+    assert p_value(count(text, VOCAB), joint_law(PLAIN)) < BAD

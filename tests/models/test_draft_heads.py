@@ -1,0 +1,200 @@
+"""Draft heads and convolutions of drafters beyond v1, against worked examples and a float64 oracle of their equations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.models.draft_conv import GroupedConv
+from dflash_jax.models.heads import Base, HeadConfig, MarkovConfig, SelectorConfig, Sizes, head_module, head_parameters
+from dflash_jax.models.heads.markov import Markov
+
+type Tables = dict[str, np.ndarray]
+
+
+def greedy(first: int, scores: jax.Array, tokens: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
+
+
+def filled(config: HeadConfig, sizes: Sizes, tables: Tables) -> Any:
+    """The head with these parameters, by names inside of it."""
+    module = head_module(config, sizes)
+    for name, value in tables.items():
+        part = module
+        for step in name.split("."):
+            part = getattr(part, step)
+        part[...] = jnp.asarray(value, jnp.float32)
+    return module
+
+
+def proposed(
+    config: HeadConfig, sizes: Sizes, tables: Tables, hidden: Any, logits: Any, anchor: list[int], tokens: Any = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Greedy proposals of a batch, and the scores that they were picked from with their tokens."""
+
+    @jax.jit
+    def run(tables, hidden, logits, anchor):
+        base = Base(logits, None if tokens is None else jnp.asarray(tokens, jnp.int32))
+        return filled(config, sizes, tables).propose(hidden, base, anchor, greedy)
+
+    path, law = run(tables, jnp.float32(hidden), jnp.float32(logits), jnp.int32(anchor))
+    return np.asarray(path), np.asarray(law.logits), None if law.tokens is None else np.asarray(law.tokens)
+
+
+# Worked examples.
+
+
+def test_a_convolution_by_hand() -> None:
+    """Two taps, groups of two channels. Slot 0 has nothing before it, whatever its own weight of that tap is."""
+    x = np.array([[[1, 2, 3, 4], [0, 1, 0, 1], [2, 0, 1, 0]]], np.float32)
+    base, projection = np.zeros((2, 2, 4)), np.zeros((8, 4))
+    base[0] = [[1, 1, 1, 1], [0.5, 0, 0, 0.5]]
+    projection[0, 0], projection[3, 1] = 0.1, 0.2  # side 0: tap 0 of group 0, and tap 1 of group 1
+    own, out = jax.jit(lambda: convolved(base, projection, x, x, 2, 0))()
+    np.testing.assert_allclose(own[0, :, 0], [[[0.1, 0], [0, 0.4]], [[0, 0], [0, 0.2]], [[0.2, 0], [0, 0]]], atol=1e-7)
+    np.testing.assert_allclose(out[0], [[1.1, 2.2, 3, 4], [0.5, 1, 0.6, 3.8], [2.4, 0, 1, 0.5]], atol=1e-6)
+
+
+def convolved(base: Any, projection: Any, x: Any, z: Any, group: int, side: int) -> tuple[jax.Array, jax.Array]:
+    conv = GroupedConv(x.shape[-1], base.shape[1], group)
+    conv.base_kernel[...] = jnp.asarray(base, jnp.float32)
+    conv.kernel_projection.weight[...] = jnp.asarray(projection, jnp.float32)
+    own = conv.own(jnp.asarray(x))
+    return own, conv(jnp.asarray(z), own, side)
+
+
+SELECTOR = {
+    "hidden_projection.weight": np.eye(2),
+    "predecessor_codebook": np.array([[1, 0], [0, 1], [1, 1], [0, 0], [2, 0]]),
+    "successor_codebook": np.array([[1, 0], [0, 1], [-1, 1], [1, 1], [0, 2]]),
+}
+
+
+def test_a_selector_by_hand() -> None:
+    """Of the first place 2 and of the second 3 are best alone, of their pairs 0 and 3."""
+    logits = np.full((1, 2, 5), -9.0)
+    logits[0, 0, [2, 0]], logits[0, 1, [3, 1]] = [1, 0.9], [0.4, 0.3]
+    sizes, hidden = Sizes(hidden=2, vocab=5, rows=5), [[[1, 0.5], [0.5, 1]]]
+    path, scores, tokens = proposed(SelectorConfig(rank=2, top_k=2), sizes, SELECTOR, hidden, logits, [4])
+    assert path.tolist() == [[0, 3]]
+    assert tokens is not None
+    assert tokens.tolist() == [[[2, 0], [3, 1]]]
+    np.testing.assert_allclose(scores, [[[-1, 2.9], [0.9, 0.3]]], atol=1e-6)  # of the second place after token 0
+
+
+def test_a_markov_head_by_hand() -> None:
+    logits = [[[0, 1, 0.8, 0.2], [0.5, 0.4, 0.6, 0], [0.1, 0.2, 0.3, 0]]]
+    tables = {
+        "markov_w1.weight": np.array([[0], [1], [2], [-1]]), "markov_w2.weight": np.array([[0], [0.5], [-0.5], [1]])
+    }  # fmt: skip
+    sizes, hidden = Sizes(hidden=1, vocab=4, rows=4), np.zeros((1, 3, 1))
+    path, scores, tokens = proposed(MarkovConfig(rank=1), sizes, tables, hidden, logits, [2])
+    assert tokens is None
+    assert path.tolist() == [[3, 2, 3]]
+    np.testing.assert_allclose(
+        scores, [[[0, 2, -0.2, 2.2], [0.5, -0.1, 1.1, -1], [0.1, 1.2, -0.7, 2]]], atol=1e-6
+    )  # fmt: skip
+
+
+# Against the equations in float64.
+
+SIZES = Sizes(hidden=6, vocab=23, rows=23, logit_scale=0.7)
+OWN = Sizes(hidden=6, vocab=23, rows=11)  # a vocabulary of its own: row i is token 2 i + 1
+B, PLACES = 3, 4
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+    return np.argsort(-scores, kind="stable")[:count]
+
+
+def selector_oracle(config: SelectorConfig, tables: Tables, h: np.ndarray, u: np.ndarray, ids: np.ndarray, prev: int):
+    """One sequence: the path, its scores and their tokens."""
+    path, laws, cands = [], [], []
+    for t in range(len(h)):
+        rows = best(u[t], config.top_k)
+        gate = tables["predecessor_codebook"][prev] * (tables["hidden_projection.weight"] @ h[t])
+        laws.append(u[t, rows] + tables["successor_codebook"][ids[rows]] @ gate)
+        cands.append(ids[rows])
+        prev = int(cands[-1][np.argmax(laws[-1])])
+        path.append(prev)
+    return path, laws, cands
+
+
+def markov_oracle(
+    config: MarkovConfig, tables: Tables, h: np.ndarray, u: np.ndarray, ids: np.ndarray, prev: int, scale: float
+):
+    path, laws, cands, s = [], [], [], np.zeros(config.rank)
+    for t in range(len(h)):
+        e = latent = tables["markov_w1.weight"][prev]
+        if config.form == "gated":
+            latent = sigmoid(tables["gate_proj.weight"] @ np.append(h[t], e) + tables["gate_proj.bias"]) * e
+        if config.form == "rnn":
+            joint = tables["joint_proj.weight"] @ np.concatenate([s, e, h[t]]) + tables["joint_proj.bias"]
+            g, c, o = np.split(joint, 3)
+            s, latent = sigmoid(g) * s + (1 - sigmoid(g)) * np.tanh(c), np.tanh(o)
+        rows = best(u[t], config.top_k) if config.top_k else np.arange(len(ids))
+        laws.append(u[t, rows] + scale * (tables["markov_w2.weight"][rows] @ latent))
+        cands.append(ids[rows])
+        prev = int(cands[-1][np.argmax(laws[-1])])
+        path.append(prev)
+    return path, laws, cands
+
+
+def random_tables(config: HeadConfig, sizes: Sizes, rng: np.random.Generator) -> Tables:
+    return {one.name.removeprefix("head."): rng.normal(size=one.shape) for one in head_parameters(config, sizes)}
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (SelectorConfig(rank=5, top_k=7), SIZES), (SelectorConfig(rank=5, top_k=4), OWN), (MarkovConfig(rank=5), SIZES),
+        (MarkovConfig(rank=5, form="gated", top_k=4), OWN), (MarkovConfig(rank=5, form="rnn"), OWN),
+        (MarkovConfig(rank=5, form="rnn", top_k=6), SIZES),
+    ],
+    ids=lambda one: getattr(one, "form", getattr(one, "kind", "")),
+)  # fmt: skip
+def test_heads_compute_their_equations(config: Any, sizes: Sizes) -> None:
+    rng = np.random.default_rng(5)
+    tables, anchor = random_tables(config, sizes, rng), rng.integers(0, sizes.vocab, B).tolist()
+    hidden, logits = rng.normal(size=(B, PLACES, sizes.hidden)), rng.normal(size=(B, PLACES, sizes.rows))
+    ids = np.arange(sizes.vocab) if sizes is SIZES else 2 * np.arange(sizes.rows) + 1
+    path, scores, tokens = proposed(config, sizes, tables, hidden, logits, anchor, None if sizes is SIZES else ids)
+    for b in range(B):
+        given = (config, tables, hidden[b], logits[b], ids, anchor[b])
+        true = selector_oracle(*given) if config.kind == "selector" else markov_oracle(*given, sizes.logit_scale)
+        assert path[b].tolist() == true[0]
+        np.testing.assert_allclose(scores[b], true[1], rtol=2e-6, atol=2e-5)
+        if tokens is not None:
+            np.testing.assert_array_equal(tokens[b], true[2])
+
+
+@pytest.mark.parametrize("reads", ["hidden", "hidden_and_token"])
+def test_confidence(reads: str) -> None:
+    config, rng = MarkovConfig(rank=5, confidence=reads, confidence_bias=reads == "hidden"), np.random.default_rng(6)
+    tables, before, hidden = random_tables(config, SIZES, rng), np.array([3, 8]), rng.normal(size=(2, 6))
+    head: Markov = filled(config, SIZES, tables)
+    found = jax.jit(head.confidence)(jnp.asarray(before), jnp.float32(hidden))
+    seen = hidden if reads == "hidden" else np.concatenate([hidden, tables["markov_w1.weight"][before]], axis=1)
+    true = sigmoid(seen @ tables["confidence_proj.weight"][0] + tables.get("confidence_proj.bias", np.zeros(1)))
+    np.testing.assert_allclose(np.asarray(found), true, atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_convolutions_compute_their_equation(side: int) -> None:
+    """Three taps; two blocks of a batch side by side, of which neither sees the other. Weights are another array's."""
+    rng, taps, group, d = np.random.default_rng(side), 3, 2, 6
+    base, projection = rng.normal(size=(2, taps, d)), rng.normal(size=(2 * taps * d // group, d))
+    x, z = (rng.normal(size=(2, 4, d)).astype(np.float32) for _ in range(2))
+    _, out = jax.jit(lambda x, z: convolved(base, projection, x, z, group, side))(x, z)
+    true = np.zeros_like(z, np.float64)
+    for b, t, o in np.ndindex(2, 4, taps):
+        if o <= t:
+            own = (projection @ x[b, t]).reshape(2, taps, d // group)[side, o]
+            true[b, t] += (base[side, o] + np.repeat(own, group)) * z[b, t - o]
+    np.testing.assert_allclose(np.asarray(out), true, atol=2e-5)
