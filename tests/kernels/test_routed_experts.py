@@ -216,18 +216,9 @@ def test_the_choice_is_that_of_the_definition(
     call = make(np.zeros((tokens, taken)), count, 256, 128)
     logits = jnp.round(jax.random.normal(jax.random.key(count), (tokens, count)) * 4) / 2
     logits = jnp.copysign(0.0, logits) if zeros else logits
+    how: Any = {"taken": taken, "normed": normed, "scale": 1.5, "shared": shared}
     found, given = (
-        mixture(
-            logits,
-            call["x"],
-            call["gate_up"],
-            call["down"],
-            taken=taken,
-            normed=normed,
-            scale=1.5,
-            shared=shared,
-            implementation=name,
-        )  # fmt: skip
+        mixture(logits, call["x"], call["gate_up"], call["down"], **how, implementation=name)
         for name in ("mosaic_gpu", "xla")
     )
     np.testing.assert_allclose(found, given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))
