@@ -4,6 +4,7 @@
     dflash-jax generate "def quicksort(" --max-tokens 128 --stats
     echo "Why is the sky blue?" | dflash-jax generate - --model Qwen/Qwen3-4B --chat
     dflash-jax bench --concurrency 1 8
+    dflash-jax serve --model Qwen/Qwen3-4B
     dflash-jax info
 
 Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a wrong value of an option, 3
@@ -17,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from dflash_jax.cli.parser import build_parser
@@ -218,6 +220,24 @@ def run_bench(args: argparse.Namespace) -> int:
     return OK
 
 
+def run_serve(args: argparse.Namespace) -> int:
+    """`dflash-jax serve`: an OpenAI-compatible server."""
+    for name, least in (("port", 0), ("max_queue", 0), ("max_body_mb", 0.001), ("shutdown_timeout", 0)):
+        if not getattr(args, name) >= least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.request_timeout is not None and not args.request_timeout > 0:
+        raise UsageError(f"--request-timeout must be above 0, got {args.request_timeout}")
+    check_models(args)
+    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if find_spec(name) is None]:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'dflash-jax[serve]'")
+    args.chat = True  # the process of chat templates starts now
+    begin(args)
+    from dflash_jax.cli.serve import serve_model
+
+    serve_model(args, load_options(args))
+    return OK
+
+
 def run_info(args: argparse.Namespace) -> int:
     """`dflash-jax info`: what `load` would do, without reading weights."""
     check_models(args)
@@ -237,7 +257,10 @@ def run_version(_: argparse.Namespace) -> int:
     return OK
 
 
-COMMANDS = {"generate": run_generate, "demo": run_demo, "bench": run_bench, "info": run_info, "--version": run_version}
+COMMANDS = {
+    "generate": run_generate, "demo": run_demo, "bench": run_bench, "serve": run_serve, "info": run_info,
+    "--version": run_version,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

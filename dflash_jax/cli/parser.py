@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 
     add_bench(commands)
+    add_serve(commands)
 
     info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
     _add_model(info, "model")
@@ -91,6 +92,52 @@ def add_bench(commands: Any) -> None:
         help="with --shapes: each cycle gains M tokens; no model's text",
     )
     bench.add_argument("--json", type=file_or_stream, metavar="FILE", help="write all figures there; - is stdout")
+
+
+def add_serve(commands: Any) -> None:
+    """Arguments of `serve`."""
+    serve = commands.add_parser("serve", help="an OpenAI-compatible server (extra: serve)")
+    _add_model(serve, "--model")
+    server = serve.add_argument_group("server")
+    server.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST", help="address to listen at (default: this machine alone)"
+    )
+    server.add_argument("--port", type=int, default=8000, metavar="N", help="(default: 8000)")
+    server.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what clients call the model (default: what --model says)",
+    )
+    server.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY",
+        help="a key that clients must give; may be repeated (default: DFLASH_JAX_API_KEY of the environment, where it is set)",
+    )  # fmt: skip
+    server.add_argument(
+        "--max-queue", type=int, default=256, metavar="N", help="requests that wait at most (default: 256)"
+    )
+    server.add_argument(
+        "--max-body-mb", type=float, default=8.0, metavar="N", help="megabytes of a request (default: 8)"
+    )
+    server.add_argument("--request-timeout", type=float, metavar="S", help="seconds of an answer (default: any)")
+    server.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="seconds that answers have at SIGTERM (default: 30)",
+    )
+    server.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="of browsers that may ask; * is all (default: none)",
+    )
+    server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
+    server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
+    server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
+    server.add_argument("--access-log", action="store_true", help="a line for each request on stderr")
 
 
 def _add_law(group: Any) -> None:

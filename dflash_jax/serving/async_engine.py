@@ -110,12 +110,12 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Ends every request that goes on. Nothing can be asked for afterwards."""
+    def close(self, why: str = "the engine was closed: make another AsyncEngine") -> None:
+        """Ends every request that goes on, with a DFlashError that says why. Nothing can be asked for afterwards."""
         self._closed = True
         for run in list(self._runs):
             run.close()
-            run.feed.put(DFlashError("the engine was closed: make another AsyncEngine"))
+            run.feed.put(DFlashError(why))
         self._runs.clear()
 
     @overload
