@@ -1,0 +1,39 @@
+"""What `dflash-jax serve` does: options of the command line to those of the server."""
+
+import argparse
+import os
+from typing import Any
+
+from dflash_jax.cli.terminal import note
+from dflash_jax.model import Model, load
+from dflash_jax.serving.app import ServeOptions
+from dflash_jax.serving.server import serve
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Loads, warms up and serves until it is told to end."""
+    from_environment = os.environ.get("DFLASH_JAX_API_KEY")
+    keys = args.api_key or ([from_environment] if from_environment else [])
+    here = args.host in LOOPBACK
+    if not here and not keys:
+        note(f"{args.host} is not this machine alone, and no key is needed: give --api-key")
+    names = args.served_model_name or [args.model or "dflash-pair"]
+    served = ServeOptions(
+        names=names, keys=keys, max_queue=args.max_queue, max_body_bytes=int(args.max_body_mb * 2**20),
+        request_timeout=args.request_timeout, origins=args.allowed_origins, here=here, metrics=not args.no_metrics,
+    )  # fmt: skip
+
+    def loaded() -> Model:
+        model = load(args.model, **options)
+        for notice in model.notices:
+            note(notice)
+        if not args.no_warmup:
+            model.warmup(modes=("greedy", "sampled", "full"), draft=(model.draft is not None,))
+        return model
+
+    serve(
+        loaded, served, host=args.host, port=args.port, shutdown_timeout=args.shutdown_timeout, root_path=args.root_path,
+        access_log=args.access_log, ready=lambda model: note(f"{model!r} is served at http://{args.host}:{args.port}/v1"),
+    )  # fmt: skip

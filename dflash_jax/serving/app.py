@@ -1,0 +1,476 @@
+"""The server's routes over an `AsyncEngine`: `make_app` gives an ASGI application for any server, or to mount in another one."""
+# pyright: reportMissingImports=false
+
+import asyncio
+import importlib.metadata
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from dflash_jax.completion import Piece
+from dflash_jax.errors import DFlashError, PromptError
+from dflash_jax.model import Model
+from dflash_jax.options import as_integer
+from dflash_jax.serving.answers import Answer, TokenBytes
+from dflash_jax.serving.async_engine import AsyncEngine, AsyncRun
+from dflash_jax.serving.bodies import Ask, chat_ask, completion_ask, parsed, requests_of, shown
+from dflash_jax.serving.gate import Gate
+from dflash_jax.serving.metrics import Metrics
+from dflash_jax.serving.problems import Problem, dumped, problem_of, unavailable
+
+KEEP_ALIVE_S = 15.0  # of silence, after which a stream says that it is alive
+STALLED_S = 60.0  # without a step while there is work: longer than any program compiles
+MOST_FAILURES = 3  # errors of the device in a row
+CLIENT_LEFT = 499
+INLINE_BODY = 8192  # bytes: what is larger is read and made token ids in another thread
+log = logging.getLogger("dflash_jax.serve")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server answers.
+
+    Attributes:
+      names: what the model is called; the first is told, all are taken.
+      keys: any of them opens what is guarded; none needs none.
+      max_queue: requests that wait for a slot, at most.
+      max_body_bytes: of a request.
+      request_timeout: seconds that an answer may take; None for any.
+      origins: of browsers that may ask, by CORS; "*" is all.
+      here: whether it is reached from this machine alone.
+      metrics: whether there is `/metrics`.
+    """
+
+    names: Sequence[str] = ("dflash",)
+    keys: Sequence[str] = ()
+    max_queue: int = 256
+    max_body_bytes: int = 8 << 20
+    request_timeout: float | None = None
+    origins: Sequence[str] = ()
+    here: bool = False
+    metrics: bool = True
+
+
+@dataclass
+class Front:
+    """A server's state.
+
+    Attributes:
+      engine: None until the model is there.
+      live: choices that were admitted and have not ended.
+      draining: whether no request is taken any more.
+      failures: errors of the device since the last answer.
+    """
+
+    options: ServeOptions
+    engine: AsyncEngine | None = None
+    metrics: Metrics | None = None
+    live: int = 0
+    draining: bool = False
+    failures: int = 0
+    created: int = field(default_factory=lambda: int(time.time()))
+    _stepped: tuple[object, float] = (None, 0.0)
+
+    def start(self, model: Model) -> None:
+        """Answers from here on."""
+        self.metrics = Metrics(model, self.options.names[0])
+        self.engine = AsyncEngine(model)
+
+    def ready(self) -> AsyncEngine:
+        """The engine. Raises Problem while there is none for new requests."""
+        if self.engine is None:
+            raise unavailable("the model is being loaded")
+        if self.draining:
+            raise unavailable("the server is shutting down")
+        return self.engine
+
+    @property
+    def healthy(self) -> bool:
+        if self.engine is None or self.failures >= MOST_FAILURES:
+            return False
+        stats, now = self.engine.model.engine.scheduler.stats, time.monotonic()
+        if stats is not self._stepped[0] or not self.live:  # replaced after each step
+            self._stepped = stats, now
+        return now - self._stepped[1] < STALLED_S
+
+    def admit(self, choices: int) -> None:
+        """Counts choices in. Raises Problem where as many wait as may."""
+        model = self.ready().model
+        room = model.engine.max_batch + self.options.max_queue
+        if choices > room:
+            raise Problem(400, f"at most {room} choices of one request are served, got {choices}", param="n")
+        if self.live + choices > room:
+            if self.metrics is not None:
+                self.metrics.rejected("queue_full")
+            raise Problem(429, "the queue is full: try again", code="queue_full", headers={"Retry-After": "1"})
+        self.live += choices
+
+
+def make_app(model: Model | None, options: ServeOptions | None = None) -> Gate:
+    """An ASGI application that serves `model`.
+
+    Args:
+      model: None for one that is loaded still: `app.front.start(model)` gives it later.
+    """
+    front = Front(options or ServeOptions())
+    routes = Routes(front)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/tokenize", routes.tokenize, methods=["POST"]),
+            Route("/detokenize", routes.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", routes.tokenizer_info),
+            Route("/health", routes.health),
+            Route("/ready", routes.readiness),
+            Route("/version", routes.version),
+            *([Route("/metrics", routes.figures)] if front.options.metrics else []),
+        ],
+        exception_handlers={Problem: _told, DFlashError: _told, HTTPException: _http, Exception: _bug},
+    )
+    if front.options.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(front.options.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    gate = ServedGate(app, front.options.keys, here=front.options.here and not front.options.keys)
+    gate.front = front
+    if model is not None:
+        front.start(model)
+    return gate
+
+
+class ServedGate(Gate):
+    """The application that `make_app` gives.
+
+    Attributes:
+      front: the server's state.
+    """
+
+    front: Front
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(dumped(value), status, headers, media_type="application/json")
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    problem = problem_of(error)
+    return _json(problem.body(), problem.status, problem.headers)
+
+
+async def _http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = {404: "there is no such path", 405: "this path does not take that method"}
+    problem = Problem(error.status_code, said.get(error.status_code, error.detail), headers=error.headers)
+    return _json(problem.body(), problem.status, problem.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    log.error("request %s failed: %r", request.scope.get("request_id"), error)
+    return await _told(request, error)
+
+
+class Routes:
+    """What is done at each path."""
+
+    def __init__(self, front: Front):
+        self.front = front
+
+    # Answers.
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`."""
+        body = await self._body(request)
+        return await self._answer(request, lambda: completion_ask(parsed(body)), body, chat=False)
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`."""
+        body, tokenizer = await self._body(request), self.front.ready().model.tokenizer
+        template = None if tokenizer is None else tokenizer.template
+        return await self._answer(request, lambda: chat_ask(parsed(body), template), body, chat=True)
+
+    async def _answer(self, request: Request, read: Callable[[], Ask], body: bytes, *, chat: bool) -> Response:
+        engine, started = self.front.ready(), time.perf_counter()
+        self._check_name(parsed(body).get("model"))
+        ask = read()
+        choices = len(ask.prompts) * ask.n
+        self.front.admit(choices)
+        call = None
+        try:
+            call = await self._begin(engine, ask, chat=chat, long=len(body) > INLINE_BODY)
+            call.started = started
+            return await (self._stream(request, call) if ask.stream else self._whole(request, call))
+        except BaseException as error:
+            if call is not None:
+                call.end()
+            else:
+                self.front.live -= choices
+            if isinstance(error, ClientDisconnect):
+                return Response(status_code=CLIENT_LEFT)
+            raise
+
+    async def _begin(self, engine: AsyncEngine, ask: Ask, *, chat: bool, long: bool) -> "Call":
+        model, name = engine.model, self.front.options.names[0]
+        made = await asyncio.to_thread(requests_of, model, ask) if chat or long else requests_of(model, ask)
+        answer = Answer(ask, model.tokenizer, chat=chat, model=name)
+        for one in made:
+            answer.prompt_seen(one.index, len(one.prompt))
+        self.front.ready()  # it may have begun to shut down meanwhile
+        return Call(self.front, engine, engine.submit(made), answer, len(made))
+
+    async def _whole(self, request: Request, call: "Call") -> Response:
+        async def work() -> None:
+            while not call.run.ended:
+                for piece in await call.take():
+                    call.answer.chunks(piece)
+
+        await _unless_gone(request, call.within(work()))
+        call.end()
+        return _json(call.answer.whole())
+
+    async def _stream(self, request: Request, call: "Call") -> Response:
+        # The first pieces before the status: what is refused or fails until then is an answer of its own.
+        first = await _unless_gone(request, call.within(call.take()))
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(call, first), headers=headers, media_type="text/event-stream")
+
+    async def _events(self, call: "Call", pieces: list[Piece]) -> AsyncGenerator[bytes]:
+        answer, run = call.answer, call.run
+        waiting: asyncio.Task[list[Piece]] | None = None
+        try:
+            while True:
+                for chunk in [chunk for piece in pieces for chunk in answer.chunks(piece)]:
+                    yield _event(chunk)
+                if run.ended:
+                    break
+                waiting = waiting or asyncio.create_task(call.take())
+                done, _ = await asyncio.wait({waiting}, timeout=call.patience())
+                if done:
+                    pieces, waiting = waiting.result(), None
+                else:
+                    call.check_time()
+                    pieces = []
+                    yield b": keep-alive\n\n"
+            if answer.ask.usage is not None:
+                yield _event(answer.last_chunk())
+            yield b"data: [DONE]\n\n"
+        except Exception as error:
+            problem = problem_of(error, begun=True)
+            if problem.status == 500:
+                log.error("a stream failed: %r", error)
+            yield _event(problem.body())
+            yield b"data: [DONE]\n\n"
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+            call.end()
+
+    # Tokens.
+
+    async def tokenize(self, request: Request) -> Response:
+        """`/tokenize`: of a text, or of messages through the chat template."""
+        model, body = self.front.ready().model, parsed(await self._body(request))
+        self._check_name(body.get("model"))
+        tokenizer = model.tokenizer
+        if tokenizer is None:
+            raise PromptError("this model has no tokenizer")
+        if "messages" in body:
+            names = ("model", "messages", "chat_template_kwargs", "max_tokens")
+            ask = chat_ask({name: field for name, field in body.items() if name in names}, tokenizer.template)
+            ids = await asyncio.to_thread(tokenizer.encode_chat, ask.prompts[0], **ask.chat_options)
+        else:
+            text, special = body.get("prompt"), body.get("add_special_tokens", True)
+            if not isinstance(text, str) or type(special) is not bool:
+                wrong = (
+                    "prompt must be a text" if not isinstance(text, str) else "add_special_tokens must be true or false"
+                )
+                raise Problem(400, wrong, param=wrong.partition(" ")[0], code="invalid_value")
+            ids = await asyncio.to_thread(tokenizer.encode, text, special=special)
+        names_of = TokenBytes(tokenizer)
+        told = (
+            [names_of.of(token).decode("utf-8", "replace") for token in ids]
+            if body.get("return_token_strs") is True
+            else None
+        )
+        limit = model.engine.max_model_len
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": told})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`/detokenize`."""
+        model, body = self.front.ready().model, parsed(await self._body(request))
+        tokens = body.get("tokens")
+        known = range(model.target.vocab_size)
+        if not isinstance(tokens, list) or not all(as_integer(token) in known for token in tokens):
+            message = f"tokens must be a list of token ids below {len(known)}, got {shown(tokens)}"
+            raise Problem(400, message, param="tokens", code="invalid_value")
+        if model.tokenizer is None:
+            raise PromptError("this model has no tokenizer")
+        return _json({"prompt": model.tokenizer.decode(tokens)})
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """`/tokenizer_info`: special tokens and the chat template."""
+        tokenizer = self.front.ready().model.tokenizer
+        if tokenizer is None:
+            raise Problem(404, "this model has no tokenizer")
+        special = {name: tokenizer.special.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return _json({"tokenizer_class": "PreTrainedTokenizerFast", **special, "chat_template": tokenizer.template})
+
+    # About itself.
+
+    async def models(self, _: Request) -> Response:
+        """`/v1/models`."""
+        return _json({"object": "list", "data": [self._card(name) for name in self.front.options.names]})
+
+    async def model(self, request: Request) -> Response:
+        """`/v1/models/{id}`; an id may hold slashes."""
+        name = request.path_params["name"]
+        self._check_name(name)
+        return _json(self._card(name))
+
+    async def health(self, _: Request) -> Response:
+        """Whether it can answer at all."""
+        if self.front.healthy:
+            return _json({"status": "ok"})
+        return _json({"status": "loading" if self.front.engine is None else "stalled"}, 503)
+
+    async def readiness(self, _: Request) -> Response:
+        """Whether new requests are taken."""
+        self.front.ready()
+        return _json({"status": "ready"})
+
+    async def version(self, _: Request) -> Response:
+        """Of this package."""
+        return _json({"version": importlib.metadata.version("dflash-jax")})
+
+    async def figures(self, _: Request) -> Response:
+        """`/metrics`."""
+        if self.front.metrics is None:
+            raise unavailable("the model is being loaded")
+        return Response(self.front.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        limit = self.front.ready().model.engine.max_model_len
+        return {
+            "id": name, "object": "model", "created": self.front.created, "owned_by": "dflash_jax",
+            "root": self.front.options.names[0], "max_model_len": limit,
+        }  # fmt: skip
+
+    def _check_name(self, name: Any) -> None:
+        if name is not None and name not in list(self.front.options.names):
+            message = f"The model `{shown(name)[1:-1]}` does not exist: this server has {self.front.options.names[0]}"
+            raise Problem(404, message, param="model", code="model_not_found")
+
+    async def _body(self, request: Request) -> bytes:
+        most, parts, size = self.front.options.max_body_bytes, list[bytes](), 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise Problem(413, f"a body may have {most} bytes", headers={"Connection": "close"})
+            parts.append(part)
+        return b"".join(parts)
+
+
+@dataclass
+class Call:
+    """A request that is being answered, from its admission to its end."""
+
+    front: Front
+    engine: AsyncEngine
+    run: AsyncRun
+    answer: Answer
+    choices: int
+    started: float = field(default_factory=time.perf_counter)
+    heard: float | None = None
+    _ended: bool = False
+
+    async def take(self) -> list[Piece]:
+        """Pieces that have come, counted."""
+        try:
+            pieces = await self.run.take()
+        except DFlashError:
+            raise
+        except Exception:
+            self.front.failures += 1
+            raise
+        self.front.failures = 0
+        now, metrics = time.perf_counter(), self.front.metrics
+        for piece in pieces:
+            if metrics is not None and piece.completion is not None:
+                metrics.answered(piece.completion, now - self.started)
+        if metrics is not None and self.heard is not None:
+            metrics.between.observe(now - self.heard)
+        self.heard = now
+        return pieces
+
+    async def within[T](self, work: Awaitable[T]) -> T:
+        """Awaits work for as long as an answer may take."""
+        limit = self.front.options.request_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return await work
+        except TimeoutError:
+            raise _too_long(limit) from None
+
+    def patience(self) -> float:
+        """Seconds to wait for the next pieces before something is said."""
+        limit = self.front.options.request_timeout
+        left = KEEP_ALIVE_S if limit is None else self.started + limit - time.perf_counter()
+        return max(0.0, min(KEEP_ALIVE_S, left))
+
+    def check_time(self) -> None:
+        """Raises Problem once the answer has taken as long as it may."""
+        limit = self.front.options.request_timeout
+        if limit is not None and time.perf_counter() - self.started >= limit:
+            raise _too_long(limit)
+
+    def end(self) -> None:
+        """Ends what goes on, once."""
+        if not self._ended:
+            self._ended = True
+            self.front.live -= self.choices
+            self.engine.release(self.run)
+
+
+def _too_long(limit: float | None) -> Problem:
+    message = f"the answer took longer than the {limit} seconds that it may"
+    return Problem(504, message, code="request_timeout", headers={"x-should-retry": "false"})
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + dumped(value) + b"\n\n"
+
+
+async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
+    """What `work` gives. Raises ClientDisconnect, with the work cancelled, where the client leaves before that."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task

@@ -1,0 +1,306 @@
+"""Bodies of requests: JSON in, a checked `Ask` out. Fields are OpenAI's and vLLM's; what is not known is refused by name."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash_jax.engine.requests import Request
+from dflash_jax.model import Model
+from dflash_jax.options import as_integer
+from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from dflash_jax.serving.problems import Problem
+from dflash_jax.text.prompts import prompt_ids
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+DEFAULT_COMPLETION_TOKENS = 16
+SHOWN = 80  # characters of a wrong value
+
+# Taken without effect, whatever they say.
+_WITHOUT_EFFECT = (
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity",
+    "request_id",
+)  # fmt: skip
+# Taken where they say what happens anyway.
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "logit_bias": ({},),
+    "priority": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
+    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (), "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},), "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (),
+    "add_special_tokens": (True, False), "structured_outputs": (),
+}  # fmt: skip
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+_COMMON = (
+    "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
+    "return_tokens_as_token_ids", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
+)  # fmt: skip
+COMPLETION_FIELDS = ("prompt", *_COMMON)
+CHAT_FIELDS = (
+    "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "reasoning_effort", *_COMMON,
+)  # fmt: skip
+# Options that clients send to every model: a template that does not ask for them is not told.
+_SENT_TO_ALL = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a request asks for.
+
+    Attributes:
+      prompts: texts or token ids; for a chat its messages, alone.
+      params: of every choice; `max_tokens` and `seed` are made up for each.
+      max_tokens: None for what is left of the model's length.
+      seed: of the first choice.
+      n: choices for each prompt.
+      usage: "end" for a last chunk with the usage, "always" for one in each.
+      ids: tokens are named by their ids among log-probabilities.
+    """
+
+    prompts: list[Any]
+    params: SamplingParams
+    max_tokens: int | None
+    seed: int | None
+    n: int
+    stream: bool
+    usage: str | None
+    ids: bool
+    chat_options: dict[str, Any]
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises Problem for anything else."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no number of JSON's")
+
+    try:
+        value = json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise Problem(400, f"the body must be JSON in UTF-8: {why}") from None
+    if not isinstance(value, dict):
+        raise Problem(400, f"the body must be a JSON object, got {shown(value)}")
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def shown(value: Any) -> str:
+    """A value in a message, shortened."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def completion_ask(body: Mapping[str, Any]) -> Ask:
+    """Of `/v1/completions`. Raises Problem, ParameterError."""
+    _check_names(body, COMPLETION_FIELDS)
+    prompts = body.get("prompt")
+    single = isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and as_integer(prompts[0]) is not None)
+    listed = [prompts] if single else prompts
+    if not _is_list(listed) or not listed:
+        raise _wrong("prompt", "a text, token ids, or a list of those", prompts)
+    for place, prompt in enumerate(listed):
+        ids = _is_list(prompt) and len(prompt) > 0 and all(as_integer(token) is not None for token in prompt)
+        if not isinstance(prompt, str) and not ids:
+            raise _wrong("prompt" if single else f"prompt.{place}", "a text or token ids", prompt)
+        if prompt == "":
+            raise _wrong("prompt" if single else f"prompt.{place}", "a text that is not empty", prompt)
+    most = _limit(body, "max_tokens")
+    return _ask(
+        body, listed, DEFAULT_COMPLETION_TOKENS if most is None else most, _integer(body, "logprobs", 0, MAX_LOGPROBS)
+    )
+
+
+def chat_ask(body: Mapping[str, Any], template: str | None) -> Ask:
+    """Of `/v1/chat/completions`, for a model with this chat template. Raises Problem, ParameterError."""
+    _check_names(body, CHAT_FIELDS)
+    messages = _messages(body.get("messages"), template or "")
+    wanted, top = _flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
+    if top is not None and not wanted:
+        raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    most = _limit(body, "max_completion_tokens")
+    options = dict(_mapping(body, "chat_template_kwargs"))
+    if "reasoning_effort" in body and "enable_thinking" not in options:
+        options["enable_thinking"] = body["reasoning_effort"] != "none"
+    for name in _SENT_TO_ALL:
+        if name in options and name not in (template or ""):
+            del options[name]
+    most = _limit(body, "max_tokens") if most is None else most
+    return _ask(body, [messages], most, (top or 0) if wanted else None, options)
+
+
+def requests_of(model: Model, ask: Ask) -> list[Request]:
+    """The engine's requests, one for each choice: `index = prompt * n + choice`. For a thread: templates and long texts take time.
+
+    Raises:
+      Problem, PromptError, ParameterError, CapacityError, TokenizerError: nothing can be made of it.
+    """
+    requests, longest = list[Request](), model.engine.max_model_len
+    for prompt in ask.prompts:
+        ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
+        room = longest - len(ids)
+        if room < 1:
+            asked = 1 if ask.max_tokens is None else ask.max_tokens
+            raise Problem(
+                400,
+                f"This model's maximum context length is {longest} tokens. However, you requested {len(ids) + asked} tokens "
+                f"({len(ids)} in the messages, {asked} in the completion). Please reduce the length of the messages or completion.",
+                param="messages" if ask.chat_options or not isinstance(prompt, str) else "prompt",
+                code="context_length_exceeded",
+            )
+        most = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        for choice in range(ask.n):
+            seed = None if ask.seed is None else (ask.seed + choice) % 2**64
+            least = min(ask.params.min_tokens, most)
+            params = replace(ask.params, max_tokens=most, min_tokens=least, seed=seed)
+            requests.append(Request(len(requests), ids, params, model.eos_ids))
+            model.engine.check(requests[-1])
+    return requests
+
+
+def _ask(
+    body: Mapping[str, Any], prompts: list, most: int | None, logprobs: int | None, options: dict | None = None
+) -> Ask:
+    n = _integer(body, "n", 1, MAX_CHOICES) or 1
+    if (best := _integer(body, "best_of", 1, MAX_CHOICES)) is not None and best != n:
+        raise Problem(400, f"best_of must equal n, got {best} and {n}", param="best_of", code="unsupported_parameter")
+    stop = body.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    if not _is_list(stops) or len(stops) > MAX_STOPS or not all(isinstance(one, str) for one in stops):
+        raise _wrong("stop", f"a string or at most {MAX_STOPS} of them", stop)
+    stops = [one for one in stops if one]
+    seed = _integer(body, "seed", -(2**63), 2**64 - 1)
+    given = {name: body[name] for name in _SAMPLING if name in body}
+    least = as_integer(given.get("min_tokens", 0)) or 0
+    params = SamplingParams(
+        max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **({"temperature": 1.0} | given)
+    )  # fmt: skip
+    stream, told = _flag(body, "stream"), _mapping(body, "stream_options")
+    if told and not stream:
+        raise Problem(400, "stream_options are for stream: true", param="stream_options", code="invalid_value")
+    if unknown := told.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
+        raise _unknown(f"stream_options.{sorted(unknown)[0]}")
+    usage = "end" if _flag(told, "include_usage") else None
+    usage = "always" if usage and _flag(told, "continuous_usage_stats") else usage
+    ids = _flag(body, "return_tokens_as_token_ids")
+    return Ask(prompts, params, most, None if seed is None else seed % 2**64, n, stream, usage, ids, options or {})
+
+
+def _messages(value: Any, template: str) -> list[dict[str, Any]]:
+    """Messages as templates want them: texts for contents, objects for arguments of calls."""
+    if not _is_list(value) or not value:
+        raise _wrong("messages", "a list of messages, not empty", value)
+    messages = []
+    for place, message in enumerate(value):
+        at = f"messages.{place}"
+        if not isinstance(message, dict):
+            raise _wrong(at, "an object with role and content", message)
+        role = message.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise _wrong(f"{at}.role", "system, developer, user, assistant or tool", role)
+        made = {name: field for name, field in message.items() if field is not None}
+        if role == "developer" and "developer" not in template:
+            made["role"] = "system"
+        made["content"] = _content(message.get("content"), f"{at}.content", empty=role == "assistant")
+        thought = made.pop("reasoning", None)
+        if thought is not None:
+            made.setdefault("reasoning_content", thought)
+        if calls := made.get("tool_calls"):
+            made["tool_calls"] = [_call(call, f"{at}.tool_calls.{i}") for i, call in enumerate(_listed(calls, at))]
+        messages.append(made)
+    return messages
+
+
+def _content(value: Any, at: str, *, empty: bool) -> str:
+    if value is None and empty:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not _is_list(value):
+        raise _wrong(at, "a text or a list of parts", value)
+    texts = []
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise _wrong(f"{at}.{place}", 'a part {"type": "text", "text": ...}, others are not supported', part)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(call: Any, at: str) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as templates walk through them; on the wire they are a text of JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(at, "a call with a function and its name", call)
+    arguments = function.get("arguments", "{}")
+    try:
+        made = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise _wrong(f"{at}.function.arguments", "a JSON object as a text", arguments) from None
+    if not isinstance(made, dict):
+        raise _wrong(f"{at}.function.arguments", "a JSON object as a text", arguments)
+    return {**call, "function": {**function, "arguments": made}}
+
+
+def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := next((name for name in body if name not in known), None):
+        raise _unknown(unknown)
+    for name, values in _FIXED.items():
+        if name in body and not any(body[name] == value and type(body[name]) in _same(value) for value in values):
+            options = " or ".join(map(repr, values)) or "null"
+            raise Problem(
+                400, f"{name} is not supported: leave it out, or give {options}, got {shown(body[name])}",
+                param=name, code="unsupported_parameter",
+            )  # fmt: skip
+
+
+def _same(value: Any) -> tuple[type, ...]:
+    """Types of JSON's that are as good: 1.0 for 1, and not True."""
+    return (int, float) if type(value) is int else (type(value),)
+
+
+def _unknown(name: str) -> Problem:
+    return Problem(400, f"unknown field: {name!r:.100}", param=name[:100], code="unknown_parameter")
+
+
+def _wrong(name: str, wanted: str, value: Any) -> Problem:
+    return Problem(400, f"{name} must be {wanted}, got {shown(value)}", param=name, code="invalid_value")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _listed(value: Any, at: str) -> list:
+    if not _is_list(value):
+        raise _wrong(f"{at}.tool_calls", "a list", value)
+    return value
+
+
+def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = body.get(name, {})
+    if not isinstance(value, dict):
+        raise _wrong(name, "an object", value)
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if type(value) is not bool:
+        raise _wrong(name, "true or false", value)
+    return value
+
+
+def _integer(body: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    if name not in body:
+        return None
+    value = as_integer(body[name])
+    if value is None or not low <= value <= high:
+        raise _wrong(name, f"an integer from {low} to {high}", body[name])
+    return value
+
+
+def _limit(body: Mapping[str, Any], name: str) -> int | None:
+    return _integer(body, name, 1, 2**31 - 1)

@@ -1,0 +1,135 @@
+"""One process that serves one model: it opens its port, loads, answers, and drains before it ends."""
+# pyright: reportMissingImports=false
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from dflash_jax.model import Model
+from dflash_jax.serving.app import Front, ServeOptions, make_app
+
+SWITCH_S = (
+    0.0005  # between threads of Python: a cycle takes 3 ms, and its thread must not wait 5 for the one that writes JSON
+)
+KEEP_ALIVE_S = 75  # of idle connections: longer than clients' pools keep theirs
+LEAVE_S = 2.0  # for streams to write their last chunk once they were ended
+POLL_S = 0.05
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that leaves signals to `serve`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    load: Callable[[], Model], options: ServeOptions, *, host: str, port: int, shutdown_timeout: float = 30.0,
+    root_path: str = "", access_log: bool = False, ready: Callable[[Model], None] = lambda _: None,
+) -> None:  # fmt: skip
+    """Serves until SIGTERM or SIGINT: no request is taken then, those that run have `shutdown_timeout` seconds, and a second signal
+    ends them at once.
+
+    Args:
+      load: gives the model; called in a thread, while the port is open and answers that it is loading.
+      ready: called with the model once it is served.
+
+    Raises:
+      DFlashError, OSError: the model cannot be loaded; whatever `load` raises.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        asyncio.run(_serve(load, options, host, port, shutdown_timeout, root_path, access_log, ready))
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def _serve(
+    load: Callable[[], Model], options: ServeOptions, host: str, port: int, timeout: float, root_path: str,
+    access_log: bool, ready: Callable[[Model], None],
+) -> None:  # fmt: skip
+    app = make_app(None, options)
+    server = _Uvicorn(
+        uvicorn.Config(
+            app, host=host, port=port, log_level="info" if access_log else "warning", access_log=access_log,
+            timeout_keep_alive=KEEP_ALIVE_S, root_path=root_path, timeout_graceful_shutdown=int(LEAVE_S) + 1, lifespan="off",
+        )
+    )  # fmt: skip
+    loop, asked = asyncio.get_running_loop(), Signals()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.add)
+    failed: list[BaseException] = []
+    begin = asyncio.create_task(_load(load, app.front, ready, failed))
+    watch = asyncio.create_task(_drain(app.front, server, asked, timeout, begin))
+    try:
+        await server.serve()
+    finally:
+        for task in (begin, watch):
+            task.cancel()
+    if failed:
+        raise failed[0]
+
+
+class Signals:
+    """How often the process was asked to end."""
+
+    def __init__(self):
+        self.count = 0
+        self.first = asyncio.Event()
+
+    def add(self) -> None:
+        self.count += 1
+        self.first.set()
+
+
+async def _load(
+    load: Callable[[], Model], front: Front, ready: Callable[[Model], None], failed: list[BaseException]
+) -> None:
+    """Loads in a daemon thread, which a process that is told to end does not wait for."""
+    done, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
+
+    def tell(value: Any) -> None:
+        if not done.done():
+            done.set_result(value)
+
+    def run() -> None:
+        try:
+            value: Any = load()
+        except BaseException as error:
+            failed.append(error)
+            value = None
+        loop.call_soon_threadsafe(tell, value)
+
+    threading.Thread(target=run, name="dflash-jax load", daemon=True).start()
+    if (model := await done) is not None:
+        front.start(model)
+        ready(model)
+
+
+async def _drain(
+    front: Front, server: uvicorn.Server, asked: Signals, timeout: float, begin: asyncio.Task[None]
+) -> None:
+    """Waits for a signal, or for a load that fails, and ends the server then."""
+    signalled = asyncio.create_task(asked.first.wait())
+    await asyncio.wait({signalled, begin}, return_when=asyncio.FIRST_COMPLETED)
+    if front.engine is not None:
+        await signalled
+    front.draining = True
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout
+    while front.live and loop.time() < until and asked.count < 2:
+        await asyncio.sleep(POLL_S)
+    if front.engine is not None:
+        front.engine.close("the server is shutting down")
+    until = loop.time() + LEAVE_S
+    while front.live and loop.time() < until:
+        await asyncio.sleep(POLL_S)
+    server.should_exit = True

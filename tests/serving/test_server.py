@@ -1,0 +1,381 @@
+"""The server through a socket, with OpenAI's client where it is installed: answers, streams, errors, clients that leave."""
+
+import asyncio
+import json
+import os
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from http.client import HTTPConnection
+
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+parser = pytest.importorskip("prometheus_client.parser")
+
+from dflash_jax.serving.app import ServeOptions, make_app  # noqa: E402
+
+PROMPT = "def quicksort("
+OTHERS = ["import os\n", "class Node:", "for i in range(", PROMPT]
+BROKEN = int(os.environ.get("BROKEN_BODIES", "150"))
+STORM = int(os.environ.get("STORM", "24"))
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets of clients that leave
+
+
+@pytest.fixture(scope="module")
+def app(model):
+    return make_app(model, ServeOptions(names=("pair", "a/b"), max_queue=64, max_body_bytes=1 << 16))
+
+
+@pytest.fixture(scope="module")
+def port(app):
+    """Of a server in a thread, which installs no handlers of signals there."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def client(port):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def told(model):
+    """Prompts' texts as `generate` has them."""
+    rows = dj.generate(model, OTHERS, dj.SamplingParams(max_tokens=24))
+    return {prompt: row.text for prompt, row in zip(OTHERS, rows, strict=True)}
+
+
+def post(port, path, body, **headers):
+    """Status, headers and body of an answer."""
+    link = HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        link.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
+        answer = link.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        link.close()
+
+
+def get(port, path, **headers):
+    link = HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        link.request("GET", path, headers=headers)
+        answer = link.getresponse()
+        return answer.status, answer.read()
+    finally:
+        link.close()
+
+
+def assert_free(model, front, seconds=10.0):
+    engine, until = model.engine, time.monotonic() + seconds
+    while (
+        front.live or engine.allocator.num_free < engine.num_pages or engine.scheduler._live or engine.scheduler._inbox
+    ):
+        assert time.monotonic() < until, "pages were kept"
+        time.sleep(0.01)
+
+
+def test_completions_are_those_of_generate(client, told):
+    answer = client.completions.create(model="pair", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert answer.choices[0].text == told[PROMPT]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 24, 29)
+    assert answer.choices[0].finish_reason == "length"
+    several = client.completions.create(model="a/b", prompt=OTHERS, max_tokens=24, temperature=0)
+    assert [choice.text for choice in several.choices] == [told[prompt] for prompt in OTHERS]
+    chunks = list(
+        client.completions.create(
+            model="pair",
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == told[PROMPT]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == 29
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_sixteen_at_once(port, told):
+    async def all_at_once():
+        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:
+            asked = [
+                client.completions.create(model="pair", prompt=OTHERS[i % 4], max_tokens=24, temperature=0)
+                for i in range(16)
+            ]
+            return await asyncio.gather(*asked)
+
+    assert [one.choices[0].text for one in asyncio.run(all_at_once())] == [told[OTHERS[i % 4]] for i in range(16)]
+
+
+def test_seeds_choices_and_stops(client, model):
+    """Choice i has seed + i, in a stream as well; the prompt is counted once."""
+    asked = {"model": "pair", "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0}
+    several = client.completions.create(**asked, n=3, seed=7)
+    params = dj.SamplingParams(max_tokens=12, temperature=1.0)
+    alone = dj.generate(model, [PROMPT] * 3, [replace(params, seed=7 + i) for i in range(3)])
+    assert [choice.text for choice in several.choices] == [row.text for row in alone]
+    assert several.usage.prompt_tokens == 5
+    texts = dict.fromkeys(range(3), "")
+    for chunk in client.completions.create(**asked, n=3, seed=7, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert list(texts.values()) == [row.text for row in alone]
+    stop = alone[0].text[3:6]
+    ended = client.completions.create(**asked, seed=7, stop=[stop]).choices[0]
+    assert ended.text == alone[0].text[: alone[0].text.index(stop)]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+
+
+def test_logprobs_of_both_kinds(client):
+    answer = client.completions.create(model="pair", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=2)
+    rows, text = answer.choices[0].logprobs, answer.choices[0].text
+    assert len(rows.tokens) == len(rows.token_logprobs) == len(rows.top_logprobs) == len(rows.text_offset) == 8
+    each = zip(rows.tokens, rows.token_logprobs, rows.top_logprobs, rows.text_offset, strict=True)
+    for token, logprob, tops, offset in each:
+        assert text[offset:].startswith(token)
+        assert tops[token] == logprob == max(tops.values())
+    messages = [{"role": "user", "content": "é"}]
+    asked = {
+        "model": "pair",
+        "messages": messages,
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    chat = client.chat.completions.create(**asked).choices[0]
+    assert bytes(b for one in chat.logprobs.content for b in one.bytes).decode() == chat.message.content
+    assert all(len(one.top_logprobs) == 2 for one in chat.logprobs.content)
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == chat.message.content
+    assert [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == chat.logprobs.content
+    assert (chunks[0].delta.role, chunks[-1].finish_reason) == ("assistant", chat.finish_reason)
+
+
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+WRONG = [
+    ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
+    ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour", "unknown_parameter"),
+    ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty", "unsupported_parameter"),
+    ("/v1/completions", b"{", 400, None, None),
+    ("/v1/completions", b"[" * 60000, 400, None, None),
+    ("/v1/completions", b" " * 70000, 413, None, None),
+    ("/v1/completions", {"prompt": [1] * 300}, 400, "prompt", "context_length_exceeded"),
+    ("/v1/completions", {"prompt": "\ud800"}, 400, None, "invalid_value"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages", "invalid_value"),
+    ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "unsupported_parameter"),
+    ("/v1/chat/completions", CHAT | {"top_logprobs": 1}, 400, "top_logprobs", "invalid_value"),
+    ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "invalid_value"),
+    ("/v1/nothing", {}, 404, None, None),
+    ("/v1/models", {}, 405, None, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "code"), WRONG, ids=range(len(WRONG)))
+def test_errors_are_objects(port, path, body, status, param, code):
+    came, headers, text = post(port, path, body)
+    error = json.loads(text)["error"]
+    assert (came, error["param"], error["code"]) == (status, param, code), error
+    assert error["type"] == "invalid_request_error"
+    assert headers["x-request-id"]
+
+
+def broken_body(rng: random.Random) -> bytes:
+    """A good body with some of it replaced, or with some of its bytes."""
+    junk = [
+        None,
+        True,
+        -1,
+        10**30,
+        1e308,
+        "",
+        "hot",
+        "\ud800",
+        [],
+        {},
+        [[]],
+        [{}],
+        [None],
+        {"a": [1]},
+        ["x"] * 40,
+        [1, "x"],
+        -0.5,
+    ]
+    body = rng.choice(
+        [
+            {"prompt": "x", "max_tokens": 1, "temperature": 0, "n": 1, "stop": ["\n"], "logprobs": 1, "seed": 1},
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+                "max_tokens": 1,
+                "temperature": 0,
+            },
+        ]
+    )
+    names = [
+        *body,
+        "stream_options",
+        "chat_template_kwargs",
+        "top_k",
+        "stop_token_ids",
+        "min_tokens",
+        "tools",
+        "model",
+        "echo",
+    ]
+    for name in rng.sample(names, rng.randint(1, 3)):
+        body[name] = rng.choice(junk)
+    text = json.dumps(body).encode()
+    if rng.random() < 0.3:
+        place = rng.randrange(len(text))
+        text = text[:place] + rng.randbytes(rng.randint(0, 3)) + text[place + rng.randint(0, 4) :]
+    return text
+
+
+def test_broken_bodies_are_never_the_servers_fault(port, caplog):
+    """`BROKEN_BODIES` of them: an answer or an object of 4xx, no traceback."""
+    rng, seen = random.Random(0), dict[int, int]()
+    link = HTTPConnection("127.0.0.1", port, timeout=60)
+    for _ in range(BROKEN):
+        body = broken_body(rng)
+        link.request("POST", rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), body)
+        answer = link.getresponse()
+        text = answer.read()
+        seen[answer.status] = seen.get(answer.status, 0) + 1
+        if answer.status != 200:
+            assert 400 <= answer.status < 500, (answer.status, body, text)
+            assert json.loads(text)["error"]["message"], body
+    link.close()
+    print(f"statuses: {seen}")
+    assert not caplog.records
+
+
+def test_clients_that_leave_free_their_pages(port, client, model, app):
+    """`STORM` streams and whole answers, each dropped at some moment; one read slowly; then all are answered as ever."""
+    assert_free(model, app.front)
+    stream = client.completions.create(model="pair", prompt=PROMPT, max_tokens=200, stream=True, temperature=0)
+    next(iter(stream))
+    stream.close()
+    assert_free(model, app.front)
+
+    def leave(number: int) -> None:
+        rng = random.Random(number)
+        body = {"prompt": rng.choice(OTHERS), "max_tokens": 200, "temperature": 0, "stream": rng.random() < 0.6}
+        link = HTTPConnection("127.0.0.1", port, timeout=60)
+        try:
+            link.request("POST", "/v1/completions", b"{" if rng.random() < 0.1 else json.dumps(body))
+            link.sock.settimeout(rng.uniform(0.01, 0.6))
+            answer = link.getresponse()
+            for _ in range(rng.randint(0, 3)):
+                answer.read1(256)
+                time.sleep(rng.uniform(0, 0.2))
+        except TimeoutError:
+            pass
+        finally:
+            link.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(leave, range(STORM)))
+    assert_free(model, app.front, 30.0)
+    model.engine.allocator.check_integrity()
+    assert model.engine.driver.join(10.0)
+
+
+def test_metrics_have_vllms_names(port, client, model, app):
+    def figures():
+        text = get(port, "/metrics")[1].decode()
+        return {
+            (one.name, one.labels.get("position")): one.value
+            for family in parser.text_string_to_metric_families(text) for one in family.samples
+        }  # fmt: skip
+
+    before = figures()
+    row = dj.generate(model, PROMPT, dj.SamplingParams(max_tokens=24))
+    client.completions.create(model="pair", prompt=PROMPT, max_tokens=24, temperature=0)
+    after = figures()
+    gained = {key: after[key] - before[key] for key in after}
+    drafts = gained["vllm:spec_decode_num_drafts_total", None]
+    accepted = gained["vllm:spec_decode_num_accepted_tokens_total", None]
+    assert accepted / drafts + 1 == pytest.approx(np.mean(row.acceptance_lengths))
+    assert gained["vllm:spec_decode_num_draft_tokens_total", None] == drafts * model.draft.num_drafts
+    places = [
+        gained["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(model.draft.num_drafts)
+    ]
+    assert sum(places) == accepted
+    assert gained["vllm:generation_tokens_total", None] == 24
+    assert after["vllm:num_requests_running", None] == 0
+
+
+def test_about_itself(port, model):
+    status, _, text = post(port, "/tokenize", {"prompt": PROMPT, "return_token_strs": True})
+    row = json.loads(text)
+    assert status == 200
+    assert (row["tokens"], row["count"], row["max_model_len"]) == (model.tokenizer.encode(PROMPT), 5, 256)
+    assert "".join(row["token_strs"]) == PROMPT
+    assert json.loads(post(port, "/detokenize", {"tokens": row["tokens"]})[2]) == {"prompt": PROMPT}
+    assert json.loads(get(port, "/v1/models/a/b")[1])["id"] == "a/b"
+    assert [one["id"] for one in json.loads(get(port, "/v1/models")[1])["data"]] == ["pair", "a/b"]
+    assert [get(port, path)[0] for path in ("/health", "/ready", "/version", "/tokenizer_info")] == [200] * 4
+
+
+def test_keys_hosts_queues_and_draining(model):
+    """Through the application itself: nothing is listened to."""
+    keyed = make_app(model, ServeOptions(keys=("secret",), max_queue=0))
+    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    assert asyncio.run(through(keyed, asked))[0] == 401
+    assert asyncio.run(through(keyed, asked, authorization="Bearer wrong"))[0] == 401
+    assert asyncio.run(through(keyed, asked, authorization="Bearer secret"))[0] == 200
+    keyed.front.live = 4
+    status, headers, body = asyncio.run(through(keyed, asked, authorization="Bearer secret"))
+    assert (status, headers["retry-after"], body["error"]["type"]) == (429, "1", "rate_limit_error")
+    keyed.front.live, keyed.front.draining = 0, True
+    status, headers, body = asyncio.run(through(keyed, asked, authorization="Bearer secret"))
+    assert (status, headers["retry-after"], body["error"]["type"]) == (503, "1", "server_error")
+    here = make_app(model, ServeOptions(here=True))
+    assert asyncio.run(through(here, asked, host="evil.example:80"))[0] == 403
+    assert asyncio.run(through(here, asked, host="localhost:80"))[0] == 200
+    quick = make_app(model, ServeOptions(request_timeout=0.01))
+    status, headers, _ = asyncio.run(through(quick, asked | {"max_tokens": 200}))
+    assert (status, headers["x-should-retry"]) == (504, "false")
+    status, _, body = asyncio.run(through(make_app(None), asked))
+    assert (status, body["error"]["message"]) == (503, "the model is being loaded")
+
+
+async def through(app, body, path="/v1/completions", **headers):
+    """Status, headers and object of an answer of an ASGI application."""
+    sent, lines = [], [(name.encode(), value.encode()) for name, value in headers.items()]
+    came = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if came:
+            return came.pop()
+        return await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "scheme": "http", "headers": lines, "client": ("127.0.0.1", 1), "server": ("x", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], told, json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
