@@ -121,12 +121,17 @@ class Answer:
                 choices.append({"index": index, "text": row.text, "logprobs": logprobs, **ends})
         return self._base | {"choices": choices, "usage": self.usage()}
 
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
+    def note(self, piece: Piece) -> None:
+        """Counts a piece, and keeps the completion that comes with a choice's last one."""
         index = piece.index
         self._produced[index] = self._produced.get(index, 0) + len(piece.token_ids)
         if piece.completion is not None:
             self.done[index] = piece.completion
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a stream says of a piece."""
+        self.note(piece)
+        index = piece.index
         ends = {"finish_reason": reason_of(piece.finish_reason)}
         shown = bool(piece.text) or bool(piece.logprobs)
         logprobs = self._logprobs_of(index, piece.logprobs) if piece.logprobs else None

@@ -116,7 +116,7 @@ class Front:
         self.live += choices
 
 
-def make_app(model: Model | None, options: ServeOptions | None = None) -> Gate:
+def make_app(model: Model | None, options: ServeOptions | None = None) -> "ServedGate":
     """An ASGI application that serves `model`.
 
     Args:
@@ -237,7 +237,7 @@ class Routes:
         async def work() -> None:
             while not call.run.ended:
                 for piece in await call.take():
-                    call.answer.chunks(piece)
+                    call.answer.note(piece)
 
         await _unless_gone(request, call.within(work()))
         call.end()

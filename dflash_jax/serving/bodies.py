@@ -3,14 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_jax.engine.requests import Request
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
-from dflash_jax.text.prompts import prompt_ids
+from dflash_jax.text.prompts import is_chat, prompt_ids
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -147,7 +147,7 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
                 400,
                 f"This model's maximum context length is {longest} tokens. However, you requested {len(ids) + asked} tokens "
                 f"({len(ids)} in the messages, {asked} in the completion). Please reduce the length of the messages or completion.",
-                param="messages" if ask.chat_options or not isinstance(prompt, str) else "prompt",
+                param="messages" if is_chat(prompt) else "prompt",
                 code="context_length_exceeded",
             )
         most = room if ask.max_tokens is None else min(room, ask.max_tokens)
@@ -172,10 +172,10 @@ def _ask(
         raise _wrong("stop", f"a string or at most {MAX_STOPS} of them", stop)
     stops = [one for one in stops if one]
     seed = _integer(body, "seed", -(2**63), 2**64 - 1)
-    given = {name: body[name] for name in _SAMPLING if name in body}
+    given: dict[str, Any] = {"temperature": 1.0} | {name: body[name] for name in _SAMPLING if name in body}
     least = as_integer(given.get("min_tokens", 0)) or 0
     params = SamplingParams(
-        max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **({"temperature": 1.0} | given)
+        max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **given
     )  # fmt: skip
     stream, told = _flag(body, "stream"), _mapping(body, "stream_options")
     if told and not stream:
@@ -269,7 +269,7 @@ def _wrong(name: str, wanted: str, value: Any) -> Problem:
     return Problem(400, f"{name} must be {wanted}, got {shown(value)}", param=name, code="invalid_value")
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 

@@ -1,6 +1,8 @@
 """Figures of a server in Prometheus's form, under vLLM's names: what reads those shows acceptance without a line of its own."""
 # pyright: reportMissingImports=false
 
+from collections.abc import Callable, Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from dflash_jax.completion import Completion
@@ -110,12 +112,12 @@ class Metrics:
         self.preemptions_seen = preempted
         return generate_latest(self.registry)
 
-    def _gauge(self, name: str, about: str, read) -> None:
+    def _gauge(self, name: str, about: str, read: Callable[[], float | int]) -> None:
         Gauge(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels).set_function(read)
 
     def _counter(self, name: str, about: str) -> Counter:
         return Counter(f"vllm:{name}", about, LABELS, registry=self.registry).labels(*self._labels)
 
-    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
         made = Histogram(f"vllm:{name}", about, LABELS, registry=self.registry, buckets=buckets)
         return made.labels(*self._labels)

@@ -4,6 +4,10 @@ import asyncio
 import json
 import os
 import random
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -373,9 +377,49 @@ async def through(app, body, path="/v1/completions", **headers):
         sent.append(message)
 
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
-        "query_string": b"", "root_path": "", "scheme": "http", "headers": lines, "client": ("127.0.0.1", 1), "server": ("x", 80),
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "path": path,
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "scheme": "http", "headers": lines,
+        "client": ("127.0.0.1", 1), "server": ("x", 80),
     }  # fmt: skip
     await app(scope, receive, send)
     told = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
     return sent[0]["status"], told, json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
+
+
+COMMAND = """
+import sys
+import dflash_jax.cli
+sys.exit(dflash_jax.cli.main(["serve", "--port", sys.argv[1], "--max-batch", "1", "--max-model-len", "256", "--no-warmup"]))
+"""
+
+
+def test_a_signal_lets_streams_end():
+    """SIGTERM while a stream runs: it comes to its end, new requests are refused meanwhile, and the process ends with 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([sys.executable, "-c", COMMAND, str(port)], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            until, states = time.monotonic() + 120, []
+            while not states or states[-1] != 200:
+                assert time.monotonic() < until
+                assert process.poll() is None
+                try:
+                    states.append(get(port, "/ready")[0])
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+            link = HTTPConnection("127.0.0.1", port, timeout=60)
+            body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+            link.request("POST", "/v1/completions", json.dumps(body))
+            answer = link.getresponse()
+            first = answer.read1(64)
+            process.send_signal(signal.SIGTERM)
+            text = first + answer.read()
+            link.close()
+            assert text.endswith(b"data: [DONE]\n\n")
+            assert b'"finish_reason":"length"' in text
+            assert process.wait(30) == 0
+            assert "Traceback" not in process.stderr.read()
+            assert set(states) <= {503, 200}
+        finally:
+            process.kill()
