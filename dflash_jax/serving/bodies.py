@@ -248,7 +248,7 @@ def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
     if unknown := next((name for name in body if name not in known), None):
         raise _unknown(unknown)
     for name, values in _FIXED.items():
-        if name in body and not any(body[name] == value and type(body[name]) in _same(value) for value in values):
+        if name in body and not any(_same(body[name], value) for value in values):
             options = " or ".join(map(repr, values)) or "null"
             raise Problem(
                 400, f"{name} is not supported: leave it out, or give {options}, got {shown(body[name])}",
@@ -256,9 +256,9 @@ def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def _same(value: Any) -> tuple[type, ...]:
-    """Types of JSON's that are as good: 1.0 for 1, and not True."""
-    return (int, float) if type(value) is int else (type(value),)
+def _same(value: Any, other: Any) -> bool:
+    """Equality of JSON: 1.0 is 1, and true is not."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _unknown(name: str) -> Problem:
