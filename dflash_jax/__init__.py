@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dflash_jax.generation import generate, stream
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams
+    from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
 
 _HOME = {
     "completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
@@ -37,13 +38,14 @@ _HOME = {
     "generation": ("generate", "stream"),
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams",),
+    "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model", "PairError",
-    "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
-    "UnsupportedModelError", "generate", "load", "stream",
+    "AsyncEngine", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
+    "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
+    "UnsupportedModelError", "agenerate", "astream", "generate", "load", "stream",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ class Stats:
       target_steps: forward passes of the target after the prompt, up to the one in which the text ended.
       tokens_per_cycle: mean of `acceptance_lengths`; 0 where there was no cycle.
       peak_bytes: most device memory in use so far, where the device tells.
+      cached_tokens: tokens of the prompt that were found in pages of earlier ones.
     """
 
     prefill_s: float
@@ -27,6 +28,7 @@ class Stats:
     target_steps: int
     tokens_per_cycle: float
     peak_bytes: int | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Piece:
       accepted: tokens gained in each cycle this piece covers.
       finish_reason: None until the last piece of a prompt.
       completion: with the last piece, the whole result.
+      logprobs: one for each new id where they were asked for.
     """
 
     index: int
@@ -91,3 +94,4 @@ class Piece:
     accepted: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     completion: Completion | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -71,7 +71,7 @@ def generate(
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
     """
-    draft, chat = _flags(model, draft, chat, chat_options)
+    draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
     served = _pieces(model, [prompts] if single else list(prompts), params, **options)
@@ -114,13 +114,13 @@ def stream(
     """
     if (count := as_integer(cycles)) is None or count < 1:
         raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
-    draft, chat = _flags(model, draft, chat, chat_options)
+    draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": count}
     return _pieces(model, [prompts] if single else list(prompts), params, **options)
 
 
-def _flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, bool]:
+def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, bool]:
     """`draft` and `chat`. Raises ParameterError for what would end in an error of Python's, or be taken for something else in
     silence."""
     if not isinstance(model, Model):
@@ -185,7 +185,7 @@ def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_op
 
 
 def _serve(model: Model, requests: list[Request], run) -> Generator[Piece]:
-    writers = [_Writer(model, request) for request in requests]
+    writers = [Writer(model, request) for request in requests]
     try:
         for update in run:
             writer = writers[update.index]
@@ -199,7 +199,7 @@ def _serve(model: Model, requests: list[Request], run) -> Generator[Piece]:
         run.close()
 
 
-class _Writer:
+class Writer:
     """Turns one request's updates into pieces and, at the end, its completion."""
 
     def __init__(self, model: Model, request: Request):
@@ -211,6 +211,7 @@ class _Writer:
         self.logprobs: list[TokenLogprob] = []
         self.finished = self.stopped_by_text = False
         self.prefill_s = self.decode_s = self.first_s = 0.0
+        self.cached = 0
         self.started, self.compiled = time.perf_counter(), model.engine.programs.compile_s
 
     def write(self, update: Update) -> Piece:
@@ -218,6 +219,7 @@ class _Writer:
         compile_s = self.model.engine.programs.compile_s - self.compiled
         if update.first:
             self.prefill_s, self.first_s = update.seconds, time.perf_counter() - self.started - compile_s
+            self.cached = update.cached
         else:
             self.decode_s += update.seconds
         reason, stop = update.finish_reason, update.stop_reason
@@ -240,7 +242,8 @@ class _Writer:
         self.finished = reason is not None
         shown = self.text.take(everything=self.finished)
         result = self._completion(reason, stop, compile_s) if reason is not None else None
-        return Piece(update.index, shown, self.tokens[seen:], self.from_draft[seen:], gained, reason, result)
+        drafted, logprobs = self.from_draft[seen:], self.logprobs[seen:]
+        return Piece(update.index, shown, self.tokens[seen:], drafted, gained, reason, result, logprobs)
 
     def _completion(self, reason: str, stop: str | int | None, compile_s: float) -> Completion:
         after_first = len(self.tokens) - 1
@@ -254,6 +257,7 @@ class _Writer:
             target_steps=len(self.counts),
             tokens_per_cycle=sum(self.counts) / len(self.counts) if self.counts else 0.0,
             peak_bytes=memory.get("peak_bytes_in_use"),
+            cached_tokens=self.cached,
         )
         return Completion(
             text=self.text.text, token_ids=self.tokens, finish_reason=reason, stop_reason=stop,

@@ -10,8 +10,8 @@ import dflash_kernels
 import dflash_jax as dj
 
 HERE = Path(__file__).parent
-FUNCTIONS = ("load", "generate", "stream")
-CLASSES = ("SamplingParams", "Model", "Completion", "Piece", "Stats", "TokenLogprob")
+FUNCTIONS = ("load", "generate", "stream", "agenerate", "astream")
+CLASSES = ("SamplingParams", "Model", "AsyncEngine", "Completion", "Piece", "Stats", "TokenLogprob")
 HEAD = """# API
 
 Written by `python docs/make_api.py` from the docstrings. `import dflash_jax as dj` is cheap and starts no device; names load what

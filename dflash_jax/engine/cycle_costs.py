@@ -23,6 +23,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.heads import head_tables
+from dflash_jax.models.registry import layer_traits
 
 TABLE = "cycle_costs.json"
 # Of the GPU in the table: bytes a second from memory, products a second of its matrix units as large multiplications reach them.
@@ -187,8 +188,9 @@ def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, dtyp
 
 
 def _expert_share(config: DecoderConfig) -> float:
-    experts = getattr(config, "num_experts", 0)
-    return getattr(config, "experts_per_token", 0) / experts if experts else 0.0
+    """One that every token takes is reckoned as if chance chose it; with one row, that is no difference."""
+    experts = layer_traits(config).experts
+    return 0.0 if experts is None else experts.per_token / experts.count
 
 
 @lru_cache(maxsize=1)

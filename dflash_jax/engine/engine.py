@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.decoding.state import Setup
+from dflash_jax.engine.driver import Driver
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.resources import MAX_CYCLES, Resources
 from dflash_jax.engine.run import Run
@@ -17,11 +18,12 @@ class Engine(Resources):
 
     Attributes:
       scheduler: serves all requests, whichever thread they come from.
+      driver: the thread that steps for event loops, where there are such.
     """
 
     def __post_init__(self):
         super().__post_init__()
-        self.scheduler = Scheduler(self)
+        self.scheduler, self.driver = Scheduler(self), Driver()
 
     def submit(
         self,

@@ -18,6 +18,7 @@ from dflash_jax.cache.recurrent import delta_layers
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import DFlashConfig
+from dflash_jax.models.registry import layer_traits
 
 # Programs, libraries' handles, buffers between host and device, and what fragmentation wastes.
 _OVERHEAD_BYTES = 256 << 20
@@ -111,11 +112,10 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
 
 def experts_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
     """What `rows` tokens hold at a time on their way through every expert: both gates' rows, their product, and the output."""
-    count = getattr(target, "num_experts", 0)
-    if not count:
+    experts = layer_traits(target).experts
+    if experts is None:
         return 0
-    inner = 3 * getattr(target, "moe_intermediate_size", 0)
-    return rows * count * (inner + target.hidden_size) * dtype.itemsize
+    return rows * experts.count * (3 * experts.inner + target.hidden_size) * dtype.itemsize
 
 
 def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:

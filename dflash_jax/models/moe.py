@@ -32,6 +32,7 @@ _NORM_EPS = 1e-20
 # Rows an expert from which blocks of them pay: 512 tokens of 6 experts among 64 take 0.58 ms in blocks and 0.89 through every
 # expert, 128 tokens 0.46 and 0.39 (an H200, bfloat16).
 MANY = 16
+AMONG_ROUTED = False  # whether shared experts as wide as routed ones are the last of them
 
 
 @runtime_checkable
@@ -95,11 +96,15 @@ def route(
 
 
 class Router(nnx.Module):
-    """Scores of the experts, in float32 whatever the model's dtype."""
+    """Scores of the experts, in float32 whatever the model's dtype.
 
-    def __init__(self, config: ExpertsConfig):
-        self.config = config
-        self.weight = nnx.Param(jnp.zeros((config.num_experts, config.hidden_size)))
+    Args:
+      shared: every token takes one more expert, the last one, weighted by the sigmoid of its score.
+    """
+
+    def __init__(self, config: ExpertsConfig, *, shared: bool = False):
+        self.config, self.shared = config, shared
+        self.weight = nnx.Param(jnp.zeros((config.num_experts + shared, config.hidden_size)))
         self.bias = nnx.Param(jnp.zeros((config.num_experts,))) if config.routing == "noaux_tc" else None
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
@@ -107,14 +112,24 @@ class Router(nnx.Module):
 
     def choose(self, logits: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """See `route`; logits are products of x with the weight's rows."""
-        return route(self.config, logits, None if self.bias is None else self.bias[...])
+        bias = None if self.bias is None else self.bias[...]
+        if not self.shared:
+            return route(self.config, logits, bias)
+        experts, weights = route(self.config, logits[..., :-1], bias)
+        last = jnp.full_like(experts[..., :1], self.config.num_experts)
+        own = jax.nn.sigmoid(logits[..., -1:].astype(jnp.float32))
+        return jnp.concatenate([experts, last], axis=-1), jnp.concatenate([weights, own], axis=-1)
 
 
 class Experts(nnx.Module):
-    """All routed experts: gate and up rows of expert after expert in one matrix `[E*2F, D]`, down rows in another `[E*D, F]`."""
+    """All routed experts: gate and up rows of expert after expert in one matrix `[E*2F, D]`, down rows in another `[E*D, F]`.
 
-    def __init__(self, config: ExpertsConfig):
-        e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
+    Args:
+      shared: there is one more, the last one, which every token takes.
+    """
+
+    def __init__(self, config: ExpertsConfig, *, shared: bool = False):
+        e, d, f = config.num_experts + shared, config.hidden_size, config.moe_intermediate_size
         self.count, self.hidden, self.inner = e, d, f
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
 
@@ -155,6 +170,7 @@ class Experts(nnx.Module):
                 "taken": config.experts_per_token,
                 "normed": config.norm_routing_weights,
                 "scale": config.routing_scale,
+                "shared": router.shared,
             }
             return mixture(logits, x, gate_up, down, exchange=exchange, **how)
         experts, weights = router.choose(logits)
@@ -248,6 +264,9 @@ def _rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]
 class MoE(nnx.Module):
     """Routed experts plus the shared experts, if any, which are one feed-forward of their joint width.
 
+    One that is gated and as wide as a routed one is the last of the routed ones, which every token takes, and its gate the last row
+    of the router: five launches of a layer are none then.
+
     Args:
       shared: that width; None for that of `num_shared_experts` routed ones.
       gated: whether a token weights what its shared experts give, by the sigmoid of one product.
@@ -256,10 +275,11 @@ class MoE(nnx.Module):
     routed = True
 
     def __init__(self, config: ExpertsConfig, *, shared: int | None = None, gated: bool = False):
-        self.router, self.experts = Router(config), Experts(config)
         shared = config.moe_intermediate_size * config.num_shared_experts if shared is None else shared
-        self.shared = MLP(config.hidden_size, shared) if shared else None
-        self.shared_gate = Linear(1, config.hidden_size) if gated else None
+        among = gated and shared_among_routed(config, shared)
+        self.router, self.experts = Router(config, shared=among), Experts(config, shared=among)
+        self.shared = MLP(config.hidden_size, shared) if shared and not among else None
+        self.shared_gate = Linear(1, config.hidden_size) if gated and not among else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
@@ -268,7 +288,7 @@ class MoE(nnx.Module):
         return routed if shared is None else routed + shared
 
     def beside(self, x: Float[Array, "... D"]) -> Float[Array, "... D"] | None:
-        """What the shared experts give, gated where they are; None where there are none."""
+        """What the shared experts give, gated where they are; None where there are none beside the routed ones."""
         if self.shared is None:
             return None
         shared = self.shared(x)
@@ -277,9 +297,14 @@ class MoE(nnx.Module):
         return shared
 
 
-def expert_traits(config: ExpertsConfig) -> ExpertTraits:
-    """What a configuration's experts are to whoever chooses how layers run."""
-    return ExpertTraits(config.num_experts, config.experts_per_token, config.moe_intermediate_size)
+def shared_among_routed(config: ExpertsConfig, shared: int) -> bool:
+    """Whether a gated shared expert of this inner width is the last of the routed ones; see `MoE`."""
+    return AMONG_ROUTED and shared == config.moe_intermediate_size
+
+
+def expert_traits(config: ExpertsConfig, *, shared: bool = False) -> ExpertTraits:
+    """What a configuration's experts are to whoever chooses how layers run; `shared`: with one that every token takes."""
+    return ExpertTraits(config.num_experts + shared, config.experts_per_token + shared, config.moe_intermediate_size)
 
 
 def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:

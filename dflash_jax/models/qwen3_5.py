@@ -8,7 +8,7 @@ rows of pictures are equal in text, so their rotation is the ordinary one, and v
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.delta_net import DeltaNet
 from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters, rotate
-from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
+from dflash_jax.models.moe import MoE, expert_traits, moe_parameters, shared_among_routed
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
 
@@ -335,7 +335,9 @@ def qwen35_traits(config: Qwen35Config) -> LayerTraits:
     """Layers of two kinds; norms of heads are no part of what attention is asked for, being zero-centered."""
     dense = sum(not config.has_experts(i) for i in range(config.num_layers))
     kind = "dense" if dense == config.num_layers else "mixed" if dense else "moe"
-    shape, experts = config.delta, None if kind == "dense" else expert_traits(config)
+    shape, experts = config.delta, None
+    if kind != "dense":
+        experts = expert_traits(config, shared=shared_among_routed(config, config.shared_intermediate_size))
     delta = DeltaTraits(shape.columns, shape.value_heads * shape.value_dim)
     return decoder_traits(
         config, qk_norm=False, gated=True, zero_centered=True, delta=delta, feed_forward=kind, experts=experts
@@ -410,7 +412,7 @@ def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Para
 
 
 def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of routed experts, which a checkpoint has one by one or all in one tensor, and of the gated shared one."""
+    """Of routed experts, which a checkpoint has one by one or all in one tensor, and of the gated shared one; see `MoE`."""
     e, d, f, shared = (
         config.num_experts,
         config.hidden_size,
@@ -427,11 +429,16 @@ def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Par
             Parameter(f"{ours}experts.down_proj.weight", (down,)),
         ]
     gates = tuple(Source(f"{theirs}shared_expert.{name}.weight", (shared, d)) for name in ("gate_proj", "up_proj"))
+    last = Source(f"{theirs}shared_expert.down_proj.weight", (d, shared))
+    gate = Source(f"{theirs}shared_expert_gate.weight", (1, d))
+    if shared_among_routed(config, shared):
+        more = ((gate,), gates, (last,))
+        return [replace(one, sources=(*one.sources, *beside)) for one, beside in zip(table, more, strict=True)]
     return [
         *table,
         Parameter(f"{ours}shared.gate_up_proj.weight", gates),
-        single(f"{ours}shared.down_proj.weight", f"{theirs}shared_expert.down_proj.weight", (d, shared)),
-        single(f"{ours}shared_gate.weight", f"{theirs}shared_expert_gate.weight", (1, d)),
+        Parameter(f"{ours}shared.down_proj.weight", (last,)),
+        Parameter(f"{ours}shared_gate.weight", (gate,)),
     ]
 
 

@@ -22,11 +22,10 @@ from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import block_columns
-from dflash_jax.models import bind, init_params, layer_traits
+from dflash_jax.models import bind, family_for, init_params, layer_traits
 from dflash_jax.models.layers import Linear, Rotary
 from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS
 from dflash_jax.models.qwen3_5 import qwen35_parameters
-from dflash_jax.models.qwen3_moe import qwen3_moe_parameters
 
 from ..devices import h200
 from ..models.golden_files import GOLDEN, cases, golden
@@ -81,11 +80,15 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "shared_among_experts"])
 def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gated delta nets and gated attention, whose norms are zero-centered, with weights of norms that matter."""
-    checkpoint = open_checkpoint(GOLDEN / "hybrid" / case)
+    checkpoint: Any = open_checkpoint(GOLDEN / "hybrid" / ("qwen3_5" if case == "qwen3_5" else "qwen3_5_moe"))
     config, params = checkpoint.config, checkpoint.load("float32")
+    if case == "shared_among_experts":
+        config = dataclasses.replace(config, shared_intermediate_size=config.moe_intermediate_size)
+        drawn = init_params(qwen35_parameters(config), jax.random.key(0))
+        params = {name: params[name] if ".mlp." not in name else one for name, one in drawn.items()}
     ids, call = jnp.asarray([[5, 90, 17, 3, 44], [7, 7, 0, 61, 2]]), CallShape(2, 5, jnp.dtype(jnp.float32))
 
     @partial(jax.jit, static_argnums=0)
@@ -105,11 +108,16 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
         monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_a_layer_with_experts_is_few_launches(tokens: int) -> None:
-    """Two norms with what comes before them, and all experts with the choice among them: three kernels, but for attention's."""
-    config = dataclasses.replace(MOE_TARGETS["Qwen3-30B-A3B"], num_layers=1, windows=(None,), vocab_size=256)
-    params = jax.eval_shape(lambda: init_params(qwen3_moe_parameters(config), jax.random.key(0), "bfloat16"))
+@pytest.mark.parametrize(("name", "tokens"), [("Qwen3-30B-A3B", 1), ("Qwen3-30B-A3B", 16)])
+def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
+    """Two norms with what comes before them, and all experts with the choice among them, a shared one or not: three kernels, but
+    for attention's.
+    """
+    hybrid = {"full_layers": (0,)} if name in HYBRID_TARGETS else {}
+    whole: Any = {**MOE_TARGETS, **HYBRID_TARGETS}[name]
+    config = dataclasses.replace(whole, num_layers=1, windows=(None,), vocab_size=256, **hybrid)
+    table = family_for(config).parameters(config)
+    params = jax.eval_shape(lambda: init_params(table, jax.random.key(0), "bfloat16"))
 
     def run(params: Any, x: jax.Array) -> Any:
         model: Any = bind(config, params)

@@ -32,7 +32,9 @@ LONGEST, ROW = 300, 40
 
 
 def drawn(family: str, seed: int) -> Qwen35Config:
-    """A configuration of two to four layers, at least one of them with attention and one without."""
+    """A configuration of two to four layers, at least one of them with attention and one without. In two of three models with
+    experts the shared one is as wide as the others.
+    """
     rng = np.random.default_rng(FAMILIES.index(family) * 100 + seed)
     layers, kv, keys = int(rng.integers(2, 5)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
     full = tuple(sorted(rng.choice(layers, int(rng.integers(1, layers)), replace=False).tolist()))
@@ -46,7 +48,10 @@ def drawn(family: str, seed: int) -> Qwen35Config:
     if family == "qwen3_5":
         return hybrid_config(**sizes)
     experts = int(rng.integers(3, 7))
-    routed = {"num_experts": experts, "experts_per_token": int(rng.integers(1, experts))}
+    routed = {
+        "num_experts": experts, "experts_per_token": int(rng.integers(1, experts)),
+        "shared_intermediate_size": 24 if seed % 3 else 20,
+    }  # fmt: skip
     if family == "qwen3_5_moe":
         return hybrid_moe_config(**sizes | routed, grouped_projections=False, experts_in_one=bool(seed % 2))
     return hybrid_moe_config(**sizes | routed)

@@ -247,16 +247,18 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "experts_in_one"])
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next", "qwen3_5_moe", "experts_in_one", "shared_among_them"])
 def test_round_trip_keeps_every_bit(tmp_path: Path, case: str) -> None:
-    hf, values = Folders(tmp_path), text("qwen3_5_moe" if case == "experts_in_one" else case, eos_token_id=1)
-    tensors = load_file(GOLDEN / "hybrid" / ("qwen3_5_moe" if case == "experts_in_one" else case) / "model.safetensors")
-    folder = hf.write("target", values, stacked(tensors) if case == "experts_in_one" else tensors, shards=2)
+    in_one, among = case in ("experts_in_one", "shared_among_them"), case == "shared_among_them"
+    hf, name = Folders(tmp_path), "qwen3_5_moe" if in_one else case
+    values = text(name, eos_token_id=1, **{"shared_expert_intermediate_size": 24} if among else {})
+    tensors = hf.tensors(values) if among else load_file(GOLDEN / "hybrid" / name / "model.safetensors")
+    folder = hf.write("target", values, stacked(tensors) if in_one else tensors, shards=2)
     assert hf.convert(folder, "--output", tmp_path / "out", "--verify", "hash") == 0
     config = open_converted(tmp_path / "out").config
     assert config == open_checkpoint(folder).config
     assert isinstance(config, Qwen35Config)
-    assert config.experts_in_one == (case == "experts_in_one")
+    assert config.experts_in_one == in_one
     assert hf.convert(tmp_path / "out", "--reverse", "--output", tmp_path / "back", "--verify", "none") == 0
     before, after = (
         {name: array for path in sorted(where.glob("*.safetensors")) for name, array in load_file(path).items()}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dflash_jax.completion import Completion
 from dflash_jax.engine.requests import Request, Update
-from dflash_jax.generation import _Writer
+from dflash_jax.generation import Writer
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.detokenizer import TextStream
@@ -172,7 +172,7 @@ def test_a_request_looks_for_stop_strings_after_its_min_tokens(
     model = object.__new__(Model)  # without weights
     vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
     update = Update(0, tokens, [False] * len(tokens), [], first=True, seconds=1.0, finish_reason="length")
-    done = _Writer(model, Request(0, (1,), params)).write(update).completion
+    done = Writer(model, Request(0, (1,), params)).write(update).completion
     assert done is not None
     assert (done.text, done.finish_reason) == (text, reason)
 
@@ -182,7 +182,7 @@ def test_cycles_behind_the_end_of_a_text_are_not_counted(stop: str, counts: list
     """The device has run them before anybody looks for a stop string."""
     model = object.__new__(Model)  # without weights
     vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
-    writer = _Writer(model, Request(0, (1,), SamplingParams(stop=stop)))
+    writer = Writer(model, Request(0, (1,), SamplingParams(stop=stop)))
     writer.write(Update(0, [ord("-")], [False], [], first=True, seconds=1.0))
     tokens = [ord(letter) for letter in "abcdefgh"]
     piece = writer.write(Update(0, tokens, [False] * 8, [3, 1, 4], first=False, seconds=1.0, finish_reason="length"))
@@ -195,7 +195,7 @@ def written(update: Update, params: SamplingParams, eos: tuple[int, ...] = ()) -
     """What a request comes to that got all its tokens in one update."""
     model = object.__new__(Model)  # without weights
     vars(model).update(tokenizer=TOKENIZER, engine=SimpleNamespace(programs=SimpleNamespace(compile_s=0.0)))
-    done = _Writer(model, Request(0, (1,), params, eos)).write(update).completion
+    done = Writer(model, Request(0, (1,), params, eos)).write(update).completion
     assert done is not None
     return done
 

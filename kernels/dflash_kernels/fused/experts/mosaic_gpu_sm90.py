@@ -29,7 +29,7 @@ from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, kernel, thread_op
-from dflash_kernels.mosaic_gpu.tma import copied
+from dflash_kernels.mosaic_gpu.tma import copied, prefetch_rows
 
 GATED, DOWN = "gated", "down"
 _WARPS, _VECTOR = WARPGROUP // WARP, 4
@@ -177,6 +177,8 @@ def run(cta: Cta) -> None:
 def produce_weights(cta: Cta) -> None:
     """Starts the copies of all work items' weights, each as soon as its stage is empty."""
     plan, ring = cta.plan, cta.weights
+    if plan.choice is not None and plan.choice.shared:
+        _ask_for_shared(cta)
     plgpu.barrier_wait(cta.buffers["is_sorted"])
 
     def produce(stage: str, before: Any, group: Any, tile: Any) -> None:
@@ -203,6 +205,23 @@ def produce_weights(cta: Cta) -> None:
 
     steps = cta.work_items(produce) * UNIT
     _drain(ring, steps)
+
+
+def _ask_for_shared(cta: Cta) -> None:
+    """The expert that every token takes is on its way to the L2 while entries are sorted: each CTA asks for some of its rows."""
+    plan = cta.plan
+    for name, rows in (("gate_up", 2 * plan.inner), ("down", plan.hidden)):
+        if name not in cta.refs:
+            continue
+        # Both are multiples of 128, so parts of a power of two leave none out.
+        part = min(1 << (-(-rows // plan.ctas) - 1).bit_length(), 128)
+        turns = -(-rows // (part * plan.ctas))
+        for turn in range(turns):
+            first = (cta.index + turn * plan.ctas) * part
+
+            @pl.when(first < rows)
+            def _(name: str = name, first: Any = first, part: int = part, rows: int = rows) -> None:
+                prefetch_rows(cta.refs[name].at[pl.ds(plan.ranked * rows + first, part)])
 
 
 def produce_activations(cta: Cta) -> None:

@@ -1,0 +1,1 @@
+"""What serves many callers at once: the async API, and the server over it."""

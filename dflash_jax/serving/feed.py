@@ -1,0 +1,82 @@
+"""Pieces on their way from the thread that steps to an event loop."""
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import replace
+
+from dflash_jax.completion import Piece
+
+
+def merged(first: Piece, second: Piece) -> Piece:
+    """Two pieces of one prompt, one after the other, as one."""
+    return replace(
+        second,
+        text=first.text + second.text,
+        token_ids=first.token_ids + second.token_ids,
+        from_draft=first.from_draft + second.from_draft,
+        accepted=first.accepted + second.accepted,
+        logprobs=first.logprobs + second.logprobs,
+    )
+
+
+class Bell:
+    """Wakes readers in one loop: once for all that have something since it woke them last, not once for each.
+
+    Raises:
+      RuntimeError: by `ring`, where the loop is closed.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self._loop = loop
+        self._rung: deque[asyncio.Event] = deque()
+        self._coming = False
+
+    def ring(self, event: asyncio.Event) -> None:
+        """From any thread."""
+        self._rung.append(event)
+        if not self._coming:
+            self._coming = True
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                self._coming = False  # whoever rings next has to be told as well
+                raise
+
+    def _wake(self) -> None:
+        self._coming = False  # first: what is appended from here on rings again
+        while self._rung:
+            self._rung.popleft().set()
+
+
+class Feed:
+    """Pieces of one caller's prompts, read in its loop. Those of a prompt that nobody has read yet are one piece: a slow reader
+    costs the memory of its text once, and nobody waits for it."""
+
+    def __init__(self, bell: Bell):
+        self._bell, self._event, self._lock = bell, asyncio.Event(), threading.Lock()
+        self._pieces: dict[int, Piece] = {}
+        self._error: Exception | None = None
+
+    def put(self, what: Piece | Exception) -> None:
+        """From any thread."""
+        with self._lock:
+            if isinstance(what, Exception):
+                self._error = what
+            else:
+                before = self._pieces.get(what.index)
+                self._pieces[what.index] = what if before is None else merged(before, what)
+        self._bell.ring(self._event)
+
+    async def take(self) -> list[Piece]:
+        """What has come, once something has: at most one piece of each prompt. Raises an error that was put, after the pieces."""
+        while True:
+            self._event.clear()
+            with self._lock:
+                pieces, self._pieces = self._pieces, {}
+                error = self._error
+            if pieces:
+                return list(pieces.values())
+            if error is not None:
+                raise error
+            await self._event.wait()

@@ -1,0 +1,133 @@
+"""Coroutines over one model: texts, cancelling, closed loops, and threads beside them."""
+
+import asyncio
+import threading
+import time
+from contextlib import aclosing
+
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.serving.feed import merged
+
+PROMPTS = ["def quicksort(", "import os\n", "class Node:", "for i in range("]
+GREEDY = dj.SamplingParams(max_tokens=24, ignore_eos=True)
+LONG = dj.SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def assert_free(model: dj.Model, seconds: float = 10.0) -> None:
+    """Every page comes back, nobody is left, and the thread that steps ends by itself."""
+    engine, until = model.engine, time.monotonic() + seconds
+    while engine.allocator.num_free < engine.num_pages or engine.scheduler._live or engine.scheduler._inbox:
+        assert time.monotonic() < until, "pages were kept"
+        time.sleep(0.01)
+    assert engine.driver.join(seconds)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [row.text for row in dj.generate(model, PROMPTS, GREEDY)]
+
+
+def test_many_tasks_and_threads_share_a_batch(model, texts):
+    """16 tasks over 4 slots, one of `AsyncEngine` and one list among them, and a thread that generates meanwhile."""
+    beside = []
+
+    async def all_at_once():
+        async with dj.AsyncEngine(model) as engine:
+            singles = [dj.agenerate(model, PROMPTS[i % 4], GREEDY) for i in range(14)]
+            return await asyncio.gather(engine.generate(PROMPTS[0], GREEDY), engine.generate(PROMPTS, GREEDY), *singles)
+
+    thread = threading.Thread(target=lambda: beside.append(dj.generate(model, PROMPTS[1], GREEDY).text))
+    thread.start()
+    one, several, *rest = asyncio.run(all_at_once())
+    thread.join()
+    assert beside == [texts[1]]
+    assert one.text == texts[0]
+    assert [row.text for row in several] == texts
+    assert [row.text for row in rest] == [texts[i % 4] for i in range(14)]
+    assert_free(model)
+
+
+def test_a_stream_is_its_text_in_pieces_and_a_slow_reader_gets_few(model, texts):
+    async def read(pause: float):
+        pieces = []
+        async for piece in dj.astream(model, PROMPTS[0], GREEDY, cycles=1):
+            pieces.append(piece)
+            await asyncio.sleep(pause)
+        return pieces
+
+    quick, slow = asyncio.run(read(0)), asyncio.run(read(0.5))
+    for pieces in quick, slow:
+        assert "".join(piece.text for piece in pieces) == texts[0]
+        assert [token for piece in pieces for token in piece.token_ids] == pieces[-1].completion.token_ids
+        assert sum(sum(piece.accepted) for piece in pieces) == 23
+    assert len(slow) < len(quick)
+    assert merged(quick[0], quick[1]).text == quick[0].text + quick[1].text
+    assert_free(model)
+
+
+def test_leaving_gives_pages_back(model):
+    """By a time limit, by cancelling a task that waits for its slot or runs, by a loop left, by closing the engine."""
+
+    async def leave():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(dj.agenerate(model, PROMPTS[0], LONG), 0.01)
+        tasks = [asyncio.create_task(dj.agenerate(model, PROMPTS[i % 4], LONG)) for i in range(7)]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in ended)
+        async with aclosing(dj.astream(model, PROMPTS, LONG)) as pieces:
+            async for _ in pieces:
+                break
+        await asyncio.to_thread(assert_free, model)
+        engine = dj.AsyncEngine(model)
+        waiting = asyncio.create_task(engine.generate(PROMPTS[0], LONG))
+        await asyncio.sleep(0.05)
+        engine.close()
+        with pytest.raises(dj.DFlashError, match="engine was closed"):
+            await waiting
+        with pytest.raises(dj.DFlashError, match="engine was closed"):
+            await engine.generate(PROMPTS[0], LONG)
+
+    asyncio.run(leave())
+    assert_free(model)
+
+
+def test_a_closed_loop_ends_its_requests(model):
+    """A loop that is closed with runs open: the thread that steps finds nobody to tell."""
+    loop = asyncio.new_event_loop()
+
+    async def begin():
+        engine = dj.AsyncEngine(model)
+        return engine.submit(await engine.prepare(PROMPTS, LONG))
+
+    loop.run_until_complete(begin())
+    loop.close()
+    assert_free(model)
+
+
+def test_wrong_arguments_are_the_callers_and_device_errors_everybodys(model, monkeypatch):
+    async def ask(prompt, **options):
+        return await dj.agenerate(model, prompt, GREEDY, **options)
+
+    with pytest.raises(dj.ParameterError, match="chat_options are for"):
+        asyncio.run(ask(PROMPTS[0], chat_options={"x": 1}))
+    with pytest.raises(dj.CapacityError):
+        asyncio.run(ask([1] * 300))
+    call = model.engine.programs.call
+
+    def broken(*_):
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(model.engine.programs, "call", broken)
+
+    async def both():
+        return await asyncio.gather(ask(PROMPTS[0]), ask(PROMPTS[1]), return_exceptions=True)
+
+    assert [str(one) for one in asyncio.run(both())] == ["the device is gone"] * 2
+    monkeypatch.setattr(model.engine.programs, "call", call)
+    assert asyncio.run(ask(PROMPTS[0])).token_ids
+    assert_free(model)
