@@ -1,7 +1,6 @@
 """Acceptance by position: what counts as a draft that was refused, and when a drafter is said to be of no use."""
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dflash_jax.decoding.state import Emitted
