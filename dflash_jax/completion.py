@@ -18,6 +18,9 @@ class Stats:
       tokens_per_cycle: mean of `acceptance_lengths`; 0 where there was no cycle.
       peak_bytes: most device memory in use so far, where the device tells.
       cached_tokens: tokens of the prompt that were found in pages of earlier ones.
+      acceptance_by_position: for each place of a block, the share of the cycles that offered a draft there in which that draft was
+        accepted. A cycle offers the drafts that it verified; where an accepted one ended the text, those up to it alone. A draft
+        behind a refused one was offered and not accepted. Empty where nothing was drafted.
     """
 
     prefill_s: float
@@ -29,6 +32,7 @@ class Stats:
     tokens_per_cycle: float
     peak_bytes: int | None = None
     cached_tokens: int = 0
+    acceptance_by_position: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

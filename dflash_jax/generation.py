@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, TypedDict, Unpack, cast, overload
@@ -10,6 +11,7 @@ import jax
 import tqdm
 
 from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
+from dflash_jax.engine.acceptance import acceptance_by_position, low_acceptance
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
@@ -208,6 +210,7 @@ class Writer:
         self.tokens: list[int] = []
         self.from_draft: list[bool] = []
         self.counts: list[int] = []
+        self.drafts: list[tuple[int, int]] = []
         self.logprobs: list[TokenLogprob] = []
         self.finished = self.stopped_by_text = False
         self.prefill_s = self.decode_s = self.first_s = 0.0
@@ -239,6 +242,13 @@ class Writer:
         # A stop string may end the text in one of several cycles: nothing of those behind it is in the text.
         gained = _cycles_of(update.counts, len(self.tokens) - seen)
         self.counts += gained
+        drafts = update.drafts[: len(gained)]
+        if drafts and gained and sum(gained) > (kept := len(self.tokens) - seen):
+            last = kept - sum(gained[:-1])
+            drafts[-1] = last, last  # the text ended at a draft
+        self.drafts += drafts
+        if drafts and (low := self.model.drafting.observe(drafts)) is not None:
+            self.model.tell(low_acceptance(low))
         self.finished = reason is not None
         shown = self.text.take(everything=self.finished)
         result = self._completion(reason, stop, compile_s) if reason is not None else None
@@ -258,6 +268,7 @@ class Writer:
             tokens_per_cycle=sum(self.counts) / len(self.counts) if self.counts else 0.0,
             peak_bytes=memory.get("peak_bytes_in_use"),
             cached_tokens=self.cached,
+            acceptance_by_position=acceptance_by_position(Counter(self.drafts)),
         )
         return Completion(
             text=self.text.text, token_ids=self.tokens, finish_reason=reason, stop_reason=stop,

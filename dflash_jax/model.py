@@ -3,6 +3,7 @@
 import itertools
 import operator
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from dflash_jax.compile.programs import drop, start_compiling
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
+from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import ParameterError
@@ -37,6 +39,8 @@ class Model:
       eos_ids: end-of-text ids.
       memory: what of the device's memory was planned for what.
       notices: what loading left out on purpose, for example code in a model folder.
+      tell: takes what is to be said while requests are served: once, that the drafter is hardly ever right.
+      drafting: what became of the drafts of requests of `generate` and `stream`; those of benchmarks and warming up are in none.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Model:
     eos_ids: tuple[int, ...]
     memory: MemoryPlan
     notices: list[str] = field(default_factory=list)
+    tell: Callable[[str], object] = warnings.warn
+    drafting: DraftRecord = field(default_factory=DraftRecord, init=False)
 
     def __repr__(self) -> str:
         # Not the fields: those hold every weight.
@@ -60,6 +66,11 @@ class Model:
     @property
     def draft(self) -> DFlashConfig | None:
         return self.engine.draft
+
+    @property
+    def acceptance_by_position(self) -> tuple[float, ...]:
+        """`Stats.acceptance_by_position` over all requests so far."""
+        return self.drafting.by_position
 
     def warmup(
         self,

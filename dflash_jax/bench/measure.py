@@ -18,6 +18,7 @@ from dflash_jax.bench.workload import Workload
 from dflash_jax.compile.programs import start_compiling
 from dflash_jax.decoding.state import Setup
 from dflash_jax.engine import Engine, Run
+from dflash_jax.engine.acceptance import acceptance_by_position
 from dflash_jax.engine.requests import Needs, Request
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
@@ -46,7 +47,7 @@ class Figures:
       longest_wait_ms: the longest that anybody waited for the next tokens after the first.
       tokens_per_cycle: mean; 0 without a cycle.
       verify_lengths: cycles of the timed run by the number of tokens they verified; empty without a drafter.
-      acceptance_by_position: share of cycles in which the n-th drafted token stood; empty without a cycle.
+      acceptance_by_position: see `Stats`; empty without a cycle that drafted.
       peak_bytes: most device memory in use so far in this process, where the device tells.
       compile_s: compilation before the timed run.
     """
@@ -83,6 +84,7 @@ class _Trace:
     sent: float
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     counts: list[int] = dataclasses.field(default_factory=list)
+    drafts: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 def measure(
@@ -148,7 +150,8 @@ def measure(
         tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
         verify_lengths=dict(sorted(verified.items())) if drafts else {},
         acceptance_by_position=[
-            round(float(np.mean([c > n for c in counts])), 4) for n in range(1, drafts + 1) if counts
+            round(share, 4)
+            for share in acceptance_by_position(Counter(cycle for trace in traces for cycle in trace.drafts))
         ],
         peak_bytes=memory.get("peak_bytes_in_use"),
         compile_s=round(engine.programs.compile_s - before, 1),
@@ -229,6 +232,7 @@ def _serve(model: Model, workload: Workload, concurrency: int, requests: int, dr
             now, trace = time.perf_counter(), traces[update.index]
             trace.arrivals.append((now, len(update.tokens)))
             trace.counts += update.counts
+            trace.drafts += update.drafts
             if update.finish_reason is not None and (request := next(coming, None)) is not None:
                 traces[request.index] = _Trace(now)
                 run.add(request)

@@ -16,6 +16,7 @@ from dflash_jax.bench.workload import LAW, Workload, published_shape, random_pai
 from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.cli.info import PACKAGES, installed_version
+from dflash_jax.cli.report import position_line
 from dflash_jax.cli.terminal import note
 from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
@@ -57,6 +58,8 @@ def bench(args: argparse.Namespace, options: Mapping[str, Any]) -> list[Figures]
             )  # fmt: skip
             rows.append(figures)
             print(line(cells(figures)), file=out, flush=True)
+            if shares := position_line(figures.acceptance_by_position):
+                print(f"  {shares}", file=out, flush=True)
     if args.json is not None:
         write(args.json, [environment(model) | row.to_dict() for row in rows])
     return rows

@@ -148,6 +148,7 @@ def _generate(
         return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
 
     model = load(args.model, **load_options(args), ahead=first_run)
+    model.tell = note
     for notice in model.notices:
         note(notice)
     pieces = stream(model, prompts, params, **chat, cycles=cycles)

@@ -34,8 +34,13 @@ def tokens_per_second(completions: Sequence[Completion]) -> float:
     return tokens / seconds if seconds else 0.0
 
 
+def position_line(shares: Sequence[float]) -> str:
+    """Acceptance by position in percent; empty where nothing was drafted."""
+    return f"accepted drafts by position, %: {' '.join(f'{share * 100:.0f}' for share in shares)}" if shares else ""
+
+
 def stats_lines(completion: Completion, longest: int, *, bars: bool = True) -> list[str]:
-    """One completion's figures; the second line only where a drafter was used."""
+    """One completion's figures; the second line and the third only where a drafter was used."""
     stats, tokens = completion.stats, len(completion.token_ids)
     lines = [
         f"{tokens} tokens ({completion.finish_reason}), {stats.tokens_per_s:.0f} tokens/s, first after "
@@ -44,4 +49,6 @@ def stats_lines(completion: Completion, longest: int, *, bars: bool = True) -> l
     if longest > 1:
         shape = acceptance_histogram(completion.acceptance_lengths, longest, bars=bars)
         lines.append(f"{stats.tokens_per_cycle:.2f} tokens per cycle: {shape}")
+    if stats.acceptance_by_position:
+        lines.append(position_line(stats.acceptance_by_position))
     return lines

@@ -102,6 +102,7 @@ class Update:
       seconds: time of the device call that gave this update, compilation excluded.
       start: tokens that the request had before.
       cached: with the first token, tokens of the prompt that were found in pages.
+      drafts: of each cycle, the drafts offered and those accepted; see `engine.acceptance.acceptance_by_position`.
     """
 
     index: int
@@ -115,6 +116,7 @@ class Update:
     stop_reason: int | None = None
     start: int = 0
     cached: int = 0
+    drafts: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def collect(
@@ -126,7 +128,7 @@ class Update:
           start: tokens that the request had before.
         """
         update = cls(request.index, [], [], [], first, seconds, start=start)
-        wanted, tokens = request.params.logprobs, rows.tokens[:, column]
+        wanted, tokens, verified = request.params.logprobs, rows.tokens[:, column], rows.tokens.shape[-1]
         both = zip(rows.counts[:, column].tolist(), rows.accepted[:, column].tolist(), strict=True)
         for cycle, (count, accepted) in enumerate(both):
             if count == 0:
@@ -135,6 +137,8 @@ class Update:
             update.from_draft += [place < accepted for place in range(count)]
             if not first:
                 update.counts.append(count)
+                # Where an accepted draft ended the text, nothing is known of those behind it.
+                update.drafts.append((verified - 1, accepted) if count > accepted else (count, count))
             if wanted is not None:
                 for place in range(count):
                     ids = rows.top_ids[cycle, column, place, :wanted].tolist()

@@ -61,11 +61,12 @@ def test_prompt_from_stdin_without_its_final_line_break(target, capsys, monkeypa
 
 def test_stats_go_to_stderr(target, capsys):
     assert main(["generate", "ab", "--model", str(target), "--max-tokens", "24", "--stats"]) == 0
-    first, second = capsys.readouterr().err.splitlines()
+    first, second, third = capsys.readouterr().err.splitlines()
     assert re.match(
         r"24 tokens \(length\), \d+ tokens/s, first after [\d.]+ s, compilation [\d.]+ s apart, seed \d+", first
     )
     assert re.match(r"[\d.]+ tokens per cycle: 1\S  2\S  3\S  4\S$", second)
+    assert re.match(r"accepted drafts by position, %: \d+ \d+ \d+$", third)
 
 
 def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):

@@ -52,6 +52,10 @@ def test_greedy_text_is_the_targets_own(model, prompts):
     assert all(len(tokens) == TOKENS for tokens in plain)
     lengths = np.concatenate([row.acceptance_lengths for row in alone])
     assert lengths.mean() > 4, "the drafter no longer follows its target"
+    shares = model.acceptance_by_position
+    assert len(shares) == model.draft.num_drafts
+    assert 0.6 < shares[0] < 1
+    assert shares[0] > shares[3] > shares[-1]
     assert model.engine.allocator.num_free == model.engine.num_pages
 
 

@@ -45,12 +45,17 @@ def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind)
     if kind == "always wrong":
         params["d2t"] = jnp.array([config.mask_token_id], jnp.int32)
     weights = {"target": model.engine.weights["target"], "draft": fuse_context_projection(config, params)}
-    other = replace(model, engine=replace(model.engine, draft=config, weights=weights, num_pages=0))
+    said: list[str] = []
+    other = replace(model, engine=replace(model.engine, draft=config, weights=weights, num_pages=0), tell=said.append)
 
     rest = iter(prompts)
     drafted = [row for size in SIZES[kind] for row in dj.generate(other, list(itertools.islice(rest, size)), PARAMS)]
     assert [row.token_ids for row in drafted] == plain
     lengths = np.concatenate([row.acceptance_lengths for row in drafted])
     assert config.mask_token_id not in np.concatenate(plain)
+    if kind == "always wrong":
+        assert other.acceptance_by_position == (0.0,) * 3
+        causes = ("enable_thinking", "another one than", "another target", "quantised", "draft_window")
+        assert [all(cause in text for cause in causes) for text in said] == [True]
     assert lengths.max() == 1 if kind == "always wrong" else lengths.mean() < 1.5
     assert other.engine.allocator.num_free == other.engine.num_pages

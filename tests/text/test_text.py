@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.completion import Completion
+from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.generation import Writer
 from dflash_jax.model import Model
@@ -185,10 +186,15 @@ def test_cycles_behind_the_end_of_a_text_are_not_counted(stop: str, counts: list
     writer = Writer(model, Request(0, (1,), SamplingParams(stop=stop)))
     writer.write(Update(0, [ord("-")], [False], [], first=True, seconds=1.0))
     tokens = [ord(letter) for letter in "abcdefgh"]
-    piece = writer.write(Update(0, tokens, [False] * 8, [3, 1, 4], first=False, seconds=1.0, finish_reason="length"))
+    drafts, model.drafting = [(4, 2), (4, 0), (4, 3)], DraftRecord()
+    update = Update(0, tokens, [False] * 8, [3, 1, 4], first=False, seconds=1.0, finish_reason="length", drafts=drafts)
+    piece = writer.write(update)
     assert piece.completion is not None
     assert piece.accepted == piece.completion.acceptance_lengths == counts
     assert piece.completion.stats.target_steps == len(counts)
+    # A text that ends at a draft says nothing of those behind it.
+    ends = {"a": [(1, 1)], "d": [(4, 2), (4, 0)], "de": [(4, 2), (4, 0), (1, 1)], "x": [(4, 2), (4, 0), (4, 3)]}
+    assert writer.drafts == ends[stop]
 
 
 def written(update: Update, params: SamplingParams, eos: tuple[int, ...] = ()) -> Completion:
