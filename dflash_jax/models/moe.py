@@ -32,7 +32,6 @@ _NORM_EPS = 1e-20
 # Rows an expert from which blocks of them pay: 512 tokens of 6 experts among 64 take 0.58 ms in blocks and 0.89 through every
 # expert, 128 tokens 0.46 and 0.39 (an H200, bfloat16).
 MANY = 16
-AMONG_ROUTED = False  # whether shared experts as wide as routed ones are the last of them
 
 
 @runtime_checkable
@@ -299,7 +298,7 @@ class MoE(nnx.Module):
 
 def shared_among_routed(config: ExpertsConfig, shared: int) -> bool:
     """Whether a gated shared expert of this inner width is the last of the routed ones; see `MoE`."""
-    return AMONG_ROUTED and shared == config.moe_intermediate_size
+    return shared == config.moe_intermediate_size
 
 
 def expert_traits(config: ExpertsConfig, *, shared: bool = False) -> ExpertTraits:

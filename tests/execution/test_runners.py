@@ -108,7 +108,7 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
         monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("Qwen3-30B-A3B", 1), ("Qwen3-30B-A3B", 16)])
+@pytest.mark.parametrize(("name", "tokens"), [("Qwen3-30B-A3B", 1), ("Qwen3-30B-A3B", 16), ("Qwen3.5-35B-A3B", 1)])
 def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     """Two norms with what comes before them, and all experts with the choice among them, a shared one or not: three kernels, but
     for attention's.

@@ -146,7 +146,7 @@ def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, in
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ((1, 8, 700, 128, 128), "1 to 640 experts, not 700"), ((600, 8, 64, 128, 128), "1 to 4096 choices of tokens, not 4800"),
+        ((1, 8, 700, 128, 128), "1 to 640 experts, not 700"), ((600, 8, 64, 128, 128), "1 to 4608 choices of tokens, not 4800"),
         ((1, 8, 64, 192, 128), "widths in 128s, not 192 and 128"),
     ],
 )  # fmt: skip

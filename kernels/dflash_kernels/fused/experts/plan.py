@@ -11,7 +11,7 @@ SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
 LOOK = 16  # entries that a thread looks at together while it sorts
 MOST_EXPERTS = 640  # five for each thread that sorts
-MOST_ENTRIES = 4096
+MOST_ENTRIES = 4608  # those of 512 tokens that take eight experts and a shared one
 MOST_CHOOSING = 16  # tokens for which every CTA chooses
 MOST_TAKEN = 32  # a lane holds a choice
 
