@@ -15,7 +15,6 @@ from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.models import bind
 
 from .golden_files import GOLDEN, TOLERANCE, cases, difference, golden
-from .llama_reference import forward, random_file, random_tensors
 from .test_parity_qwen3 import observed
 
 CASES = [*cases("llama"), *cases("qwen2"), *cases("mistral")]
@@ -53,18 +52,6 @@ def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
     logits, ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
     assert difference(logits, theirs) <= TOLERANCE
     assert difference(ours[:-1], taps) <= TOLERANCE
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_configurations_agree_with_a_float64_model(seed: int, tmp_path: Path) -> None:
-    file = random_file(seed)
-    tensors = random_tensors(file, seed)
-    checkpoint = opened(tmp_path, file, tensors)
-    ids = np.random.default_rng(seed).integers(0, 97, 75).tolist()
-    logits, taps = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids)
-    expected = forward(file, tensors, ids)
-    assert difference(logits, expected[0]) <= TOLERANCE
-    assert difference(taps, expected[1]) <= TOLERANCE
 
 
 def opened(folder: Path, file: dict[str, Any], tensors: dict[str, np.ndarray]) -> Any:
