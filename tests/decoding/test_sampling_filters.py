@@ -242,9 +242,9 @@ def test_noise_belongs_to_seed_and_position() -> None:
     np.testing.assert_array_equal(whole[0, 2], whole[2, 0])
     np.testing.assert_array_equal(whole[0, 0], whole[2, 1])
     np.testing.assert_array_equal(whole[1, 1], noise([[3, 4]], [[11]])[0, 0])
-    np.testing.assert_array_equal(noise([[1, 2]], [[10]]), jax.jit(noise_at, static_argnums=2)(
-        jnp.array([[1, 2]], jnp.uint32), jnp.array([[10]], jnp.int32), 50
-    ))  # fmt: skip
+    jitted = jax.jit(noise_at, static_argnums=2)(jnp.array([[1, 2]], jnp.uint32), jnp.array([[10]], jnp.int32), 50)
+    # Logarithms of the same bits: XLA for the CPU rounds some of them otherwise where they are part of a larger loop.
+    np.testing.assert_allclose(noise([[1, 2]], [[10]]), jitted, rtol=3e-7)
 
 
 def test_other_seeds_positions_and_streams_are_unrelated() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax._src import callback as callbacks
 from jax._src.pallas.mosaic.interpret import thread_map
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +34,14 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def callbacks_take_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(arg: Any) -> Any:
         # Copies: XLA takes its buffers back when the callback returns.
-        return int(arg) if arg.shape == () and arg.dtype == np.int32 else np.array(arg)
+        return np.array(arg)
 
     def call(*args: Any, callback: Any, **_: Any) -> Any:
         return jax.tree.map(np.asarray, callback(*map(plain, args)))
 
+    def whole(x: Any) -> Any:
+        return int(x) if isinstance(x, np.ndarray) else to_int(x)
+
+    to_int = shared_memory._to_int
     monkeypatch.setattr(callbacks, "io_callback_impl", call)
+    monkeypatch.setattr(shared_memory, "_to_int", whole)

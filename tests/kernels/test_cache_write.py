@@ -14,6 +14,8 @@ from dflash_kernels.kv_cache.write.api import IMPLEMENTATIONS
 from dflash_kernels.kv_cache.write.mosaic_gpu import launch_rows
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .qkv_cases import bits, random_bits
+
 GPU = pytest.mark.gpu
 CANDIDATES = ("xla", pytest.param("xla", id="xla-on-gpu", marks=GPU), pytest.param("mosaic_gpu", marks=GPU))
 PAGES, KV_HEADS, PAGE_SIZE, HEAD_DIM = 7, 2, 16, 24
@@ -31,17 +33,6 @@ def implementation(request: pytest.FixtureRequest) -> str:
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnums=(0, 1))
 def write(k_pages, v_pages, k, v, slots, *, implementation):
     return cache_write(k_pages, v_pages, k, v, slots, implementation=implementation)
-
-
-def bits(array: Any) -> np.ndarray:
-    array = np.asarray(array)
-    return array.view(f"u{array.itemsize}")
-
-
-def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Every bit pattern is as likely as any other, so NaNs with payloads are among them."""
-    dtype = np.dtype(dtype)
-    return rng.integers(0, 2 ** (8 * dtype.itemsize), shape, np.dtype(f"u{dtype.itemsize}")).view(dtype)
 
 
 def expected(pool: np.ndarray, new: np.ndarray, slots: list[int]) -> np.ndarray:
