@@ -24,6 +24,7 @@ from dflash_jax.models.heads import (
     MarkovConfig,
     SelectorConfig,
     Sizes,
+    XPressConfig,
     head_module,
     head_parameters,
 )
@@ -52,6 +53,7 @@ HEADS = {
     "vanilla": (MarkovConfig(rank=3), None),
     "gated, its own tokens": (MarkovConfig(rank=3, form="gated"), OWN),
     "rnn, best few": (MarkovConfig(rank=3, form="rnn", top_k=4), None),
+    "xpress": (XPressConfig(rank=3, top_k=4, inner=4, passes=2), None),
 }
 type Wrong = Callable[[Law, Block], Law]
 
@@ -66,7 +68,7 @@ def emitted(name: str, parameters: dict[str, Any], wrong: Wrong) -> tuple[np.nda
 
 
 def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any) -> tuple[jax.Array, jax.Array]:
-    sizes = Sizes(hidden=HIDDEN, vocab=VOCAB, rows=len(OWN) if own else VOCAB)
+    sizes = Sizes(hidden=HIDDEN, vocab=VOCAB, rows=len(OWN) if own else VOCAB, slots=PROPOSALS + 1)
     rng = np.random.default_rng(1)
     tables = {
         one.name.removeprefix("head."): rng.normal(size=one.shape) * 0.8 for one in head_parameters(config, sizes)
@@ -91,8 +93,9 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
                 part = getattr(part, step)
             part[...] = jnp.asarray(value, jnp.float32)
         hidden, own_ids = states[pending], jnp.asarray(OWN) if own else None
+        slots = jnp.concatenate([hidden[:, :1], hidden], axis=1)
         block = Block(
-            pending, hidden, base_of[pending], own_ids, hidden, lambda ids: embeddings[ids], lambda: hidden[:, 0]
+            pending, hidden, base_of[pending], own_ids, slots, lambda ids: embeddings[ids], lambda: hidden[:, 0]
         )
         pick = picker(setup, positions[:, :-1], state, None)
         proposals, law = head.propose(block, pick)
@@ -115,6 +118,7 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
     ("name", "parameters"),
     [
         ("selector", PLAIN), ("selector", FULL), ("vanilla", PLAIN), ("gated, its own tokens", PLAIN), ("rnn, best few", FULL),
+        ("xpress", PLAIN),
     ],
     ids=str,
 )  # fmt: skip

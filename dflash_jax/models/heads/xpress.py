@@ -128,7 +128,7 @@ class XPress(nnx.Module):
 
     def scores(
         self,
-        given: Float[Array, "B T 2r"],
+        given: Float[Array, "B T states"],
         path: Int[Array, "B g"],
         anchor: Int[Array, "B"],
         unary: Float[Array, "B g C"],
