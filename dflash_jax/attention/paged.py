@@ -84,8 +84,6 @@ class PagedAttend:
             )  # fmt: skip
             return out, cache.with_layer(i, k=k, v=v)
         norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
-        if layer.zero_centered and not switches.CENTERED_WRITE:
-            rows, norms = _normed_by_xla(layer, rows), {}
         q, k, v, written = qkv_write(k, v, rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms)
         cache = cache.with_layer(i, k=k, v=v)
         if written is not None and k.dtype == jnp.int8:
@@ -172,12 +170,6 @@ class PagedAttend:
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
             context_chunk=self.form.chunk(row), latent_scale=scale,
         )  # fmt: skip
-
-
-def _normed_by_xla(layer: Any, rows: Float[Array, "T F"]) -> Float[Array, "T E"]:
-    """Heads of a gated layer as the write takes them that norms none and passes nothing over."""
-    q, k, v, _ = layer.parts(rows)
-    return jnp.concatenate([layer.query_norm(q), layer.key_norm(k), v], axis=-2).reshape(rows.shape[0], -1)
 
 
 def write_context(

@@ -9,7 +9,6 @@ PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
 FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
 HYBRID = True  # fused runners of targets with gated delta nets
-CENTERED_WRITE = False  # queries and keys with zero-centered norms normed by the write to the pages, not by XLA
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 
 

@@ -56,7 +56,7 @@ def test_killed_at_any_moment(hf, bits, overwrite):
         assert process.wait() == 0
         duration, clock = time.monotonic() - began, random.Random(7)
     killed = 0
-    for index in range(3 if overwrite else 7):
+    for index in range(2 if overwrite else 5):
         if not overwrite and output.exists():
             shutil.rmtree(output)
         with started(source, output, *(["--overwrite"] if overwrite else [])) as process:

@@ -28,7 +28,7 @@ def model() -> dj.Model:
 def prompts() -> list[str]:
     texts = [row["text"] for row in json.loads(PROMPTS.read_text())]
     assert len(texts) == 100
-    return texts[: int(os.environ.get("SHIPPED_TEXTS", "40"))]
+    return texts[: int(os.environ.get("SHIPPED_TEXTS", "24"))]
 
 
 def ragged(prompts: list[str]):

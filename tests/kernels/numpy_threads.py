@@ -17,7 +17,7 @@ class Threads:
     """The names of `ptx` that such functions use."""
 
     def __init__(self) -> None:
-        self.memory = np.full(1 << 16, np.nan, np.float32)
+        self.memory = np.full(1 << 17, np.nan, np.float32)
         self.used = 0
 
     def place(self, shape: tuple[int, ...], numbers: np.ndarray | None = None) -> Any:
@@ -74,9 +74,22 @@ class Threads:
         return run
 
     def load(self, address: np.ndarray, count: int = 1, *, op: str, kind: str) -> list[np.ndarray]:
-        assert (op, kind) == ("ld.shared", "f32")
+        assert op in ("ld.shared", "ld.global")
+        assert kind == "f32"
         assert (address % (4 * count) == 0).all()
         return [self.memory[address // 4 + place] for place in range(count)]
+
+    def word_address(self, ref: Any, word: np.ndarray) -> np.ndarray:
+        return 4 * (ref.start + word)
+
+    def compare(self, a: Any, relation: str, b: int) -> Any:
+        assert relation == "sgt"
+        return a > b
+
+    def when(self, predicate: Any, ptx: str, address: np.ndarray, number: np.ndarray) -> None:
+        assert ptx == "st.global.f32 [$0], $1;"
+        if predicate:
+            self.memory[address // 4] = number
 
     def shuffle_xor(self, value: np.ndarray, distance: int) -> np.ndarray:
         return value[np.arange(THREADS) ^ distance]

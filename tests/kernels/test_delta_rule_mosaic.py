@@ -79,11 +79,13 @@ def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, fo
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
 
 
+@pytest.mark.parametrize("columns", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_step(dtype: Any) -> None:
+def test_step(dtype: Any, columns: bool) -> None:
     shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
     arguments = call(shape, 2, 1, dtype)
-    check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
+    found = launch_step(*arguments, live, shape, eps=EPS, columns=columns, interpret=INTERPRET)
+    check_step(arguments, live, shape, found)
 
 
 def prefill_call(shape: DeltaShape, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -190,10 +192,11 @@ def test_fold_for_real(tokens: int, dtype: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
+@pytest.mark.parametrize("how", ["mosaic_gpu", "mosaic_gpu_columns"])
+def test_step_for_real(heads: tuple[int, int], dtype: Any, how: str) -> None:
     shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
     arguments = call(shape, 3, 1, dtype)
-    check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))
+    check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation=how))
 
 
 @pytest.mark.gpu

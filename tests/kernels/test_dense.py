@@ -165,10 +165,10 @@ def check_scores(call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.
     np.testing.assert_allclose(np.asarray(out[2]), true, rtol=0, atol=1e-5 * np.abs(true).max())
 
 
-@pytest.mark.parametrize("rows", [3, 17])
-def test_add_norm_scores(rows: int) -> None:
-    """Few rows in one launch, more with a product after the norm."""
-    call, scorer = norm_call(2, rows, 512), make("store", 1, 8, 512)[1]
+@pytest.mark.parametrize(("rows", "experts"), [(3, 9), (17, 8)])
+def test_add_norm_scores(rows: int, experts: int) -> None:
+    """Few rows in one launch, whose last CTA has fewer scores here, more with a product after the norm."""
+    call, scorer = norm_call(2, rows, 512), make("store", 1, experts, 512)[1]
     check_scores(call, scorer, launch_add_norm_scores(*call, scorer, eps=EPS, interpret=INTERPRET))
     check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
 
@@ -308,9 +308,9 @@ def test_full_size_add_norm(width: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 16, 33])
-def test_full_size_scores(rows: int) -> None:
-    call, scorer = norm_call(8, rows, 2048), make("store", 1, 128, 2048)[1]
+@pytest.mark.parametrize(("rows", "experts"), [(1, 128), (16, 128), (33, 128), (1, 257), (16, 513)])
+def test_full_size_scores(rows: int, experts: int) -> None:
+    call, scorer = norm_call(8, rows, 2048), make("store", 1, experts, 2048)[1]
     found = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
     check_scores(call, scorer, found)
     again = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")

@@ -55,6 +55,19 @@ def test_columns_of_rows(threads: Threads) -> None:
     np.testing.assert_array_equal(threads.read(target)[:, 16:32], given.T)
 
 
+@pytest.mark.parametrize("live", [1, 0])
+def test_a_matrix_of_columns(live: int, threads: Threads) -> None:
+    """One of six: what two vectors find in it, and what a third writes."""
+    matrices, vectors, new = normal(2, 3, 128, 128), normal(2, 128), normal(128)
+    place, places = threads.place(matrices.shape, matrices), [threads.place((128,), one) for one in vectors]
+    held = of_threads(columns.held_columns)(place, 1, 2)
+    close(np.stack(of_threads(columns.summed_columns)(held, places)), vectors.astype(np.float64) @ matrices[1, 2], 1e-6)
+    of_threads(columns.write_columns)(place, 1, 2, held, places[0], np.float32(0.5), new, live)
+    expected = matrices.astype(np.float64)
+    expected[1, 2] = expected[1, 2] / 2 + np.outer(vectors[0], new) if live else expected[1, 2]
+    close(threads.read(place), expected, 1e-6)
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 16])
 def test_a_triangular_system(tokens: int, threads: Threads) -> None:
     rows, weights, entries, betas, values = (

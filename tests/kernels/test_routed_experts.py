@@ -89,23 +89,26 @@ def test_one_token_has_an_item_for_nearly_every_multiprocessor() -> None:
         assert made.gated_tiles * made.gated_rows == 768
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_the_kernel_chooses(normed: bool) -> None:
-    """By the logits, with equal ones among them: weights and order as the definition has them."""
-    call = make(drawn(5, 3, 6), 6, 128, 128)
-    logits = jnp.round(jax.random.normal(jax.random.key(1), (5, 6)) * 2)
+@pytest.mark.parametrize(("normed", "shared"), [(True, True), (False, False)])
+def test_the_kernel_chooses(normed: bool, shared: bool) -> None:
+    """By the logits, with equal ones among them: weights and order as the definition has them; a shared expert comes last."""
+    call = make(drawn(5, 3, 6), 6 + shared, 128, 128)
+    logits = jnp.round(jax.random.normal(jax.random.key(1), (5, 6 + shared)) * 2)
     matrices = [call[name] for name in ("x", "gate_up", "down")]
     x, *rest = matrices
-    given = mixture(logits, *matrices, taken=3, normed=normed, scale=1.5, implementation="xla")
-    how: Any = {"taken": 3, "choice": Choice(normed, 1.5), "ctas": 4, "interpret": INTERPRET}
+    given = mixture(logits, *matrices, taken=3, normed=normed, scale=1.5, shared=shared, implementation="xla")
+    how: Any = {"taken": 3, "choice": Choice(normed, 1.5, shared), "ctas": 4, "interpret": INTERPRET}
     np.testing.assert_allclose(
         launch(x, logits, None, *rest, **how), given, rtol=0, atol=1e-2 * float(jnp.abs(given).max())
     )
-    scores = np.exp(np.asarray(logits, np.float64))
+    scores = np.exp(np.asarray(logits[:, :6], np.float64))
     scores /= scores.sum(axis=-1, keepdims=True)
     experts = np.argsort(-scores, axis=-1, kind="stable")[:, :3]
     weights = np.take_along_axis(scores, experts, axis=-1)
     weights = 1.5 * weights / (weights.sum(axis=-1, keepdims=True) if normed else 1)
+    if shared:
+        experts = np.pad(experts, ((0, 0), (0, 1)), constant_values=6)
+        weights = np.append(weights, 1 / (1 + np.exp(-np.asarray(logits[:, 6:], np.float64))), axis=1)
     named = call | {"experts": jnp.asarray(experts, jnp.int32), "weights": jnp.asarray(weights, jnp.float32)}
     check(named, given)
 
@@ -143,7 +146,7 @@ def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, in
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ((1, 8, 300, 128, 128), "1 to 256 experts, not 300"), ((600, 8, 64, 128, 128), "1 to 4096 choices of tokens, not 4800"),
+        ((1, 8, 700, 128, 128), "1 to 640 experts, not 700"), ((600, 8, 64, 128, 128), "1 to 4096 choices of tokens, not 4800"),
         ((1, 8, 64, 192, 128), "widths in 128s, not 192 and 128"),
     ],
 )  # fmt: skip
@@ -175,7 +178,10 @@ def test_other_devices_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408)])
+@pytest.mark.parametrize(
+    ("taken", "count", "hidden", "inner"),
+    [(8, 128, 2048, 768), (6, 64, 2048, 1408), (9, 257, 2048, 512), (11, 513, 2048, 512)],
+)
 @pytest.mark.parametrize("kind", ["one token", "all take the same", "ragged", "many"])
 def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden: int, inner: int) -> None:
     """Twice with one exchange, which every launch leaves as it was."""
@@ -185,7 +191,7 @@ def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden
 
     @jax.jit
     def twice(call: dict[str, Any]) -> list[jax.Array]:
-        exchange = routed_experts_exchange()
+        exchange = routed_experts_exchange(count)
         return [routed_experts(**call, exchange=exchange, implementation="mosaic_gpu") for _ in range(2)]
 
     first, second = twice(call)
@@ -195,17 +201,24 @@ def test_full_size_agrees_with_float64(kind: str, taken: int, count: int, hidden
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 5, 16, 131])
-@pytest.mark.parametrize(("taken", "count", "normed"), [(8, 128, True), (6, 64, False), (8, 256, True), (3, 40, False)])
+@pytest.mark.parametrize(
+    ("taken", "count", "normed", "shared"),
+    [
+        (8, 128, True, False), (6, 64, False, False), (8, 256, True, False), (3, 40, False, False), (8, 257, True, True),
+        (10, 513, False, True), (3, 33, True, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("zeros", [False, True])
-def test_the_choice_is_that_of_the_definition(tokens: int, taken: int, count: int, normed: bool, zeros: bool) -> None:
+def test_the_choice_is_that_of_the_definition(
+    tokens: int, taken: int, count: int, normed: bool, shared: bool, zeros: bool
+) -> None:
     """With equal logits among them; zeros of both signs are equal."""
     call = make(np.zeros((tokens, taken)), count, 256, 128)
     logits = jnp.round(jax.random.normal(jax.random.key(count), (tokens, count)) * 4) / 2
     logits = jnp.copysign(0.0, logits) if zeros else logits
+    how: Any = {"taken": taken, "normed": normed, "scale": 1.5, "shared": shared}
     found, given = (
-        mixture(
-            logits, call["x"], call["gate_up"], call["down"], taken=taken, normed=normed, scale=1.5, implementation=name
-        )
+        mixture(logits, call["x"], call["gate_up"], call["down"], **how, implementation=name)
         for name in ("mosaic_gpu", "xla")
     )
     np.testing.assert_allclose(found, given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))

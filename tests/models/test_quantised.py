@@ -184,16 +184,28 @@ def test_a_drafter_that_is_not_there_has_no_weights() -> None:
         check_weight_dtype("fp4", "draft_weight_dtype")
 
 
+FEW = ["def test_", "class Matrix:"], dj.SamplingParams(max_tokens=48, ignore_eos=True)
+
+
+def size(model: dj.Model) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(model.engine.weights))
+
+
+def mean_length(completions: list[dj.Completion]) -> float:
+    return float(np.mean([n for one in completions for n in one.acceptance_lengths]))
+
+
+@pytest.fixture(scope="module")
+def exact() -> tuple[int, float]:
+    """Bytes of the shipped pair's weights in float32, and how much of its drafts stands."""
+    model = dj.load(max_batch=2, max_model_len=128)
+    return size(model), mean_length(dj.generate(model, *FEW))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shipped_pair_in_eight_bits(kind: WeightDtype) -> None:
-    exact, model = dj.load(max_batch=2, max_model_len=128), dj.load(max_batch=2, max_model_len=128, weight_dtype=kind)
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(one.engine.weights)) for one in (exact, model)]
-    assert sizes[1] < 0.27 * sizes[0]  # from float32
-    prompts, params = ["def test_", "class Matrix:"], dj.SamplingParams(max_tokens=48, ignore_eos=True)
-    drafted, plain = (dj.generate(model, prompts, params, draft=draft) for draft in (True, False))
+def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDtype) -> None:
+    model, (whole, before) = dj.load(max_batch=2, max_model_len=128, weight_dtype=kind), exact
+    assert size(model) < 0.27 * whole
+    drafted, plain = (dj.generate(model, *FEW, draft=draft) for draft in (True, False))
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    lengths, before = (
-        np.mean([n for one in completions for n in one.acceptance_lengths])
-        for completions in (drafted, dj.generate(exact, prompts, params))
-    )
-    assert lengths > 0.6 * before > 1.5
+    assert mean_length(drafted) > 0.6 * before > 1.5

@@ -40,7 +40,8 @@ def add_norm_scores(
     def body(parts, before, weight, scorer, residual, normed, scores):
         row, first = lax.axis_index("row"), lax.axis_index("part") * SCORES
         # Asked for before anything else: they do not depend on what the kernel before leaves.
-        scorers = [_load(scorer.at[first + index]) for index in range(SCORES)]
+        places = [first + index for index in range(SCORES)]
+        scorers = [_load(scorer.at[place if whole else jnp.minimum(place, count - 1)]) for place in places]
         added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered)
 
         @pl.when(first == 0)
@@ -48,13 +49,19 @@ def add_norm_scores(
             residual.at[row][...] = added
             normed.at[row][...] = scaled
 
-        for index, other in enumerate(scorers):
-            scores[row, first + index] = (other * scaled.astype(jnp.float32)).sum()
+        for place, other in zip(places, scorers, strict=True):
+            score = (other * scaled.astype(jnp.float32)).sum()
+
+            def keep(place: Any = place, score: Any = score) -> None:
+                scores[row, place] = score
+
+            keep() if whole else pl.when(place < count)(keep)
 
     (rows, _), count = residual.shape, scorer.shape[0]
+    whole = count % SCORES == 0
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     shapes = (out, out, jax.ShapeDtypeStruct((rows, count), jnp.float32))
-    kernel = row_kernel(body, "add_norm_scores", (rows, count // SCORES), shapes, interpret)
+    kernel = row_kernel(body, "add_norm_scores", (rows, -(-count // SCORES)), shapes, interpret)
     return kernel(parts, residual, weight, scorer)
 
 

@@ -1,4 +1,4 @@
-"""A column for each thread of a warpgroup: causal convolutions, triangular systems, and rows that become columns.
+"""A column for each thread of a warpgroup: causal convolutions, triangular systems, matrices, and rows that become columns.
 
 Written out for one thread, since these are hundreds of operations that layouts need not be found for.
 """
@@ -16,9 +16,9 @@ from jaxlib.mlir.dialects import vector
 
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
-WIDTH = 128
+WIDTH, _AT_ONCE = 128, 4  # columns; rows whose numbers are loaded by one instruction
 VECTOR = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)  # a number of each thread
 _NUMBERS = plgpu.ShapeDtypeStruct((WIDTH,), jnp.dtype(jnp.float32), layout=VECTOR)
 
@@ -121,6 +121,69 @@ def solve(rows: Any, weights: Any, entries: Any, betas: Any, values: list[Any]) 
         _store(th.add(own, 4 * width * (half + token)), out)
     for token, new in enumerate(found):
         _store(th.add(own, 4 * width * token), new)
+
+
+def _held_interpreted(source: Any, first: Any, second: Any) -> list[Any]:
+    return [source[first, second]]
+
+
+@thread_op(
+    args=(GLOBAL, SCALAR, SCALAR), returns=lambda source, *_: [_NUMBERS] * source.shape[2], interpret=_held_interpreted
+)
+def held_columns(source: Any, first: Any, second: Any) -> list[Any]:
+    """The matrix `source[first, second]` of float32 `[a, b, rows, 128]` in global memory: rows of it, a column in every thread."""
+    rows, start = _matrix(source, first, second)
+    step = 4 * WIDTH
+    return [_array(th.load(th.add(start, step * row), op="ld.global", kind="f32")[0]) for row in range(rows)]
+
+
+def _summed_interpreted(held: list[Any], vectors: list[Any]) -> list[Any]:
+    return [(held[0] * vector[...][:, None]).sum(axis=0) for vector in vectors]
+
+
+@thread_op(args=(VECTOR, GLOBAL), returns=lambda _, vectors: [_NUMBERS] * len(vectors), interpret=_summed_interpreted)
+def summed_columns(held: list[Any], vectors: list[Any]) -> list[Any]:
+    """Sums over rows of a matrix that `held_columns` gave, times each row's number in every one of `vectors` in shared memory."""
+    places = [th.address(vector, space=3) for vector in vectors]
+    sums = [[th.real(0.0) for _ in range(_AT_ONCE)] for _ in vectors]
+    for row in range(0, len(held), _AT_ONCE):
+        numbers = [_number(one) for one in held[row : row + _AT_ONCE]]
+        for place, parts in zip(places, sums, strict=True):
+            weights = _shared(th.add(place, 4 * row), _AT_ONCE)
+            parts[:] = [th.fadd(part, th.fmul(*pair)) for part, *pair in zip(parts, numbers, weights, strict=True)]
+    return [_array(th.fadd(th.fadd(a, b), th.fadd(c, d))) for a, b, c, d in sums]
+
+
+def _written_interpreted(
+    target: Any, first: Any, second: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any
+) -> None:
+    target.at[first, second][...] = jnp.where(live > 0, held[0] * decay + key[...][:, None] * new, held[0])
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, VECTOR, GLOBAL, SCALAR, VECTOR, SCALAR), interpret=_written_interpreted)
+def write_columns(
+    target: Any, first: Any, second: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any
+) -> None:
+    """`target[first, second] = decay * held + key[:, None] * new` where `live` is more than 0.
+
+    Args:
+      target: where `held_columns` gave `held` from.
+      key: a number of each row, in shared memory.
+      decay: float32; new: a number of each column.
+    """
+    _, start = _matrix(target, first, second)
+    place, number, writes = th.address(key, space=3), _number(new), th.compare(live, "sgt", 0)
+    for row in range(0, len(held), _AT_ONCE):
+        for index, weight in enumerate(_shared(th.add(place, 4 * row), _AT_ONCE), row):
+            value = th.fadd(th.fmul(_number(held[index]), decay), th.fmul(weight, number))
+            th.when(writes, "st.global.f32 [$0], $1;", th.add(start, 4 * WIDTH * index), value)
+
+
+def _matrix(ref: Any, first: Any, second: Any) -> tuple[int, Any]:
+    """Rows of a matrix `ref[first, second]`, and where its first number of a thread's column is."""
+    _, count, rows, width = th.shape_and_strides(ref)[0]
+    matrix = th.add(th.mul(first, count), second)
+    return rows, th.word_address(ref, th.add(th.mul(matrix, rows * width), th.thread()))
 
 
 def _number(array: Any) -> Any:

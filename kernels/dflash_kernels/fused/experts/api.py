@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_count, check_floats, check_integers, plain
 from dflash_kernels.fused.experts.mosaic_gpu import mixture_mosaic_gpu, refuse, routed_experts_mosaic_gpu
-from dflash_kernels.fused.experts.plan import MOST_GROUPS, Choice
+from dflash_kernels.fused.experts.plan import Choice, most_groups
 from dflash_kernels.fused.experts.reference import mixture_reference, routed_experts_reference
 
 MIXTURES = {"mosaic_gpu": mixture_mosaic_gpu, "xla": mixture_reference}
@@ -26,9 +26,10 @@ def routed_experts_refusal(tokens: int, taken: int, dtype: Any, *, experts: int,
     return None
 
 
-def routed_experts_exchange() -> Any:
-    """A Ref that calls of `routed_experts` may share which never run at the same time: each leaves it as it was."""
-    return jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32))
+def routed_experts_exchange(experts: int) -> Any:
+    """A Ref that calls of `routed_experts` with up to so many experts may share which never run at the same time: each leaves it as
+    it was."""
+    return jax.new_ref(jnp.zeros((most_groups(experts),), jnp.int32))
 
 
 def routed_experts(
@@ -83,6 +84,7 @@ def mixture(
     taken: int,
     normed: bool,
     scale: float = 1.0,
+    shared: bool = False,
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
@@ -92,20 +94,22 @@ def mixture(
       logits: float32.
       normed: weights are the softmax of the logits that are taken; otherwise of all of them.
       scale: of the weights.
+      shared: every token takes the last expert as well, which is not among those that logits choose from, as its choice
+        `taken`; its weight is the sigmoid of its logit.
       x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
     check_axes(logits=(logits, "T E"))
     check_floats(logits=logits)
     check_count(taken=taken)
-    if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0]:
+    if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0] - shared:
         raise ValueError(
             f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
         )
     with jax.named_scope("routed_experts"):
         return first_fitting(
             "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, exchange=exchange,
-            choice=Choice(normed, plain(scale)),
+            choice=Choice(normed, plain(scale), shared),
         )  # fmt: skip
 
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from dflash_kernels.core.device import require_half_precision, require_hopper, target
 from dflash_kernels.fused.experts.plan import (
     MOST_CHOOSING,
-    MOST_GROUPS,
     Choice,
     Plan,
+    most_groups,
     plan,
 )
 
@@ -65,9 +65,9 @@ def mixture_mosaic_gpu(
 def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], ctas: int) -> tuple[Array, Array]:
     """`chosen` by a kernel: XLA would sort, in six launches."""
     tokens, (count, hidden, inner) = logits.shape[0], sizes
-    schedule = plan(tokens, taken, count, hidden, inner, ctas, choice)
-    found = _choices(schedule, logits.reshape(-1).astype(jnp.float32))
-    return found[0].reshape(tokens, taken), found[1].reshape(tokens, taken)
+    schedule = plan(tokens, taken + choice.shared, count, hidden, inner, ctas, choice)
+    experts, weights = (part.reshape(tokens, -1) for part in _choices(schedule, logits.reshape(-1).astype(jnp.float32)))
+    return experts, weights
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -93,14 +93,14 @@ def launch(
 ) -> Float[Array, "k T D"]:
     """The implementation without the device check: for tests on the CPU (`interpret`).
 
-    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken.
+    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken, beside a shared one.
     """
     require_half_precision(x.dtype, gate_up.dtype, down.dtype)
-    taken = experts.shape[1] if taken is None else taken
+    taken = experts.shape[1] if taken is None else taken + int(choice is not None and choice.shared)
     count, hidden, inner = down.shape
     schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)
     gate_up, down = (matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down))
-    exchange = jax.new_ref(jnp.zeros((MOST_GROUPS,), jnp.int32)) if exchange is None else exchange
+    exchange = jax.new_ref(jnp.zeros((most_groups(count),), jnp.int32)) if exchange is None else exchange
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
     weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
     return _run(schedule, x, experts, weights, gate_up, down, exchange, interpret)

@@ -491,11 +491,12 @@ def _lane_and_warp() -> tuple[Any, Any]:
 
 def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, targets: list) -> None:
     """One token's experts and weights, to two places in memory of the kinds that are named."""
-    places = [th.add(lane, first) for first in range(0, plan.experts, WARP)]
+    taken = plan.top_k - int(choice.shared)
+    places = [th.add(lane, first) for first in range(0, plan.ranked, WARP)]
     bits = [_logit(plan, logits, token, place) for place in places]
     keys = [_key(value) for value in bits]
     expert, largest, top = th.number(0), th.number(0), th.number(0)
-    for turn in range(plan.top_k):
+    for turn in range(taken):
         best = keys[0]
         for key in keys[1:]:
             best = th.unsigned_max(best, key)
@@ -509,7 +510,7 @@ def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, 
         expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
         top = top if turn else best
     highest = th.as_real(_unkey(top))
-    inside = th.under(lane, plan.top_k)
+    inside = th.under(lane, taken)
     share = th.select(inside, th.exp(th.fsub(th.as_real(_unkey(largest)), highest)), th.real(0.0))
     total = share
     if not choice.normed:
@@ -517,6 +518,12 @@ def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, 
         for value in bits:
             total = th.fadd(total, th.exp(th.fsub(th.as_real(value), highest)))
     share = th.fmul(th.fdiv(share, _summed(total)), th.real(choice.scale))
+    if choice.shared:
+        last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.experts), plan.ranked)
+        of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(_global_word(logits, logit))))
+        of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
+        expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
+        inside = th.under(lane, plan.top_k)
     with th.branch(inside):
         entry = th.add(th.mul(token, plan.top_k), lane)
         for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
@@ -525,8 +532,8 @@ def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, 
 
 
 def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
-    """Bits of one logit; -inf past the last expert."""
-    there = th.under(place, plan.experts)
+    """Bits of one logit; -inf past the last expert that is chosen by its logit."""
+    there = th.under(place, plan.ranked)
     where = th.add(th.mul(token, plan.experts), th.select(there, place, th.number(0)))
     return th.select(there, _global_word(logits, where), th.number(0xFF800000 - (1 << 32)))
 
@@ -566,7 +573,8 @@ def _summed(value: Any) -> Any:
 def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
     order_sm, shares_sm, _, groups_sm = tables
     if plan.choice:
-        given = list(chosen(given[0][...].reshape(plan.tokens, -1), plan.top_k, plan.choice))
+        taken = plan.top_k - int(plan.choice.shared)
+        given = list(chosen(given[0][...].reshape(plan.tokens, -1), taken, plan.choice))
     entries, weights = (part[...].reshape(-1) for part in given)
     order = jnp.argsort(entries, stable=True).astype(jnp.int32)
     counts = (entries[:, None] == jnp.arange(plan.experts)).sum(axis=0).astype(jnp.int32)

@@ -10,19 +10,22 @@ UNIT = 2  # blocks of activations in one stage
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
 LOOK = 16  # entries that a thread looks at together while it sorts
-MOST_EXPERTS = 256  # two for each thread that sorts
+MOST_EXPERTS = 640  # five for each thread that sorts
 MOST_ENTRIES = 4096
 MOST_CHOOSING = 16  # tokens for which every CTA chooses
 MOST_TAKEN = 32  # a lane holds a choice
-MOST_GROUPS = 512  # words of an exchange
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How a token's weights come from its logits: the softmax of those it takes (normed) or of all, times a scale."""
+    """How a token's weights come from its logits: the softmax of those it takes (normed) or of all, times a scale.
+
+    shared: every token takes the last expert as well, weighted by the sigmoid of its logit, which is no part of the softmax.
+    """
 
     normed: bool
     scale: float
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Plan:
     experts; up to `columns` of them make a group. Work items are groups times tiles of weight rows.
 
     Attributes:
-      tokens, top_k: T and k.
+      tokens, top_k: T and k, a shared expert among a token's k.
       experts: E.
       hidden, inner: D and F.
       columns: of a group's products.
@@ -70,9 +73,14 @@ class Plan:
         return -(-self.entries // LOOK) * LOOK
 
     @property
+    def ranked(self) -> int:
+        """Experts among which logits choose: the first ones."""
+        return self.experts - int(self.choice is not None and self.choice.shared)
+
+    @property
     def threads(self) -> int:
         """Experts in whole warpgroups: each thread sorts for its own."""
-        return -(-self.experts // 128) * 128
+        return _threads(self.experts)
 
     @property
     def gated_tiles(self) -> int:
@@ -81,6 +89,15 @@ class Plan:
     @property
     def down_tiles(self) -> int:
         return self.hidden // (2 * ROWS)
+
+
+def most_groups(experts: int) -> int:
+    """Words of an exchange: groups that so many experts may have, and those of 360 at least."""
+    return max(512, experts * 7 // 5)
+
+
+def _threads(experts: int) -> int:
+    return -(-experts // 128) * 128
 
 
 def plan(
@@ -107,7 +124,7 @@ def plan(
     x_stage = UNIT * BLOCK * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     groups = min(experts, entries) + entries // columns
-    tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + MOST_EXPERTS) + 4 * 128
+    tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + max(_threads(experts), 256)) + 4 * 128
     stages = min((SHARED - tables - x_stages * x_stage) // (2 * ROWS * BLOCK * 2), 12)
     return Plan(
         tokens,

@@ -1,5 +1,6 @@
 """Reference of `routed_experts` and `mixture` in jnp."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,11 @@ from dflash_kernels.fused.experts.plan import Choice
 
 
 def chosen(logits: Float[Array, "T E"], taken: int, choice: Choice) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """The experts with the largest logits, the first of equal ones, and their weights."""
+    """The experts with the largest logits, the first of equal ones, and their weights; then the shared one, if any."""
+    if choice.shared:
+        experts, weights = chosen(logits[:, :-1], taken, dataclasses.replace(choice, shared=False))
+        shared = jnp.full_like(experts[:, :1], logits.shape[1] - 1), jax.nn.sigmoid(logits[:, -1:])
+        return jnp.concatenate([experts, shared[0]], axis=1), jnp.concatenate([weights, shared[1]], axis=1)
     scores = jax.nn.softmax(logits, axis=-1)
     experts = jax.lax.top_k(scores, taken)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)

@@ -183,7 +183,7 @@ def launch_add_norm_scores(
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
     # Each row reads the whole scorer: with many, a product after the norm reads less.
-    if stream.shape[0] > SCORED_ROWS or scorer.shape[0] % kernel.SCORES or scorer.dtype != stream.dtype:
+    if stream.shape[0] > SCORED_ROWS or scorer.dtype != stream.dtype:
         stream, normed = launch_add_norm(
             parts, stream, weight, eps=eps, zero_centered=zero_centered, interpret=interpret
         )  # fmt: skip

@@ -22,7 +22,8 @@ FOLD = {
     "mosaic_gpu": mosaic_gpu.delta_fold_mosaic_gpu, "xla": xla.delta_fold_xla, "reference": reference.delta_fold_reference,
 }  # fmt: skip
 STEP = {
-    "mosaic_gpu": mosaic_gpu.delta_step_mosaic_gpu, "xla": xla.delta_step_xla, "reference": reference.delta_step_reference,
+    "mosaic_gpu": mosaic_gpu.delta_step_mosaic_gpu, "mosaic_gpu_columns": mosaic_gpu.delta_step_columns_mosaic_gpu,
+    "xla": xla.delta_step_xla, "reference": reference.delta_step_reference,
 }  # fmt: skip
 PREFILL = {
     "mosaic_gpu": mosaic_gpu.delta_prefill_mosaic_gpu, "xla": xla.delta_prefill_xla,

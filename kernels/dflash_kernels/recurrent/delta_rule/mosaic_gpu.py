@@ -50,6 +50,20 @@ def delta_step_mosaic_gpu(
     return launch_step(projected, weights, state, live, shape, eps=eps)
 
 
+def delta_step_columns_mosaic_gpu(
+    projected: Float[Array, "B 1 W"],
+    weights: DeltaWeights,
+    state: DeltaState,
+    live: Bool[Array, "B"],
+    shape: DeltaShape,
+    *,
+    eps: float,
+) -> tuple[Float[Array, "B 1 O"], DeltaState]:
+    """`delta_step_mosaic_gpu` with a column of a head's matrix in each thread."""
+    require_hopper()
+    return launch_step(projected, weights, state, live, shape, eps=eps, columns=True)
+
+
 def delta_prefill_mosaic_gpu(
     projected: Float[Array, "n L W"],
     weights: DeltaWeights,
@@ -97,15 +111,16 @@ def launch_fold(state: DeltaState, factors: DeltaFactors, counts: Array, *, inte
     return kernel.fold(state, factors, counts, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape", "eps", "columns", "interpret"))
 def launch_step(
     projected: Array, weights: DeltaWeights, state: DeltaState, live: Array, shape: DeltaShape, *, eps: float,
-    interpret: Any = None,
+    columns: bool = False, interpret: Any = None,
 ) -> tuple[Array, DeltaState]:  # fmt: skip
     """`delta_step` without the device check, in place where `state` is given up."""
     _require(projected, weights, shape)
-    from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_step as kernel
+    from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_columns, mosaic_gpu_sm90_step
 
+    kernel: Any = mosaic_gpu_sm90_columns if columns else mosaic_gpu_sm90_step
     return kernel.step(projected, weights, state, live.astype(jnp.int32), shape, eps, interpret)
 
 
