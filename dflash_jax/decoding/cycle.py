@@ -13,7 +13,7 @@ from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
 from dflash_jax.decoding.draft_window import last_pages
-from dflash_jax.decoding.head_proposals import head_proposals
+from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
@@ -73,9 +73,11 @@ def cycle(
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
                 if drafter.head is not None:
                     draft_noise = None if noise is None else noise[:, :-1]
-                    proposals, draft_law = head_proposals(
-                        setup, drafter, proposing, head, emitted_at[:, :-1], state, draft_noise
+                    judged = drafter.judged(
+                        block, setup.width - 1, state.pending, head, target.embed.weight[...], last_features(state)
                     )
+                    pick = picker(setup, emitted_at[:, :-1], state, draft_noise)
+                    proposals, draft_law = drafter.head.propose(judged, pick)
                 elif setup.mode == "greedy" and setup.width == setup.offered:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))

@@ -4,34 +4,19 @@ Shared noise is the target's at a place, the same for a token whichever candidat
 noise of their own, and rejection judges them by the law that is given back.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.decoding.sampling import filtered_logits, noise_at
 from dflash_jax.decoding.state import DecodeState, Setup
-from dflash_jax.models.heads import Law, Pick
+from dflash_jax.models.heads import Pick
 
 
-def head_proposals(
-    setup: Setup,
-    drafter: Any,
-    hidden: Float[Array, "B g D"],
-    head_weight: Any,
-    positions: Int[Array, "B g"],
-    state: DecodeState,
-    noise: Float[Array, "B g V"] | None = None,
-) -> tuple[Int[Array, "B g"], Law]:
-    """One token for each place, by the drafter's head, and the law that it was picked from.
-
-    Args:
-      hidden: of the slots that propose; `head_weight`: the target's LM head, or the drafter's copy of it.
-      positions: of the tokens that are proposed.
-      noise: the target's at these positions, where requests sample.
-    """
-    pick = picker(setup, positions, state, noise)
-    return drafter.head.propose(hidden, drafter.base(hidden, head_weight), state.pending, pick)
+def last_features(state: DecodeState) -> Float[Array, "B nD"]:
+    """Tapped features of each sequence's last committed token; zeros right after a prompt, whose features are in pages already."""
+    at = jnp.maximum(state.fresh - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(state.features, at, axis=1)[:, 0]
+    return jnp.where((state.fresh > 0)[:, None], last, jnp.zeros((), last.dtype))
 
 
 def picker(setup: Setup, positions: Int[Array, "B g"], state: DecodeState, noise: Float[Array, "B g V"] | None) -> Pick:

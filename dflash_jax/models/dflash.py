@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
-from dflash_jax.models.heads import Base, head_module, head_parameters
+from dflash_jax.models.heads import Block, head_module, head_parameters
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
     Attend,
@@ -161,9 +161,34 @@ class DFlash(nnx.Module):
             return out
         return jnp.full((*out.shape[:-1], self.config.vocab_size), -jnp.inf).at[..., targets].set(out)
 
-    def base(self, hidden: Float[Array, "B g D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Base:
-        """What the drafter's head judges further: logits over the LM head's own rows."""
-        return Base(*self._rows(hidden, head_weight))
+    def judged(
+        self,
+        slots: Float[Array, "B G D"],
+        places: int,
+        anchor: Int[Array, "B"],
+        head_weight: Float[Array, "V Dt"] | Quantised,
+        embed_weight: Float[Array, "V Dt"] | Quantised,
+        features: Float[Array, "B nD"],
+    ) -> Block:
+        """What the drafter's head regards for the first `places` of a block.
+
+        Args:
+          slots: hidden states of the whole block.
+          head_weight, embed_weight: the target's.
+          features: tapped, of the last committed token; zeros where they are not at hand.
+        """
+        hidden = self.proposing(slots)[:, :places]
+        table = embed_weight if self.embed is None else self.embed.weight[...]
+        scale = self.config.embedding_scale
+
+        def embed(ids: Array) -> Array:
+            return table[ids] if scale == 1.0 else table[ids] * jnp.asarray(scale, table.dtype)
+
+        def context() -> Array:
+            found = jnp.any(features != 0, axis=-1, keepdims=True)
+            return jnp.where(found, self.context(features), jnp.zeros((), features.dtype))
+
+        return Block(anchor, hidden, *self._rows(hidden, head_weight), slots, embed, context)
 
     def _rows(self, hidden: Array, head_weight: Array | Quantised) -> tuple[Array, Array | None]:
         """float32 logits over the LM head's rows, and the rows' tokens where it has a vocabulary of its own."""

@@ -31,6 +31,7 @@ from dflash_jax.models.heads.reading import missing
 
 # DeepSpec's name, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
 FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel")
+# What names promise.
 DFLASH2 = (
     "DFlash2DraftModel",
     "DFlash2BeamDraftModel",
@@ -41,12 +42,12 @@ DFLASH2 = (
 # Names of one layout: z-lab's, those of the speculators library, and NeMo Automodel's.
 ARCHITECTURES = (
     "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", *DFLASH2, "DSparkSpeculator",
-    *FROM_ANCHOR,
+    *FROM_ANCHOR, "DominoDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "XPressSpeculator",
 )  # fmt: skip
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
-    "confidence_head_alpha", "has_embed_tokens", "loss_decay_gamma", "max_anchors", "num_anchors", "num_target_layers",
-    "speculators_version", "tie_word_embeddings",
+    "confidence_head_alpha", "has_embed_tokens", "has_own_lm_head", "loss_decay_gamma", "max_anchors", "num_anchors",
+    "num_target_layers", "speculators_version", "tie_word_embeddings",
 }  # fmt: skip
 # Parts of later members of the family, and of one trainer's options, with what says that a drafter has none.
 _NEUTRAL_VALUES = {
@@ -127,7 +128,10 @@ class DFlashConfig(DecoderConfig):
     def head_sizes(self) -> Sizes:
         """What its head must fit."""
         rows = self.draft_vocab_size or self.vocab_size
-        return Sizes(hidden=self.hidden_size, vocab=self.vocab_size, rows=rows, logit_scale=self.logit_scale)
+        return Sizes(
+            hidden=self.hidden_size, vocab=self.vocab_size, rows=rows, slots=self.block_size, logit_scale=self.logit_scale,
+            norm_eps=self.norm_eps,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DFlashConfig":
@@ -197,8 +201,10 @@ class DFlashConfig(DecoderConfig):
                 f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
             )
         projector = source("projector_type").get("projector_type", "linear")
-        if projector not in ("linear", "dflash", "dspark"):
-            raise ConfigError(f"{nested.subject}: projector_type must be linear or dspark, got {shown(projector)}")
+        if projector not in ("linear", "dflash", "dspark", "domino"):
+            raise ConfigError(
+                f"{nested.subject}: projector_type must be linear, dspark or domino, got {shown(projector)}"
+            )
         block = source("block_size").integer("block_size", 16, minimum=2)
         own_head = "lm_head.weight" in tensor_names
         draft_vocab = source("draft_vocab_size").integer("draft_vocab_size", fields["vocab_size"])
@@ -211,14 +217,18 @@ class DFlashConfig(DecoderConfig):
         scale = source("output_multiplier").number(
             "output_multiplier", source("logit_scale").number("logit_scale", 1.0)
         )
-        sizes = Sizes(hidden=hidden, vocab=fields["vocab_size"], rows=draft_vocab, logit_scale=scale)
+        sizes = Sizes(
+            hidden=hidden, vocab=fields["vocab_size"], rows=draft_vocab, slots=block, logit_scale=scale,
+            norm_eps=fields["norm_eps"],
+        )  # fmt: skip
         taps, group = _convolution(source, tensor_names, hidden)
         head = read_head(source, tensor_names, sizes)
         _check_names(architectures_of(top.values), head, top)
-        if head is not None and head.kind == "markov" and softcap:
+        # Of a selector and of a factor on a Markov head's bias it is known.
+        if head is not None and head.kind != "selector" and (softcap or (scale != 1.0 and head.kind != "markov")):
             raise ConfigError(
-                f"{top.subject}: final_logit_softcapping={softcap} beside a Markov head is not implemented: no published drafter "
-                "says whether the head's bias is capped as well"
+                f"{top.subject}: final_logit_softcapping={softcap} and a factor of {scale} on logits beside a draft head of kind "
+                f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
             )
         fields["windows"] = windows
         config = cls(
@@ -290,9 +300,9 @@ def _check_taps(source: Source, ids: tuple[int, ...]) -> None:
 def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, projector: str) -> bool:
     """Whether slots predict the token after their own position.
 
-    v1 and DFlash 2 fill in. DSpark's files need not say what theirs do: `sample_from_anchor` counts, then `dspark_bonus_anchor`,
-    which is its opposite. Without either, files of trainers that always draft from the anchor do so for every engine that reads
-    them. What is left engines read in two ways.
+    v1, DFlash 2, XPress and LiLiCorr fill in, Domino does unless `shift_label` is true. DSpark's files need not say what theirs do:
+    `sample_from_anchor` counts, then `dspark_bonus_anchor`, which is its opposite. Without either, files of trainers that always
+    draft from the anchor do so for every engine that reads them. What is left engines read in two ways.
 
     Raises:
       ConfigError: the file says two things, or engines differ in what it leaves out.
@@ -307,6 +317,10 @@ def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, proje
             f"{keys.subject}: sample_from_anchor=True and dspark_bonus_anchor=True cannot both be; keep the one that the drafter "
             "was trained with"
         )
+    if head is not None and head.kind == "domino":
+        return source("shift_label").flag("shift_label", default=bool(anchor))
+    if head is not None and head.kind in ("xpress", "lilicorr") and anchor:
+        raise ConfigError(f"{keys.subject}: sample_from_anchor must be false with a draft head of kind {head.kind}")
     if anchor is not None:
         return anchor
     if bonus is not None and (bonus or markov):
@@ -378,6 +392,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "dflash": {},
     "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
     "dspark": {},
+    "xpress": {},
 }
 
 
@@ -396,9 +411,11 @@ def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str,
       ConfigError: the file is of another kind of drafter, its tapped layers are no list of ids, or it says one thing in two ways.
     """
     keys = KeyReader("config.json (speculators)", values, notices)
-    if (kind := keys.get("speculators_model_type")) not in _DEFAULTS:
+    kind, known = keys.get("speculators_model_type"), list(_DEFAULTS)
+    if kind not in known:
         raise ConfigError(
-            f"{keys.subject}: speculators_model_type must be dflash, dflash2 or dspark, got {shown(kind)}: not a DFlash drafter"
+            f"{keys.subject}: speculators_model_type must be {', '.join(known[:-1])} or {known[-1]}, got {shown(kind)}: not a "
+            "DFlash drafter"
         )
     layers = KeyReader(f"{keys.subject}, {NESTED}", keys.get(NESTED, {}))
     ids = keys.get("aux_hidden_state_layer_ids")

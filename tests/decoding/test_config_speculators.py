@@ -68,6 +68,7 @@ def test_it_is_the_drafter_that_zlab_would_describe(
 
 
 HEADS = {
+    "xpress": {"xpress_rank": 6, "xpress_block_size": 16, "xpress_mlp_hidden": 12},
     "dflash2": {"conv_kernel_size": 4, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
     "dspark": {
         "markov_rank": 6,
@@ -105,9 +106,13 @@ def test_a_vocabulary_of_its_own() -> None:
         (
             {},
             {"speculators_model_type": "eagle3"},
-            "speculators_model_type must be dflash, dflash2 or dspark, got 'eagle3'",
+            "speculators_model_type must be dflash, dflash2, dspark or xpress, got 'eagle3'",
         ),
-        ({}, {"speculators_model_type": REMOVE}, "speculators_model_type must be dflash, dflash2 or dspark, got None"),
+        (
+            {},
+            {"speculators_model_type": REMOVE},
+            "speculators_model_type must be dflash, dflash2, dspark or xpress, got None",
+        ),
         ({}, {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids must be a list of ids, got None"),
         ({}, {"aux_hidden_state_layer_ids": [-1, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),
         ({}, {"aux_hidden_state_layer_ids": [True, 3]}, "aux_hidden_state_layer_ids must be a list of ids"),

@@ -18,12 +18,13 @@ from dflash_jax.decoding.head_proposals import picker
 from dflash_jax.decoding.sampling import filtered_logits
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.models.heads import (
-    Base,
+    Block,
     HeadConfig,
     Law,
     MarkovConfig,
     SelectorConfig,
     Sizes,
+    XPressConfig,
     head_module,
     head_parameters,
 )
@@ -52,8 +53,9 @@ HEADS = {
     "vanilla": (MarkovConfig(rank=3), None),
     "gated, its own tokens": (MarkovConfig(rank=3, form="gated"), OWN),
     "rnn, best few": (MarkovConfig(rank=3, form="rnn", top_k=4), None),
+    "xpress": (XPressConfig(rank=3, top_k=4, inner=4, passes=2), None),
 }
-type Wrong = Callable[[Law, Base], Law]
+type Wrong = Callable[[Law, Block], Law]
 
 
 def emitted(name: str, parameters: dict[str, Any], wrong: Wrong) -> tuple[np.ndarray, float]:
@@ -66,12 +68,13 @@ def emitted(name: str, parameters: dict[str, Any], wrong: Wrong) -> tuple[np.nda
 
 
 def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any) -> tuple[jax.Array, jax.Array]:
-    sizes = Sizes(hidden=HIDDEN, vocab=VOCAB, rows=len(OWN) if own else VOCAB)
+    sizes = Sizes(hidden=HIDDEN, vocab=VOCAB, rows=len(OWN) if own else VOCAB, slots=PROPOSALS + 1)
     rng = np.random.default_rng(1)
     tables = {
         one.name.removeprefix("head."): rng.normal(size=one.shape) * 0.8 for one in head_parameters(config, sizes)
     }
     states = jnp.asarray(rng.normal(size=(VOCAB, PROPOSALS, HIDDEN)), jnp.float32)
+    embeddings = jnp.asarray(rng.normal(size=(VOCAB, HIDDEN)), jnp.float32)
     base_of = jnp.asarray(DRAFT[..., OWN] if own else DRAFT)
 
     @jax.jit
@@ -89,12 +92,16 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
             for step in name.split("."):
                 part = getattr(part, step)
             part[...] = jnp.asarray(value, jnp.float32)
-        base = Base(base_of[pending], jnp.asarray(OWN) if own else None)
+        hidden, own_ids = states[pending], jnp.asarray(OWN) if own else None
+        slots = jnp.concatenate([hidden[:, :1], hidden], axis=1)
+        block = Block(
+            pending, hidden, base_of[pending], own_ids, slots, lambda ids: embeddings[ids], lambda: hidden[:, 0]
+        )
         pick = picker(setup, positions[:, :-1], state, None)
-        proposals, law = head.propose(states[pending], base, pending, pick)
+        proposals, law = head.propose(block, pick)
         ids = jnp.concatenate([pending[:, None], proposals], axis=1)
         logits = filtered_logits(jnp.asarray(TARGET)[ids], request, setup.mode)
-        accepted, tokens = accept_rejection(proposals, wrong(law, base), logits, positions, request)
+        accepted, tokens = accept_rejection(proposals, wrong(law, block), logits, positions, request)
         at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, text.shape[1]), text.shape[1])
         text = text.at[jnp.arange(SAMPLES)[:, None], at].set(tokens, mode="drop")
         last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
@@ -111,23 +118,24 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
     ("name", "parameters"),
     [
         ("selector", PLAIN), ("selector", FULL), ("vanilla", PLAIN), ("gated, its own tokens", PLAIN), ("rnn, best few", FULL),
+        ("xpress", PLAIN),
     ],
     ids=str,
 )  # fmt: skip
 def test_a_block_has_the_targets_law(name: str, parameters: dict[str, Any]) -> None:
     """All three tokens at once, and so each pair of places as well."""
-    text, accepted = emitted(name, parameters, lambda law, base: law)
+    text, accepted = emitted(name, parameters, lambda law, block: law)
     assert p_value(count(text, VOCAB), joint_law(parameters)) > GOOD
     assert 0.1 < accepted < PROPOSALS
 
 
-def of_the_base(law: Law, base: Base) -> Law:
+def of_the_base(law: Law, block: Block) -> Law:
     """As if the head had no say."""
     assert law.tokens is not None
-    return Law(jnp.take_along_axis(base.logits, law.tokens, axis=-1), law.tokens)
+    return Law(jnp.take_along_axis(block.logits, law.tokens, axis=-1), law.tokens)
 
 
-def of_the_place_before(law: Law, base: Base) -> Law:
+def of_the_place_before(law: Law, block: Block) -> Law:
     return Law(jnp.roll(law.logits, 1, axis=1), law.tokens)
 
 

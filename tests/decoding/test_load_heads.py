@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax.checkpoints.opening import open_checkpoint
-from dflash_jax.models import family_of, to_huggingface
-from dflash_jax.models.heads import MarkovConfig, SelectorConfig
+from dflash_jax.models import DFlashConfig, family_named, family_of, to_huggingface
+from dflash_jax.models.heads import DominoConfig, LiLiCorrConfig, MarkovConfig, SelectorConfig, XPressConfig
 
 SIZES = {
     "model_type": "qwen3", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,11 +41,33 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "architectures": ["DFlashDraftModel"], "markov_rank": 6, "markov_head_type": "rnn", "dspark_draft_topk": 20,
         "sample_from_anchor": False,
     },
+    "xpress": ZLAB | {
+        "architectures": ["Qwen3XPressModel"],
+        "dflash_config": TAPS | {"xpress_rank": 6, "xpress_topc": 20, "xpress_num_passes": 2, "xpress_block_size": 4},
+    },
+    "lilicorr": ZLAB | {
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": TAPS | {
+            "lilicorr_enabled": True, "lilicorr_hidden_size": 16, "lilicorr_candidate_topk": 4, "lilicorr_num_heads": 2,
+            "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 8.0,
+            "lilicorr_num_layers": 2, "conv_kernel_size": 2, "conv_group_size": 8,
+        },
+    },
+    "domino": ZLAB | {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": TAPS | {
+            "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 10, "emb_dim": 6,
+        },
+    },
 }  # fmt: skip
 KINDS = {
     "dflash2": SelectorConfig(rank=6, top_k=5), "dflash2 of speculators": SelectorConfig(rank=6, top_k=5),
     "dspark": MarkovConfig(rank=6, confidence="hidden_and_token", confidence_bias=True),
     "gated dspark": MarkovConfig(rank=6, form="gated"), "rnn dspark": MarkovConfig(rank=6, form="rnn", top_k=20),
+    "xpress": XPressConfig(rank=6, top_k=20, inner=12, passes=2), "domino": DominoConfig(rank=6, state=10, kept=1),
+    "lilicorr": LiLiCorrConfig(
+        rank=6, top_k=4, hidden=16, layers=2, heads=2, inner=32, vector_eps=1e-6, score_scale=8.0
+    ),
 }  # fmt: skip
 PROMPTS = [[5, 6, 7], list(range(9, 30))]
 GREEDY = dj.SamplingParams(max_tokens=24, ignore_eos=True)
@@ -78,20 +100,28 @@ def plain(target: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_it_drafts_what_the_target_says(tmp_path: Path, target: Path, plain: list[list[int]], kind: str) -> None:
-    folder = write(tmp_path / "draft", DRAFTERS[kind])
-    model = dj.load(target, draft=folder, max_batch=2)
-    config: Any = model.engine.draft
+def test_keys_tell_what_it_is(kind: str) -> None:
+    """As tensors do: a file without its keys is refused, whatever it calls itself."""
+    config: Any = family_of(DRAFTERS[kind]).config(DRAFTERS[kind])
     assert config.head == KINDS[kind]
-    assert (config.conv_taps, config.num_drafts) == (
-        2 * kind.startswith("dflash2"),
-        3 + (kind in ("dspark", "gated dspark")),
-    )
+    convolved, anchored = kind.startswith(("dflash2", "lilicorr")), kind in ("dspark", "gated dspark", "domino")
+    assert (config.conv_taps, config.num_drafts) == (2 * convolved, 3 + anchored)
+    assert DFlashConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    names = [source.name for row in family_named("dflash").parameters(config) for source in row.sources]
+    with pytest.raises(dj.ConfigError, match="missing, though other keys or the tensors are those of"):
+        DFlashConfig.from_hf(ZLAB | {"dflash_config": TAPS}, names)
+
+
+@pytest.mark.parametrize(
+    "kind", ["dflash2 of speculators", "dspark", "gated dspark", "rnn dspark", "xpress", "lilicorr", "domino"]
+)
+def test_it_drafts_what_the_target_says(tmp_path: Path, target: Path, plain: list[list[int]], kind: str) -> None:
+    model = dj.load(target, draft=write(tmp_path / "draft", DRAFTERS[kind]), max_batch=2)
     found = dj.generate(model, PROMPTS, GREEDY)
     assert [one.token_ids for one in found] == plain
 
 
-@pytest.mark.parametrize("kind", ["dflash2 of speculators", "dspark", "gated dspark"])
+@pytest.mark.parametrize("kind", ["dflash2 of speculators", "gated dspark", "lilicorr"])
 def test_it_is_converted_there_and_back(tmp_path: Path, kind: str) -> None:
     """Every tensor comes back under its name with its bits, and our own form of the configuration is the same."""
     folder = write(tmp_path / "draft", DRAFTERS[kind])

@@ -9,7 +9,15 @@ from flax import nnx
 
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.heads.base import Base, DraftHead, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.base import Block, DraftHead, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.domino import Domino, DominoConfig, domino_parameters, domino_tables, read_domino
+from dflash_jax.models.heads.lilicorr import (
+    LiLiCorr,
+    LiLiCorrConfig,
+    lilicorr_parameters,
+    lilicorr_tables,
+    read_lilicorr,
+)
 from dflash_jax.models.heads.markov import Markov, MarkovConfig, markov_parameters, markov_tables, read_markov
 from dflash_jax.models.heads.reading import Source
 from dflash_jax.models.heads.selector import (
@@ -19,6 +27,7 @@ from dflash_jax.models.heads.selector import (
     selector_parameters,
     selector_tables,
 )
+from dflash_jax.models.heads.xpress import XPress, XPressConfig, read_xpress, xpress_parameters, xpress_tables
 from dflash_jax.models.parameters import Parameter
 
 
@@ -44,6 +53,9 @@ class HeadKind:
 HEADS: Mapping[str, HeadKind] = {
     "selector": HeadKind(SelectorConfig, Selector, selector_parameters, selector_tables, read_selector),
     "markov": HeadKind(MarkovConfig, Markov, markov_parameters, markov_tables, read_markov),
+    "xpress": HeadKind(XPressConfig, XPress, xpress_parameters, xpress_tables, read_xpress),
+    "lilicorr": HeadKind(LiLiCorrConfig, LiLiCorr, lilicorr_parameters, lilicorr_tables, read_lilicorr),
+    "domino": HeadKind(DominoConfig, Domino, domino_parameters, domino_tables, read_domino),
 }
 # What a module of a drafter calls its head, and so what its parameters' names begin with.
 PREFIX = "head."
@@ -91,6 +103,7 @@ def head_tables(config: HeadConfig) -> tuple[str, ...]:
 
 
 __all__ = [
-    "HEADS", "Base", "DraftHead", "HeadConfig", "HeadKind", "Law", "MarkovConfig", "Pick", "SelectorConfig", "Sizes", "Source",
-    "head_from_dict", "head_module", "head_parameters", "head_tables", "read_head",
+    "HEADS", "Block", "DominoConfig", "DraftHead", "HeadConfig", "HeadKind", "Law", "LiLiCorrConfig", "MarkovConfig", "Pick",
+    "SelectorConfig", "Sizes", "Source", "XPressConfig", "head_from_dict", "head_module", "head_parameters", "head_tables",
+    "read_head",
 ]  # fmt: skip

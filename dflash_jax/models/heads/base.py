@@ -5,7 +5,7 @@ and says what it was drawn from. So one walk serves greedy texts and sampled one
 is the one that it came from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -17,16 +17,26 @@ from dflash_jax.errors import ConfigError
 LARGEST_RANK, LARGEST_TOP_K = 1 << 16, 1 << 12
 
 
-class Base(NamedTuple):
-    """What a drafter says of each place by itself.
+class Block(NamedTuple):
+    """What a head may regard.
 
     Attributes:
-      logits: float32, over the rows of its LM head.
+      anchor: the token before the first of g places.
+      hidden: states of the slots that propose.
+      logits: float32 base logits, over the rows of the drafter's LM head: what it says of each place by itself.
       tokens: of each row; None where row i is token i.
+      slots: states of all slots, the anchor's among them.
+      embed: embeddings of tokens, as the block's own were made.
+      context: the context state of the last committed token, zeros where it is not at hand.
     """
 
+    anchor: Int[Array, "B"]
+    hidden: Float[Array, "B g D"]
     logits: Float[Array, "B g rows"]
-    tokens: Int[Array, "rows"] | None = None
+    tokens: Int[Array, "rows"] | None
+    slots: Float[Array, "B G D"]
+    embed: Callable[[Array], Array]
+    context: Callable[[], Array]
 
 
 class Law(NamedTuple):
@@ -60,10 +70,8 @@ class Pick(Protocol):
 class DraftHead(Protocol):
     """A drafter's head beyond its LM head."""
 
-    def propose(
-        self, hidden: Float[Array, "B g D"], base: Base, anchor: Int[Array, "B"], pick: Pick
-    ) -> tuple[Int[Array, "B g"], Law]:
-        """Tokens for g places, the first of which follows `anchor`, and the law that each was picked from."""
+    def propose(self, block: Block, pick: Pick) -> tuple[Int[Array, "B g"], Law]:
+        """Tokens for the places of a block, and the law that each was picked from."""
         ...
 
 
@@ -105,10 +113,14 @@ class Sizes:
       hidden: width of hidden states (D).
       vocab: tokens of the target (V).
       rows: of the drafter's LM head, fewer than that with a vocabulary of its own.
-      logit_scale: factor on its products.
+      slots: of a block (G).
+      logit_scale: factor on products of the LM head.
+      norm_eps: of norms.
     """
 
     hidden: int
     vocab: int
     rows: int
+    slots: int = 0
     logit_scale: float = 1.0
+    norm_eps: float = 1e-6

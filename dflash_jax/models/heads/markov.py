@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import KeyReader, shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.heads.base import Base, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.base import Block, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.places import one_by_one, products_of
 from dflash_jax.models.heads.reading import Source, missing
-from dflash_jax.models.largest import largest
-from dflash_jax.models.layers import Linear, linear
+from dflash_jax.models.layers import Linear
 from dflash_jax.models.parameters import Parameter, single
 
 PREFIX, CONFIDENCE_PREFIX = "markov_head.", "confidence_head."
@@ -102,30 +102,15 @@ class Markov(nnx.Module):
         width = {"none": 0, "hidden": d, "hidden_and_token": d + r}[config.confidence]
         self.confidence_proj = Linear(1, width, bias=config.confidence_bias) if width else None
 
-    def propose(
-        self, hidden: Float[Array, "B g D"], base: Base, anchor: Int[Array, "B"], pick: Pick
-    ) -> tuple[Int[Array, "B g"], Law]:
+    def propose(self, block: Block, pick: Pick) -> tuple[Int[Array, "B g"], Law]:
         """See `DraftHead`."""
-        unary, columns = largest(base.logits, self.config.top_k) if self.config.top_k else (base.logits, None)
-        state = jnp.zeros((hidden.shape[0], self.config.rank), hidden.dtype)
-        before, path, laws, seen = anchor, [], [], None
-        for place in range(hidden.shape[1]):
-            latent, state = self.latent(before, hidden[:, place], state)
-            rows = None if columns is None else columns[:, place]
-            scores = unary[:, place] + self.bias(latent, rows) * self.logit_scale
-            seen = (
-                rows
-                if base.tokens is None
-                else jnp.broadcast_to(base.tokens if rows is None else base.tokens[rows], scores.shape)
-            )
-            picked, law = pick(place, scores[:, None, None], None if seen is None else seen[:, None])
-            column = picked[:, 0]
-            before = column[:, 0] if seen is None else jnp.take_along_axis(seen, column, axis=1)[:, 0]
-            path.append(before)
-            laws.append((law[:, 0, 0], seen))
-        logits, tokens = zip(*laws, strict=True)
-        tokens = None if seen is None else jnp.stack([one for one in tokens if one is not None], axis=1)
-        return jnp.stack(path, axis=1), Law(jnp.stack(logits, axis=1), tokens)
+        first = jnp.zeros((block.hidden.shape[0], self.config.rank), block.hidden.dtype)
+
+        def bias(place: int, before: Array, rows: Array | None, state: Array) -> tuple[Array, Array]:
+            latent, state = self.latent(before, block.hidden[:, place], state)
+            return products_of(latent, self.markov_w2.weight[...], rows) * self.logit_scale, state
+
+        return one_by_one(block, self.config.top_k, bias, first, pick)
 
     def latent(
         self, before: Int[Array, "B"], hidden: Float[Array, "B D"], state: Float[Array, "B r"]
@@ -141,14 +126,6 @@ class Markov(nnx.Module):
             kept = jax.nn.sigmoid(gate)
             return jnp.tanh(out), kept * state + (1 - kept) * jnp.tanh(new)
         return embedded, state
-
-    def bias(self, latent: Float[Array, "B r"], rows: Int[Array, "B C"] | None) -> Float[Array, "B C"]:
-        """float32 products with these rows of W2, or with all of them."""
-        table = self.markov_w2.weight[...]
-        if rows is None:
-            return linear(latent, table).astype(jnp.float32)
-        wide = table[rows].astype(jnp.float32) * latent.astype(jnp.float32)[:, None]
-        return jnp.sum(wide, axis=-1)
 
     def confidence(self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"]) -> Float[Array, "*R"]:
         """Estimates, in float32, of the chances that proposals stand which follow these tokens."""

@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import KeyReader
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.heads.base import Base, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.base import Block, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.pairs import walk
 from dflash_jax.models.heads.reading import Source, missing
 from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import Linear
@@ -66,22 +67,11 @@ class Selector(nnx.Module):
             nnx.Param(jnp.zeros((sizes.vocab, config.rank))) for _ in "AZ"
         )
 
-    def propose(
-        self, hidden: Float[Array, "B g D"], base: Base, anchor: Int[Array, "B"], pick: Pick
-    ) -> tuple[Int[Array, "B g"], Law]:
-        """See `DraftHead`. Each place picks for every candidate of the one before it: then only one pick of each counts."""
-        unary, columns = largest(base.logits, self.top_k)
-        tokens = columns if base.tokens is None else base.tokens[columns]
-        scores = self.scores(hidden, unary, tokens, anchor)
-        picked, logits = pick(0, scores, tokens)
-        chosen = [picked[:, 0, 0]]
-        for place in range(1, tokens.shape[1]):
-            chosen.append(jnp.take_along_axis(picked[:, place], chosen[-1][:, None], axis=1)[:, 0])
-        path = jnp.stack(chosen, axis=1)
-        # The anchor stands for every candidate before the first place.
-        before = jnp.concatenate([jnp.zeros_like(path[:, :1]), path[:, :-1]], axis=1)
-        law = jnp.take_along_axis(logits, before[:, :, None, None], axis=2)[:, :, 0]
-        return jnp.take_along_axis(tokens, path[..., None], axis=-1)[..., 0], Law(law, tokens)
+    def propose(self, block: Block, pick: Pick) -> tuple[Int[Array, "B g"], Law]:
+        """See `DraftHead`."""
+        unary, columns = largest(block.logits, self.top_k)
+        tokens = columns if block.tokens is None else block.tokens[columns]
+        return walk(self.scores(block.hidden, unary, tokens, block.anchor), tokens, pick)
 
     def scores(
         self,
