@@ -104,12 +104,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[first - 1 :: parts]
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay: no collection of garbage needs to walk through them."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax
