@@ -39,6 +39,7 @@ def test_a_table_that_is_no_wider_stays() -> None:
         assert before.tolist() == [0, 0]
 
 
+@pytest.mark.few("params1")
 @pytest.mark.parametrize(
     "params", [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=1.0, seed=3)]
 )

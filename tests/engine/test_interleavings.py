@@ -187,6 +187,7 @@ def test_pages_that_others_still_read(eager, make_prompts):
         eager.engine.allocator.forget()
 
 
+@pytest.mark.few("8")
 @pytest.mark.parametrize("count", [2, 8])
 def test_threads_join_one_batch(eager, make_prompts, count):
     """All are served at once, with the texts that they have alone."""

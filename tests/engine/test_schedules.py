@@ -74,6 +74,7 @@ def hybrid(make_prompts) -> tuple[Engine, list[Text]]:
     return engine, make_texts(engine, prompts, tokens=32)
 
 
+@pytest.mark.few("in_turn")
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
 def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
     """States are restored, kept, moved and given up while others cancel and interrupt. `HYBRID_SCHEDULES` of them."""
@@ -89,6 +90,7 @@ def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
     engine.snapshots.check_integrity()
 
 
+@pytest.mark.few
 def test_random_schedules_of_the_shipped_pair():
     model = dj.load(dtype="float32", max_batch=4, max_model_len=128, page_size=8)
     engine = replace(model.engine, max_chunk=32)

@@ -164,6 +164,7 @@ def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
     assert np.abs(np.asarray(multiplied(layer, x)) - rounded - 100 * np.arange(1, 49)).max() < 2
 
 
+@pytest.mark.few("fp8_dynamic")
 @pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic"])
 def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
     """Six sequences: enough rows for the drafter to round them."""
@@ -202,6 +203,7 @@ def exact() -> tuple[int, float]:
     return size(model), mean_length(dj.generate(model, *FEW))
 
 
+@pytest.mark.few("int8", "fp8_dynamic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDtype) -> None:
     model, (whole, before) = dj.load(max_batch=2, max_model_len=128, weight_dtype=kind), exact
