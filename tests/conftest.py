@@ -173,6 +173,12 @@ def few_mappings() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture(scope="session")
+def all_cases(pytestconfig: pytest.Config) -> bool:
+    """Whether tests that draw their cases draw as many as `make test-all` does."""
+    return pytestconfig.getoption("all_cases") or _for_gpu(pytestconfig)
+
+
 @pytest.fixture(scope="module")
 def optimised() -> Iterator[None]:
     """Programs optimised as for users: for tests that run them for long."""

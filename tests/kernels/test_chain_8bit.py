@@ -80,6 +80,7 @@ def test_what_digits_lose(kind: Any, lost: float, binades: int) -> None:
     assert (found == x)[near].all()
 
 
+@pytest.mark.few  # its products are tested alone, its attention over pages in 16 bits
 def test_with_attention() -> None:
     """Of one kind: how it multiplies is the same code in both chains."""
     small, wide = narrowed(whole.make(3, [70], [3], SMALL_WHOLE), jnp.int8)

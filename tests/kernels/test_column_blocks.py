@@ -104,7 +104,7 @@ def test_chains_give_the_bits_of_rows_one_after_the_other() -> None:
     same(*(layer_chain(**one, exchange=None, implementation="xla") for one in (in_blocks(call), call)))
 
 
-@pytest.mark.few
+@pytest.mark.few  # the same of chains without attention follows
 def test_a_layer_in_one_launch_gives_the_bits_of_rows_one_after_the_other() -> None:
     call = make_heads(2, [0, 70], [0, 1], TINY_HEADS, page_size=16)
     same(*(whole_layer.interpreted(one, causal=False, ctas=4) for one in (in_blocks(call), call)))
