@@ -11,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many interpreters: a second less for each that finds the sources compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 # On a machine with an NVIDIA driver the demo wants the GPU; the tests run on the CPU either way.
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)

@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _few(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of a test marked `few` the cases that its patterns match, of other tests all; on a GPU, by name and where asked for, all of both."""
+    """Of a test marked `few` the cases that its patterns match, of others all; on a GPU, by name and on demand, all of both."""
     if config.getoption("all_cases") or _for_gpu(config) or any("::" in argument for argument in config.args):
         return items
     cases: dict[tuple[str, str], list[pytest.Item]] = {}

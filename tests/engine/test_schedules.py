@@ -57,7 +57,9 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
     count = 80 if all_cases else 32
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10)) * count // 80), f"too little happened to show anything: {happened}"
+    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10)) * count // 80), (
+        f"too little happened to show anything: {happened}"
+    )
 
 
 @pytest.fixture(scope="module")
