@@ -19,6 +19,7 @@ from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.detokenizer import TextStream
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
+from dflash_jax.text.refused_words import refused_ids
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -176,7 +177,8 @@ def make_requests(
             if len(prompts) == 1:
                 raise
             raise PromptError(f"prompts[{place}]: {error}") from None
-        requests.append(Request(place, ids, one, model.eos_ids))
+        refused = refused_ids(model.tokenizer, model.name, one.bad_words)
+        requests.append(Request(place, ids, one, model.eos_ids, refused=refused))
     return requests
 
 

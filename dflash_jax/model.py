@@ -85,7 +85,8 @@ class Model:
         The loops of requests with `logprobs`, or with more than 8 end tokens, are programs of their own, compiled when those come.
 
         Args:
-          modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens.
+          modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
+            logit_bias, allowed_token_ids and bad_words.
           draft: with the drafter, without it, or both.
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.

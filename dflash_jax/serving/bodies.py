@@ -11,6 +11,7 @@ from dflash_jax.options import as_integer
 from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
 from dflash_jax.text.prompts import is_chat, prompt_ids
+from dflash_jax.text.refused_words import refused_ids
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -24,19 +25,19 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 # Taken where they say what happens anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "logit_bias": ({},),
-    "priority": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
-    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (), "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},), "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (),
+    "length_penalty": (1,), "priority": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "truncate_prompt_tokens": (),
     "add_special_tokens": (True, False), "structured_outputs": (),
 }  # fmt: skip
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
-    "return_tokens_as_token_ids", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
+    "return_tokens_as_token_ids", "logit_bias", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
 COMPLETION_FIELDS = ("prompt", *_COMMON)
 CHAT_FIELDS = (
@@ -138,6 +139,7 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
       Problem, PromptError, ParameterError, CapacityError, TokenizerError: nothing can be made of it.
     """
     requests, longest = list[Request](), model.engine.max_model_len
+    refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
     for prompt in ask.prompts:
         ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
         room = longest - len(ids)
@@ -155,7 +157,7 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
             least = min(ask.params.min_tokens, most)
             params = replace(ask.params, max_tokens=most, min_tokens=least, seed=seed)
-            requests.append(Request(len(requests), ids, params, model.eos_ids))
+            requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused))
             model.engine.check(requests[-1])
     return requests
 
@@ -173,6 +175,8 @@ def _ask(
     stops = [one for one in stops if one]
     seed = _integer(body, "seed", -(2**63), 2**64 - 1)
     given: dict[str, Any] = {"temperature": 1.0} | {name: body[name] for name in _SAMPLING if name in body}
+    if bias := _mapping(body, "logit_bias"):
+        given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0
     params = SamplingParams(
         max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **given
@@ -284,6 +288,13 @@ def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(name, "an object", value)
     return value
+
+
+def _token(name: str) -> int:
+    """A token id that is a name, as JSON's names are texts."""
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise _wrong("logit_bias", "an object with token ids for names", name)
+    return int(name)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
