@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from dflash_jax.cli.terminal import note
+from dflash_jax.engine.requests import MODES
 from dflash_jax.model import Model, load
 from dflash_jax.serving.app import ServeOptions
 from dflash_jax.serving.server import serve
@@ -30,7 +31,7 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
         for notice in model.notices:
             note(notice)
         if not args.no_warmup:
-            model.warmup(modes=("greedy", "sampled", "full"), draft=(model.draft is not None,))
+            model.warmup(modes=MODES, draft=(model.draft is not None,))
         return model
 
     serve(

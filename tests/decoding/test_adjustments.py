@@ -84,7 +84,7 @@ def test_rows_of_a_block_are_defined_by_what_stands_before_them() -> None:
 
 PENALTIES = {"presence_penalty": 0.4, "frequency_penalty": 0.7, "repetition_penalty": 1.3}
 FILTERS = {"temperature": 0.9, "top_k": 5}
-PLACES = 4
+PLACES = 3
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -122,13 +122,12 @@ def test_sampled_blocks_have_the_law_of_the_definitions() -> None:
     request, vocab = asked(0, (2,), **PENALTIES, **FILTERS), len(TARGET)
     adjust = jax.tree.map(lambda leaf: jnp.repeat(leaf, SAMPLES, axis=0), adjustments([(request, [START])], vocab))
     law = np.ones(())
-    for place in range(PLACES):
+    for _ in range(PLACES):
         follows = np.zeros((*law.shape, vocab))
         for text in np.ndindex(law.shape):
             row = TARGET[text[-1] if text else START]
             follows[text] = law_of(defined(row, request, [START, *text]), **FILTERS)
         law = law[..., None] * follows
-        assert law.ndim == place + 1
     text, accepted = emitted_texts(adjust, False)
     assert 0.2 < float(accepted.mean()) < 1.8
     assert p_value(count(text, vocab), law) > GOOD
@@ -185,7 +184,7 @@ def test_texts_are_defined_and_drafting_changes_none(make_pair: Any, monkeypatch
             left = defined(logits[row, len(request.prompt) + place - 1], request, text[:place])
             left[list(request.stop_ids) if place < request.params.min_tokens else []] = -np.inf
             assert left[token] >= left.max() - 1e-3, (row, place)
-    assert plain[4][:5] != plain[0][:5] or plain[4] != plain[0]
+    assert plain[4] != plain[0], "slots hold what was another request's"
 
     # Proposals that are right for up to four places: cycles of every length.
     known = jnp.asarray(ids)
@@ -198,7 +197,7 @@ def test_texts_are_defined_and_drafting_changes_none(make_pair: Any, monkeypatch
     monkeypatch.setattr(cycle, "propose", forced)
     drafted, counts = texts_of(pair, asks, draft=True)
     assert drafted == plain
-    assert {1, 3, 4, 5} <= set(counts)
+    assert {1, 2, 3, 5} <= set(counts)
 
 
 def test_what_leaves_no_token_is_refused(pair: Any) -> None:

@@ -147,6 +147,24 @@ def test_seeds_choices_and_stops(client, model):
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
 
 
+def test_penalties_and_biases_are_those_of_generate(client, model):
+    """Each field by its name in a body; the ids of a body's biases are texts."""
+    first = dj.generate(model, PROMPT, dj.SamplingParams(max_tokens=12)).token_ids
+    fields = {
+        "frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {str(first[0]): -100.0},
+        "bad_words": ["return"],
+    }  # fmt: skip
+    params = dj.SamplingParams(max_tokens=12, **fields | {"logit_bias": {first[0]: -100}})
+    row = dj.generate(model, PROMPT, params)
+    openais = {name: fields.pop(name) for name in ("frequency_penalty", "presence_penalty", "logit_bias")}
+    answer = client.completions.create(
+        model="pair", prompt=PROMPT, max_tokens=12, temperature=0, **openais, extra_body=fields
+    )
+    assert answer.choices[0].text == row.text
+    assert row.token_ids[0] != first[0]
+    assert "return" not in row.text
+
+
 def test_logprobs_of_both_kinds(client):
     answer = client.completions.create(model="pair", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=2)
     rows, text = answer.choices[0].logprobs, answer.choices[0].text
@@ -179,7 +197,8 @@ WRONG = [
     ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_value"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
     ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour", "unknown_parameter"),
-    ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty", "unsupported_parameter"),
+    ("/v1/completions", {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "invalid_value"),
     ("/v1/completions", b"{", 400, None, None),
     ("/v1/completions", b"[" * 60000, 400, None, None),
     ("/v1/completions", b" " * 70000, 413, None, None),
