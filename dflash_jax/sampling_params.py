@@ -153,10 +153,11 @@ class SamplingParams:
         return tuple(sorted(found.items()))
 
     def _allowed(self) -> tuple[int, ...]:
-        given = self.allowed_token_ids
-        listed = isinstance(given, Iterable) and not isinstance(given, str | bytes)
-        ids = [as_integer(token) for token in given] if listed else []
-        if not ids or any(token is None or token < 0 for token in ids):
+        given, ids = self.allowed_token_ids, list[int]()
+        for token in given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else ():
+            number = as_integer(token)
+            ids.append(-1 if number is None else number)
+        if not ids or min(ids) < 0:
             raise ParameterError(
                 f"allowed_token_ids must be a list of token ids of at least 0, or None for all, got {given!r:.200}"
             )

@@ -220,7 +220,7 @@ def adjustments(requests: Sequence[tuple[Request, Sequence[int]] | None], vocab:
         if (allowed := request.params.allowed_token_ids) is not None:
             bias[row] = -np.inf
             bias[row, list(allowed)] = 0.0
-        for token, amount in request.params.logit_bias:
+        for token, amount in dict(request.params.logit_bias).items():
             bias[row, token] += amount
         bias[row, [word[0] for word in request.refused if len(word) == 1]] = -np.inf
         seen[row, list(request.prompt)] = 1

@@ -190,7 +190,7 @@ class Resources:
     def _check_adjustments(self, request: Request) -> None:
         params, vocabulary = request.params, range(self.target.vocab_size)
         named = {
-            "logit_bias": [token for token, _ in params.logit_bias], "allowed_token_ids": params.allowed_token_ids or (),
+            "logit_bias": dict(params.logit_bias), "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words": [token for word in request.refused for token in word],
         }  # fmt: skip
         for name, ids in named.items():
