@@ -19,6 +19,7 @@ from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.detokenizer import TextStream
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
+from dflash_jax.text.refused_words import refused_ids
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 
@@ -176,7 +177,9 @@ def make_requests(
             if len(prompts) == 1:
                 raise
             raise PromptError(f"prompts[{place}]: {error}") from None
-        requests.append(Request(place, ids, one, model.eos_ids))
+        refused = refused_ids(model.tokenizer, model.name, one.bad_words)
+        ids = one.shortened(ids, model.engine.max_model_len)
+        requests.append(Request(place, ids, one, model.eos_ids, refused=refused))
     return requests
 
 
@@ -206,7 +209,8 @@ class Writer:
 
     def __init__(self, model: Model, request: Request):
         self.model, self.request = model, request
-        self.text = TextStream(model.tokenizer, request.params.stop, include_stop=request.params.include_stop)
+        p = request.params
+        self.text = TextStream(model.tokenizer, p.stop, include_stop=p.include_stop, special=not p.skip_special_tokens)
         self.tokens: list[int] = []
         self.from_draft: list[bool] = []
         self.counts: list[int] = []

@@ -2,20 +2,26 @@
 
 import difflib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, no_type_check
+from typing import TYPE_CHECKING, Any, no_type_check
 
 from dflash_jax.errors import ParameterError
 from dflash_jax.options import as_flag, as_integer, as_number
 
+if TYPE_CHECKING:
+    from dflash_jax.model import Model
+
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
 # What other libraries call a field, where its own name is not the nearest one.
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens", "max_length": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens",
     "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids", "eos_token_ids": "stop_token_ids", "stop_strings": "stop",
-    "do_sample": "temperature", "top_logprobs": "logprobs",
+    "do_sample": "temperature", "top_logprobs": "logprobs", "sequence_bias": "logit_bias", "bad_words_ids": "bad_words",
+    "allowed_tokens": "allowed_token_ids",
 }  # fmt: skip
 
 
@@ -58,9 +64,19 @@ class SamplingParams:
       min_tokens: before this many tokens, end tokens and stop_token_ids are not chosen (others are, in their place) and stop
         strings not looked for.
       logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
-        from the target's own logits before temperature and filters.
+        from the target's own logits before temperature, filters, penalties and biases.
       include_stop: keep what ended the text in it: the stop string, or the text of the end token or of the id among
-        stop_token_ids. Tokens that the tokenizer calls special are never text.
+        stop_token_ids. Tokens that the tokenizer calls special are text only where `skip_special_tokens` is False.
+      skip_special_tokens: leave tokens that the tokenizer calls special out of the text.
+      truncate_prompt_tokens: keep this many tokens of a prompt, the last ones; -1 as many as leave room for max_tokens, None all.
+      presence_penalty: taken from the logit of every token that the text holds, from -2 to 2.
+      frequency_penalty: the same for each time that the text holds it.
+      repetition_penalty: divides the positive logits of tokens that prompt or text hold and multiplies their negative ones, above 0
+        and at most 2; 1 changes nothing.
+      logit_bias: added to the logits of tokens, by their ids, from -100 to 100; a mapping, kept as pairs.
+      allowed_token_ids: no other token is chosen; None allows all.
+      bad_words: texts, or sequences of ids, that do not come: their last token is not chosen where the text ends with the others. A
+        text stands for its tokens at the beginning of a text and after a space; what other tokens may spell it is not looked for.
       include_stop_str_in_output: `include_stop` by vLLM's name; ask for it by its own.
 
     Raises:
@@ -79,6 +95,14 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     include_stop: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     include_stop_str_in_output: InitVar[bool | None] = None
 
     def __post_init__(self, include_stop_str_in_output):
@@ -95,6 +119,10 @@ class SamplingParams:
             self._integer("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:
             self._integer("seed", 0, 2**64 - 1)
+        if self.truncate_prompt_tokens is not None and as_integer(self.truncate_prompt_tokens) != -1:
+            self._integer("truncate_prompt_tokens", 1, None)
+        elif self.truncate_prompt_tokens is not None:
+            object.__setattr__(self, "truncate_prompt_tokens", -1)
         self._number("temperature", 0.0, 1e4)
         self._number("top_p", 0.0, 1.0, open_below=True)
         self._number("min_p", 0.0, 1.0)
@@ -107,10 +135,80 @@ class SamplingParams:
                 f"stop_token_ids must hold at most {MAX_STOP_IDS} token ids of at least 0, got {list(self.stop_token_ids)!r}"
             )
         object.__setattr__(self, "stop_token_ids", ids)
-        for name in ("ignore_eos", "include_stop"):
+        self._number("presence_penalty", -MAX_PENALTY, MAX_PENALTY)
+        self._number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY)
+        self._number("repetition_penalty", 0.0, MAX_PENALTY, open_below=True)
+        object.__setattr__(self, "logit_bias", self._biases())
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", self._allowed())
+        object.__setattr__(self, "bad_words", self._words())
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if (flag := as_flag(getattr(self, name))) is None:
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
             object.__setattr__(self, name, flag)
+
+    @classmethod
+    def from_model(cls, model: "Model", **changes) -> "SamplingParams":
+        """Parameters as the model's `generation_config.json` has them (temperature, top_p, top_k, min_p, repetition_penalty), with
+        `changes`. What neither names is as ever: greedy, where the file says nothing.
+
+        Raises:
+          ParameterError: see `SamplingParams`.
+        """
+        return cls(**{**model.sampling_defaults, **changes})
+
+    def shortened(self, ids: Sequence[int], longest: int) -> tuple[int, ...]:
+        """A prompt as `truncate_prompt_tokens` has it, for a model that takes `longest` tokens of prompt and text."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return tuple(ids)
+        return tuple(ids[-(max(1, longest - self.max_tokens) if kept == -1 else kept) :])
+
+    def _biases(self) -> tuple[tuple[int, float], ...]:
+        """Ids with what is added to their logits, in order of the ids."""
+        given, found = self.logit_bias, dict[int, float]()
+        pairs = given.items() if isinstance(given, Mapping) else given
+        try:
+            for token, bias in pairs:
+                number, amount = as_integer(token), as_number(bias)
+                if number is None or number < 0 or amount is None or not abs(amount) <= MAX_BIAS:
+                    raise ValueError
+                found[number] = amount
+        except (TypeError, ValueError):
+            raise ParameterError(
+                f"logit_bias must hold token ids of at least 0 with numbers from {-MAX_BIAS} to {MAX_BIAS}, got {given!r:.200}"
+            ) from None
+        return tuple(sorted(found.items()))
+
+    def _allowed(self) -> tuple[int, ...]:
+        given, ids = self.allowed_token_ids, list[int]()
+        for token in given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else ():
+            number = as_integer(token)
+            ids.append(-1 if number is None else number)
+        if not ids or min(ids) < 0:
+            raise ParameterError(
+                f"allowed_token_ids must be a list of token ids of at least 0, or None for all, got {given!r:.200}"
+            )
+        return tuple(dict.fromkeys(ids))
+
+    def _words(self) -> tuple[str | tuple[int, ...], ...]:
+        """Texts, and sequences of ids as tuples."""
+        given, found = self.bad_words, []
+        if not isinstance(given, str | bytes) and isinstance(given, Iterable):
+            given = tuple(given)
+            for word in given:
+                listed = isinstance(word, Iterable) and not isinstance(word, str | bytes)
+                ids = tuple(map(as_integer, word)) if listed else ()
+                if isinstance(word, str) and word.strip():
+                    found.append(str(word))
+                elif ids and all(token is not None and token >= 0 for token in ids):
+                    found.append(ids)
+            if len(found) == len(given):
+                return tuple(found)
+        raise ParameterError(
+            "bad_words must be a list of texts that are not empty, or of lists of token ids of at least 0, "
+            f"got {self.bad_words!r:.200}"
+        )
 
     def _include(self, value) -> None:
         """Takes `include_stop` by vLLM's name."""

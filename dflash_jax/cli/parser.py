@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
-from dflash_jax.cli.values import chat_option, token_ids
+from dflash_jax.cli.values import chat_option, token_bias, token_ids
 from dflash_jax.options import FLAGS
 
 
@@ -32,11 +32,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-tokens", type=int, default=0, metavar="N", help="tokens of an answer at least (default: 0)"
     )
     _add_law(sampling)
+    _add_adjustments(sampling)
     sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     sampling.add_argument(
         "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
         help="tokens that end the text beside the model's end tokens; may be repeated",
+    )  # fmt: skip
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are text")
+    sampling.add_argument(
+        "--truncate-prompt-tokens", type=int, metavar="N",
+        help="the last N tokens of a prompt alone; -1 as many as leave room for --max-tokens (default: all)",
     )  # fmt: skip
     sampling.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
@@ -134,6 +140,11 @@ def add_serve(commands: Any) -> None:
         metavar="ORIGIN",
         help="of browsers that may ask; * is all (default: none)",
     )
+    server.add_argument(
+        "--generation-config", choices=["auto", "none"], default="auto",
+        help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
+        "(default: auto, they are)",
+    )  # fmt: skip
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
@@ -149,6 +160,25 @@ def _add_law(group: Any) -> None:
         ("--min-p", float, 0.0, "P", "among tokens at least P times as likely as the likeliest (default: 0, all)"),
     ):
         group.add_argument(name, type=kind, default=default, metavar=value, help=about)
+
+
+def _add_adjustments(group: Any) -> None:
+    """What changes logits before a token is drawn."""
+    for name, default, about in (
+        ("--presence-penalty", 0.0, "less for tokens that the text holds (default: 0)"),
+        ("--frequency-penalty", 0.0, "less for each time that the text holds a token (default: 0)"),
+        ("--repetition-penalty", 1.0, "logits of tokens that prompt or text hold are divided by it (default: 1)"),
+    ):
+        group.add_argument(name, type=float, default=default, metavar="P", help=about)
+    group.add_argument(
+        "--logit-bias", type=token_bias, action="append", default=[], metavar="ID=B",
+        help="added to the logit of a token, from -100 to 100; may be repeated",
+    )  # fmt: skip
+    group.add_argument(
+        "--allowed-token-ids", type=token_ids, action="extend", metavar="ID[,ID]",
+        help="choose no other tokens; may be repeated",
+    )  # fmt: skip
+    group.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="does not come; may be repeated")
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 from dflash_jax.cli.terminal import note
+from dflash_jax.engine.requests import MODES
 from dflash_jax.model import Model, load
 from dflash_jax.serving.app import ServeOptions
 from dflash_jax.serving.server import serve
@@ -23,6 +24,7 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
     served = ServeOptions(
         names=names, keys=keys, max_queue=args.max_queue, max_body_bytes=int(args.max_body_mb * 2**20),
         request_timeout=args.request_timeout, origins=args.allowed_origins, here=here, metrics=not args.no_metrics,
+        model_defaults=args.generation_config == "auto",
     )  # fmt: skip
 
     def loaded() -> Model:
@@ -30,7 +32,7 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
         for notice in model.notices:
             note(notice)
         if not args.no_warmup:
-            model.warmup(modes=("greedy", "sampled", "full"), draft=(model.draft is not None,))
+            model.warmup(modes=MODES, draft=(model.draft is not None,))
         return model
 
     serve(

@@ -52,6 +52,17 @@ def _in_json(value: Any) -> bool:
     return value is None or isinstance(value, str | int) or (isinstance(value, float) and abs(value) < float("inf"))
 
 
+def token_bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit."""
+    token, sign, bias = text.partition("=")
+    try:
+        return int(token), float(bias if sign else "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a token id and a number, such as 151645=-2.5, got {text!r:.80}"
+        ) from None
+
+
 def token_ids(text: str) -> list[int]:
     """Token ids between commas."""
     try:

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
+from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
@@ -85,6 +86,8 @@ def cycle(
                     proposals = best_proposals(drafter, proposing, head, index)
                 else:
                     draft_logits = drafter.logits(proposing, head)
+                    if state.adjust is not None:
+                        draft_logits = proposing_logits(draft_logits, state.adjust)
                     draft_noise = None if noise is None else noise[:, :-1]
                     proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
@@ -106,13 +109,15 @@ def cycle(
         if raw is not None and setup.mode == "full":
             # In the product's dtype again, which filters compare in.
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
+        elif raw is not None and state.adjust is not None:
+            logits = adjusted_logits(without_stops(raw, state.request, state.produced), ids, state.adjust)
         chosen = target.best(hidden) if logits is None else sample(logits, emitted_at, state.request, setup.mode, noise)
         accepted, tokens = accept_matching(ids[:, 1:], chosen)
         if logits is not None and setup.proposals == "rejection":
             if draft_logits is not None:
                 draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
             if draft_law is not None:
-                law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, hidden.dtype)
+                law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
                 sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request)
                 sampling = state.request.temperature > 0
                 accepted = jnp.where(sampling, sampled[0], accepted)
@@ -143,6 +148,7 @@ def cycle(
             target_pages=pages,
             draft_pages=draft_pages,
             recurrent=recurrent,
+            adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
         )
     return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
 

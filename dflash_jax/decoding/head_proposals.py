@@ -7,6 +7,7 @@ noise of their own, and rejection judges them by the law that is given back.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.decoding.adjustments import proposing_logits
 from dflash_jax.decoding.sampling import filtered_logits, noise_at
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.models.heads import Pick
@@ -26,6 +27,9 @@ def picker(setup: Setup, positions: Int[Array, "B g"], state: DecodeState, noise
     def pick(
         first: int, scores: Float[Array, "B n P C"], tokens: Int[Array, "B n C"] | None
     ) -> tuple[Int[Array, "B n P"], Float[Array, "B n P C"]]:
+        if state.adjust is not None:
+            listed = None if tokens is None else tokens[:, :, None]
+            scores = proposing_logits(scores, state.adjust, listed)
         if setup.mode == "greedy" or setup.proposals == "argmax":
             return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
         slots, places, cases, columns = scores.shape

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.pages import Pages
+from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
@@ -86,6 +87,8 @@ def admit(
     left = logits
     if setup.mode == "full":  # in the dtype that the product gave, which filters compare in
         left = without_stops(logits.astype(state.features.dtype), request, rows.produced)
+    elif rows.adjust is not None:
+        left = adjusted_logits(without_stops(logits, request, rows.produced), rows.pending[:, None], rows.adjust)
     token = sample(left, rows.seq_lens[:, None], request, setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
@@ -94,7 +97,7 @@ def admit(
         pending=jnp.where(resumed, rows.pending, token[:, 0]), seq_lens=rows.seq_lens, features=rows.features,
         fresh=jnp.zeros_like(gained), produced=rows.produced + gained, remaining=rows.remaining - gained,
         done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
-        recurrent=state.recurrent,
+        recurrent=state.recurrent, adjust=None if rows.adjust is None else after(rows.adjust, token, gained),
     )  # fmt: skip
 
     def place(whole: Array, part: Array) -> Array:

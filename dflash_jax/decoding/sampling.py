@@ -16,7 +16,7 @@ from dflash_kernels import filter_logits, filtered_choice, scaled_logits
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-Mode = Literal["greedy", "sampled", "full"]
+Mode = Literal["greedy", "sampled", "full", "adjusted"]
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -64,7 +64,8 @@ def noise_at(
 def filtered_logits(
     logits: Float[Array, "B T V"], request: RequestArrays, mode: Mode, rounded: Any = jnp.float32
 ) -> Float[Array, "B T V"]:
-    """Logits after temperature (less their maximum), and in mode full after min_p, top_k and top_p in that order; refused: -inf.
+    """Logits after temperature (less their maximum), and after min_p, top_k and top_p in that order in modes that filter; what
+    they refuse is -inf.
 
     Rows of temperature 0 are returned unscaled: their argmax is the greedy choice.
 
@@ -72,7 +73,7 @@ def filtered_logits(
       rounded: dtype that the product before was rounded to, in which filters compare: one of 16 bits takes half as long.
     """
     temperature = request.temperature[:, None, None]
-    if mode != "full":
+    if mode in ("greedy", "sampled"):
         return scaled_logits(logits, temperature)
     limits = {name: getattr(request, name)[:, None, None] for name in ("min_p", "top_k", "top_p")}
     return filter_logits(logits, temperature, **limits, rounded=rounded)
@@ -104,7 +105,8 @@ def sample(
     """The token each row of the target's logits chooses for its position, filters and all; ties go to the lowest id.
 
     Args:
-      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare.
+      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare. In mode adjusted
+        they are no such numbers any more.
       noise: `noise_at` of these positions, where the caller has it already.
     """
     if mode == "greedy":

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache.pages import Pages
 from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.adjustments import Adjustments
 from dflash_jax.decoding.draft_window import columns
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.execution.plan import (
@@ -45,7 +46,7 @@ class Setup:
 
     Attributes:
       target, draft: configurations; draft None is plain decoding.
-      mode: greedy; sampled adds temperature; full adds filters and min_tokens.
+      mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -159,6 +160,7 @@ class DecodeState:
       remaining: tokens that may still be emitted.
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
+      adjust: in mode adjusted what changes logits; None elsewhere.
     """
 
     pending: Int[Array, "B"]
@@ -172,6 +174,7 @@ class DecodeState:
     target_pages: Pages
     draft_pages: Pages
     recurrent: tuple[DeltaState, ...] = ()
+    adjust: Adjustments | None = None
 
 
 _NUMBERS = ("pending", "seq_lens", "fresh", "produced", "remaining", "done")

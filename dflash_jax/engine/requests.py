@@ -11,12 +11,14 @@ import numpy as np
 
 from dflash_jax.cache import Pages
 from dflash_jax.cache.recurrent import make_states
+from dflash_jax.decoding.adjustments import Adjustments
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 STOP_WIDTH = 8  # stop ids that a slot has room for at least
+MOST_WORDS, LONGEST_WORD = 32, 8  # refused sequences of several tokens in a slot, and their tokens, at most
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Request:
       index: the caller's number for it, repeated in every update.
       eos_ids: the model's end tokens.
       seed: drawn here when the parameters name none.
+      refused: token ids of `params.bad_words`.
     """
 
     index: int
@@ -34,6 +37,7 @@ class Request:
     params: SamplingParams
     eos_ids: tuple[int, ...] = ()
     seed: int = -1
+    refused: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
         if self.seed < 0:
@@ -48,9 +52,19 @@ class Request:
     def mode(self) -> Mode:
         """The simplest program that serves it."""
         p = self.params
+        if self.adjusts:
+            return "adjusted"
         if p.min_tokens > 0 or (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)):
             return "full"
         return "sampled" if p.temperature > 0 else "greedy"
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it changes logits before anything else looks at them."""
+        p = self.params
+        penalties = p.presence_penalty, p.frequency_penalty, p.repetition_penalty
+        biased = p.logit_bias or p.allowed_token_ids is not None or self.refused
+        return penalties != (0.0, 0.0, 1.0) or bool(biased)
 
     @property
     def needs(self) -> "Needs":
@@ -187,6 +201,42 @@ def request_arrays(requests: list[Request | None], stop_width: int) -> RequestAr
     return RequestArrays(**host)
 
 
+def adjustments(requests: Sequence[tuple[Request, Sequence[int]] | None], vocab: int) -> Adjustments:
+    """What changes the logits of slots, on the host; an empty slot changes nothing.
+
+    Args:
+      requests: as of `request_rows`.
+    """
+    count = len(requests)
+    bias, seen = np.zeros((count, vocab), np.float32), np.zeros((count, vocab), np.int32)
+    words, tail = (
+        np.full(shape, -1, np.int32) for shape in ((count, MOST_WORDS, LONGEST_WORD), (count, LONGEST_WORD - 1))
+    )
+    rows = [_GREEDY if item is None else item[0].params for item in requests]
+    for row, item in enumerate(requests):
+        if item is None or not item[0].adjusts:
+            continue
+        request, emitted = item
+        if (allowed := request.params.allowed_token_ids) is not None:
+            bias[row] = -np.inf
+            bias[row, list(allowed)] = 0.0
+        for token, amount in dict(request.params.logit_bias).items():
+            bias[row, token] += amount
+        bias[row, [word[0] for word in request.refused if len(word) == 1]] = -np.inf
+        seen[row, list(request.prompt)] = 1
+        np.add.at(seen[row], list(emitted), 2)
+        for place, word in enumerate(word for word in request.refused if len(word) > 1):
+            words[row, place, -len(word) :] = word
+        if last := emitted[-tail.shape[1] :]:
+            tail[row, -len(last) :] = last
+    penalties = {
+        name: np.array([getattr(one, f"{name}_penalty") for one in rows], np.float32)
+        for name in ("presence", "frequency", "repetition")
+    }
+    host: dict[str, Any] = {"bias": bias, "seen": seen, **penalties, "words": words, "tail": tail}
+    return Adjustments(**host)
+
+
 def _slots(
     setup: Setup, requests: RequestArrays, dtype: jnp.dtype, pools: tuple[Pages, Pages], **given: Any
 ) -> DecodeState:
@@ -209,7 +259,8 @@ def _slots(
 
 def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
-    state = jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools))
+    adjust = adjustments([None] * slots, setup.target.vocab_size) if setup.mode == "adjusted" else None
+    state = jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools, adjust=adjust))
     return replace(state, recurrent=make_states(setup.target, slots, dtype))
 
 
@@ -234,4 +285,5 @@ def request_rows(
         produced=each(lambda _, emitted: len(emitted)),
         remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
         done=np.array([item is None for item in requests]),
+        adjust=adjustments(requests, setup.target.vocab_size) if setup.mode == "adjusted" else None,
     )  # fmt: skip

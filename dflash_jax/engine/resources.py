@@ -19,7 +19,7 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import cycle_cost
-from dflash_jax.engine.requests import Request
+from dflash_jax.engine.requests import LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_policy import VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
@@ -169,6 +169,8 @@ class Resources:
                 f"min_tokens={params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each ends a "
                 "text: lower it to 0, or name fewer stop_token_ids"
             )
+        if request.adjusts:
+            self._check_adjustments(request)
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
@@ -183,6 +185,34 @@ class Resources:
             raise CapacityError(
                 f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
                 "larger num_pages"
+            )
+
+    def _check_adjustments(self, request: Request) -> None:
+        params, vocabulary = request.params, range(self.target.vocab_size)
+        named = {
+            "logit_bias": dict(params.logit_bias), "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in request.refused for token in word],
+        }  # fmt: skip
+        for name, ids in named.items():
+            if wrong := [token for token in ids if token not in vocabulary]:
+                raise ParameterError(
+                    f"{name} must be inside the target's vocabulary of {len(vocabulary)} tokens, got {wrong[0]}"
+                )
+        several = [word for word in request.refused if len(word) > 1]
+        longest = max(map(len, several), default=0)
+        if len(several) > MOST_WORDS or longest > LONGEST_WORD:
+            raise ParameterError(
+                f"bad_words may have at most {MOST_WORDS} sequences of several tokens, of {LONGEST_WORD} tokens each, got "
+                f"{len(several)}, the longest of {longest}; a text may be two, one for each way that it is begun"
+            )
+        # Of a sequence of several, the last one may be refused at any place.
+        refused = {word[-1] for word in request.refused} | (set(request.stop_ids) if params.min_tokens > 0 else set())
+        allowed = vocabulary if params.allowed_token_ids is None else params.allowed_token_ids
+        if refused.issuperset(allowed):
+            raise ParameterError(
+                f"{'allowed_token_ids leave' if params.allowed_token_ids is not None else 'bad_words leave'} no token that could "
+                f"come at every place: the last tokens of bad_words{' and what min_tokens forbids' if params.min_tokens else ''} "
+                f"are all that is left of {len(allowed)}"
             )
 
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:

@@ -26,7 +26,16 @@ from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.memory import named_memory_errors
-from dflash_jax.engine.requests import Needs, Request, Update, empty_state, on_host, request_arrays, request_rows
+from dflash_jax.engine.requests import (
+    Needs,
+    Request,
+    Update,
+    adjustments,
+    empty_state,
+    on_host,
+    request_arrays,
+    request_rows,
+)
 from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, Resources
 from dflash_jax.engine.slots import Job, Sink, Slots
 from dflash_jax.engine.verify_policy import Kind, kind_of
@@ -240,12 +249,17 @@ class Batch:
         return self.core.width_of(pages * self.core.page_size)
 
     def serve(self, needs: Needs) -> None:
-        """Has the next programs serve `needs`. Stop ids are written from the host: nothing is called or compiled."""
+        """Has the next programs serve `needs`. Stop ids are written from the host, and what changes logits, of slots where nothing
+        does, is too: nothing is called or compiled."""
         if needs.stop_width != self.needs.stop_width:
             requests = [job and job.request for job in self.slots.jobs]
             ids = [one if one and len(one.stop_ids) <= needs.stop_width else None for one in requests]
             stops = jax.device_put(request_arrays(ids, needs.stop_width).stop_ids)
             self.keep(replace(self.state, request=replace(self.state.request, stop_ids=stops)))
+        adjusted = needs.mode == "adjusted"
+        if adjusted != (self.state.adjust is not None):
+            none = adjustments([None] * self.size, self.core.target.vocab_size) if adjusted else None
+            self.keep(replace(self.state, adjust=jax.device_put(none)))
         self.needs = needs
 
     def retire(self, job: Job) -> None:
@@ -425,7 +439,7 @@ def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: in
 
 def _resize_status(batch: Batch, old: int, new: int) -> Status:
     jobs = _jobs(batch, batch.needs, batch.verified)
-    name = ("resize", batch.draft, old, new, jobs.stop_width)
+    name = ("resize", batch.draft, batch.needs.mode == "adjusted", old, new, jobs.stop_width)
     return batch.core.program_status(name, lambda: jobs.resize(old, new).args)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from dflash_jax.engine.requests import Request
@@ -11,6 +12,7 @@ from dflash_jax.options import as_integer
 from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
 from dflash_jax.text.prompts import is_chat, prompt_ids
+from dflash_jax.text.refused_words import refused_ids
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -24,19 +26,20 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 # Taken where they say what happens anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,), "logit_bias": ({},),
-    "priority": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
-    "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False), "modalities": (["text"],),
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (), "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},), "allowed_token_ids": (), "bad_words": ([],), "truncate_prompt_tokens": (),
+    "length_penalty": (1,), "priority": (0,), "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False),
+    "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
     "add_special_tokens": (True, False), "structured_outputs": (),
 }  # fmt: skip
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
-    "return_tokens_as_token_ids", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
+    "return_tokens_as_token_ids", "logit_bias", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
 COMPLETION_FIELDS = ("prompt", *_COMMON)
 CHAT_FIELDS = (
@@ -93,8 +96,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def completion_ask(body: Mapping[str, Any]) -> Ask:
-    """Of `/v1/completions`. Raises Problem, ParameterError."""
+def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
+    """Of `/v1/completions`; `defaults` are for fields of sampling that it leaves out. Raises Problem, ParameterError."""
     _check_names(body, COMPLETION_FIELDS)
     prompts = body.get("prompt")
     single = isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and as_integer(prompts[0]) is not None)
@@ -109,12 +112,16 @@ def completion_ask(body: Mapping[str, Any]) -> Ask:
             raise _wrong("prompt" if single else f"prompt.{place}", "a text that is not empty", prompt)
     most = _limit(body, "max_tokens")
     return _ask(
-        body, listed, DEFAULT_COMPLETION_TOKENS if most is None else most, _integer(body, "logprobs", 0, MAX_LOGPROBS)
+        body,
+        listed,
+        DEFAULT_COMPLETION_TOKENS if most is None else most,
+        _integer(body, "logprobs", 0, MAX_LOGPROBS),
+        defaults,
     )
 
 
-def chat_ask(body: Mapping[str, Any], template: str | None) -> Ask:
-    """Of `/v1/chat/completions`, for a model with this chat template. Raises Problem, ParameterError."""
+def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
+    """Of `/v1/chat/completions`, for a model with this chat template; see `completion_ask`. Raises Problem, ParameterError."""
     _check_names(body, CHAT_FIELDS)
     messages = _messages(body.get("messages"), template or "")
     wanted, top = _flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
@@ -128,7 +135,7 @@ def chat_ask(body: Mapping[str, Any], template: str | None) -> Ask:
         if name in options and name not in (template or ""):
             del options[name]
     most = _limit(body, "max_tokens") if most is None else most
-    return _ask(body, [messages], most, (top or 0) if wanted else None, options)
+    return _ask(body, [messages], most, (top or 0) if wanted else None, defaults, options)
 
 
 def requests_of(model: Model, ask: Ask) -> list[Request]:
@@ -138,8 +145,11 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
       Problem, PromptError, ParameterError, CapacityError, TokenizerError: nothing can be made of it.
     """
     requests, longest = list[Request](), model.engine.max_model_len
+    refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
     for prompt in ask.prompts:
         ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
+        least = 1 if ask.max_tokens is None else ask.max_tokens
+        ids = replace(ask.params, max_tokens=max(least, ask.params.min_tokens)).shortened(ids, longest)
         room = longest - len(ids)
         if room < 1:
             asked = 1 if ask.max_tokens is None else ask.max_tokens
@@ -155,14 +165,15 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
             least = min(ask.params.min_tokens, most)
             params = replace(ask.params, max_tokens=most, min_tokens=least, seed=seed)
-            requests.append(Request(len(requests), ids, params, model.eos_ids))
+            requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused))
             model.engine.check(requests[-1])
     return requests
 
 
 def _ask(
-    body: Mapping[str, Any], prompts: list, most: int | None, logprobs: int | None, options: dict | None = None
-) -> Ask:
+    body: Mapping[str, Any], prompts: list, most: int | None, logprobs: int | None, defaults: Mapping[str, Any],
+    options: dict | None = None,
+) -> Ask:  # fmt: skip
     n = _integer(body, "n", 1, MAX_CHOICES) or 1
     if (best := _integer(body, "best_of", 1, MAX_CHOICES)) is not None and best != n:
         raise Problem(400, f"best_of must equal n, got {best} and {n}", param="best_of", code="unsupported_parameter")
@@ -172,7 +183,9 @@ def _ask(
         raise _wrong("stop", f"a string or at most {MAX_STOPS} of them", stop)
     stops = [one for one in stops if one]
     seed = _integer(body, "seed", -(2**63), 2**64 - 1)
-    given: dict[str, Any] = {"temperature": 1.0} | {name: body[name] for name in _SAMPLING if name in body}
+    given: dict[str, Any] = {"temperature": 1.0, **defaults} | {name: body[name] for name in _SAMPLING if name in body}
+    if bias := _mapping(body, "logit_bias"):
+        given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0
     params = SamplingParams(
         max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **given
@@ -284,6 +297,13 @@ def _mapping(body: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(name, "an object", value)
     return value
+
+
+def _token(name: str) -> int:
+    """A token id that is a name, as JSON's names are texts."""
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise _wrong("logit_bias", "an object with token ids for names", name)
+    return int(name)
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:

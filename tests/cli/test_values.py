@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.cli import commands
 from dflash_jax.cli.commands import main
 from dflash_jax.cli.values import chat_option, token_ids
 
@@ -104,6 +105,29 @@ def test_sampling_options_reach_the_model(target, capsys) -> None:
     assert [entry["token_id"] for entry in row["logprobs"]] == one.token_ids
     assert [len(entry["top"]) for entry in row["logprobs"]] == [2] * len(one.token_ids)
     assert row["logprobs"][0]["logprob"] == pytest.approx(one.logprobs[0].logprob)
+
+
+def test_options_that_change_logits_are_parameters(target, monkeypatch) -> None:
+    """Each by itself; what the parameters do is tested where they are."""
+    seen = []
+    monkeypatch.setattr(commands, "_generate", lambda args, prompts, params, *rest: seen.append(params) or 0)
+    monkeypatch.setattr(commands, "check_models", lambda args: None)
+    for options, params in (
+        ((), {}),
+        (
+            ("--presence-penalty", "0.5", "--frequency-penalty", "-1"),
+            {"presence_penalty": 0.5, "frequency_penalty": -1},
+        ),
+        (("--repetition-penalty", "1.2"), {"repetition_penalty": 1.2}),
+        (("--logit-bias", "7=-2.5", "--logit-bias", "9=3"), {"logit_bias": {7: -2.5, 9: 3}}),
+        (("--allowed-token-ids", "7,8", "--allowed-token-ids", "9"), {"allowed_token_ids": [7, 8, 9]}),
+        (("--bad-word", "a", "--bad-word", "b c"), {"bad_words": ["a", "b c"]}),
+    ):
+        assert main(["generate", "ab", *options]) == 0
+        assert seen.pop() == dj.SamplingParams(**params)
+    for wrong in ("7", "7=", "a=1"):
+        with pytest.raises(SystemExit):
+            main(["generate", "ab", "--logit-bias", wrong])
 
 
 def test_end_tokens_are_passed_over_where_asked(target, capsys, tmp_path) -> None:

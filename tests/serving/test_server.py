@@ -24,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from dflash_jax.serving.app import ServeOptions, make_app  # noqa: E402
+from dflash_jax.serving.bodies import chat_ask, completion_ask, requests_of  # noqa: E402
 
 PROMPT = "def quicksort("
 OTHERS = ["import os\n", "class Node:", "for i in range(", PROMPT]
@@ -147,6 +148,24 @@ def test_seeds_choices_and_stops(client, model):
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
 
 
+def test_penalties_and_biases_are_those_of_generate(client, model):
+    """Each field by its name in a body; the ids of a body's biases are texts."""
+    first = dj.generate(model, PROMPT, dj.SamplingParams(max_tokens=12)).token_ids
+    fields = {
+        "frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {str(first[0]): -100.0},
+        "bad_words": ["return"],
+    }  # fmt: skip
+    params = dj.SamplingParams(max_tokens=12, **fields | {"logit_bias": {first[0]: -100}})
+    row = dj.generate(model, PROMPT, params)
+    openais = {name: fields.pop(name) for name in ("frequency_penalty", "presence_penalty", "logit_bias")}
+    answer = client.completions.create(
+        model="pair", prompt=PROMPT, max_tokens=12, temperature=0, **openais, extra_body=fields
+    )
+    assert answer.choices[0].text == row.text
+    assert row.token_ids[0] != first[0]
+    assert "return" not in row.text
+
+
 def test_logprobs_of_both_kinds(client):
     answer = client.completions.create(model="pair", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=2)
     rows, text = answer.choices[0].logprobs, answer.choices[0].text
@@ -173,13 +192,29 @@ def test_logprobs_of_both_kinds(client):
     assert (chunks[0].delta.role, chunks[-1].finish_reason) == ("assistant", chat.finish_reason)
 
 
+def test_the_models_defaults_hold_where_a_request_says_nothing(model):
+    """And a request's own fields count; prompts are shortened before anything else."""
+    own = replace(model, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    front = make_app(own).front
+    params = completion_ask({"prompt": "x", "top_k": 5, "skip_special_tokens": False}, front.defaults).params
+    assert (params.temperature, params.top_k, params.skip_special_tokens) == (0.6, 5, False)
+    assert chat_ask(CHAT, None, front.defaults).params.top_k == 20
+    assert completion_ask({"prompt": "x"}, make_app(own, ServeOptions(model_defaults=False)).front.defaults).params == (
+        completion_ask({"prompt": "x"}).params
+    )
+    body = {"prompt": [*range(1, 301)], "truncate_prompt_tokens": -1, "max_tokens": 6}
+    assert requests_of(model, completion_ask(body))[0].prompt == (*range(51, 301),)
+    assert requests_of(model, completion_ask(body | {"truncate_prompt_tokens": 2}))[0].prompt == (299, 300)
+
+
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 WRONG = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
     ("/v1/completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature", "invalid_value"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -1}, 400, "max_tokens", "invalid_value"),
     ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour", "unknown_parameter"),
-    ("/v1/completions", {"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty", "unsupported_parameter"),
+    ("/v1/completions", {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "invalid_value"),
     ("/v1/completions", b"{", 400, None, None),
     ("/v1/completions", b"[" * 60000, 400, None, None),
     ("/v1/completions", b" " * 70000, 413, None, None),
