@@ -99,7 +99,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The long files first; leaves a part of the tests that markers have left: the parts of all I from 1 to N are all of them."""
     items.sort(key=lambda item: item.path.name not in LONG)
-    chosen = _few(config, items)
+    chosen = few(config, items)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
     part = config.getoption("part")
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[first - 1 :: parts]
 
 
-def _few(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+def few(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
     """Of a test marked `few` the cases that its patterns match, of others all; on a GPU, by name and on demand, all of both."""
     if config.getoption("all_cases") or _for_gpu(config) or any("::" in argument for argument in config.args):
         return items
