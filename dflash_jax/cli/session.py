@@ -47,8 +47,8 @@ class Session:
 
     def sampling(self) -> SamplingParams:
         """Raises ParameterError."""
-        fields: dict[str, Any] = {"max_tokens": DEFAULT_TOKENS, **self.params}
-        return SamplingParams(**fields)
+        values: Any = {"max_tokens": DEFAULT_TOKENS} | self.params
+        return SamplingParams(**values)
 
     def keep(self) -> None:
         """Writes the file, where there is one: another one in its place, so that it is whole at any time."""
