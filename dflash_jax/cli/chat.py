@@ -39,7 +39,8 @@ def open_chat(path: str | None, options: Mapping[str, Any], session: Session) ->
         made.append(chat)
         return model.engine.run([chat.request("Hello")], cycles=STREAM_CYCLES)
 
-    model = load(path, **{**options, "max_batch": 1}, ahead=first_run)
+    asked: Any = {**options, "max_batch": 1}
+    model = load(path, ahead=first_run, **asked)
     model.tell = note
     for notice in model.notices:
         note(notice)

@@ -25,6 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = _add_sampling(generate, max_tokens=256)
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are text")
+    sampling.add_argument(
+        "--truncate-prompt-tokens", type=int, metavar="N",
+        help="the last N tokens of a prompt alone; -1 as many as leave room for --max-tokens (default: all)",
+    )  # fmt: skip
     sampling.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of each token and of the N likeliest ones at its place",
@@ -137,6 +142,11 @@ def add_serve(commands: Any) -> None:
         metavar="ORIGIN",
         help="of browsers that may ask; * is all (default: none)",
     )
+    server.add_argument(
+        "--generation-config", choices=["auto", "none"], default="auto",
+        help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
+        "(default: auto, they are)",
+    )  # fmt: skip
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
