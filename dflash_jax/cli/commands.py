@@ -3,6 +3,7 @@
     dflash-jax demo
     dflash-jax generate "def quicksort(" --max-tokens 128 --stats
     echo "Why is the sky blue?" | dflash-jax generate - --model Qwen/Qwen3-4B --chat
+    dflash-jax chat --model Qwen/Qwen3-4B
     dflash-jax bench --concurrency 1 8
     dflash-jax serve --model Qwen/Qwen3-4B
     dflash-jax info
@@ -193,6 +194,23 @@ def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
         print(f"==> {prompts[index]!r:.70} <==", flush=True)
 
 
+def run_chat(args: argparse.Namespace) -> int:
+    """`dflash-jax chat`: a conversation at the terminal."""
+    from dflash_jax.cli.session import Session
+
+    session = Session.begun(args)
+    check_models(args)
+    args.chat = True  # the process of chat templates starts now
+    with told_if_slow() as ready:
+        begin(args)
+        from dflash_jax.cli.chat import converse, open_chat
+
+        chat = open_chat(args.model, load_options(args), session)
+        ready()
+    converse(chat, session, stats=args.stats)
+    return OK
+
+
 def run_demo(args: argparse.Namespace) -> int:
     """`dflash-jax demo`: the same prompts with and without drafting."""
     check_models(args)
@@ -264,8 +282,8 @@ def run_version(_: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "generate": run_generate, "demo": run_demo, "bench": run_bench, "serve": run_serve, "info": run_info,
-    "--version": run_version,
+    "generate": run_generate, "chat": run_chat, "demo": run_demo, "bench": run_bench, "serve": run_serve,
+    "info": run_info, "--version": run_version,
 }  # fmt: skip
 
 
