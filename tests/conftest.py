@@ -100,7 +100,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """The long files first; leaves a part of the tests that markers have left: the parts of all I from 1 to N are all of them."""
     items.sort(key=lambda item: item.path.name not in LONG)
     chosen = few(config, items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    kept = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = chosen
     part = config.getoption("part")
     first, _, parts = (int(word) if word.isdecimal() else 0 for word in part.partition("/"))
@@ -122,8 +123,8 @@ def few(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
                 found.append(item)
     if (unmatched := [name for name, found in cases.items() if not found]) and not config.option.keyword:
         raise pytest.UsageError(f"few: a pattern that names a case was expected, these name none: {unmatched}")
-    chosen = set(itertools.chain(*cases.values()))
-    return [item for item in items if item in chosen]
+    chosen = set(map(id, itertools.chain(*cases.values())))
+    return [item for item in items if id(item) in chosen]
 
 
 def _for_gpu(config: pytest.Config) -> bool:

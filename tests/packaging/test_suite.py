@@ -120,13 +120,10 @@ def test_few_cases_of_marked_tests(request):
             mark = None if some is None else SimpleNamespace(args=some)
             for case in ("q1", "q1-split", "q16"):
                 found = {"nodeid": f"{test}[{case}]", "callspec": SimpleNamespace(id=case)}
-                items.append(Item(**found, get_closest_marker=lambda name, mark=mark: mark))
+                items.append(SimpleNamespace(**found, get_closest_marker=lambda name, mark=mark: mark))
         option = SimpleNamespace(markexpr=markexpr, keyword=keyword)
         config = SimpleNamespace(getoption={"all_cases": all_cases}.get, option=option, args=list(args))
         return [item.nodeid for item in conftest.few(config, items)]
-
-    class Item(SimpleNamespace):
-        __hash__ = object.__hash__
 
     some = ["whole[q1]", "whole[q1-split]", "whole[q16]", "some[q1]", "some[q1-split]"]
     assert chosen() == some
