@@ -125,7 +125,8 @@ def run_generate(args: argparse.Namespace) -> int:
         min_tokens=args.min_tokens, logprobs=args.logprobs, include_stop=args.include_stop,
         presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
         repetition_penalty=args.repetition_penalty, logit_bias=args.logit_bias, allowed_token_ids=args.allowed_token_ids,
-        bad_words=args.bad_word,
+        bad_words=args.bad_word, skip_special_tokens=not args.keep_special_tokens,
+        truncate_prompt_tokens=args.truncate_prompt_tokens,
     )  # fmt: skip
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs are part of the rows of --json: add it")

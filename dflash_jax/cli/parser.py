@@ -39,6 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
         help="tokens that end the text beside the model's end tokens; may be repeated",
     )  # fmt: skip
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are text")
+    sampling.add_argument(
+        "--truncate-prompt-tokens", type=int, metavar="N",
+        help="the last N tokens of a prompt alone; -1 as many as leave room for --max-tokens (default: all)",
+    )  # fmt: skip
     sampling.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     sampling.add_argument(
@@ -135,6 +140,11 @@ def add_serve(commands: Any) -> None:
         metavar="ORIGIN",
         help="of browsers that may ask; * is all (default: none)",
     )
+    server.add_argument(
+        "--generation-config", choices=["auto", "none"], default="auto",
+        help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
+        "(default: auto, they are)",
+    )  # fmt: skip
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
