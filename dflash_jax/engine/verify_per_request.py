@@ -83,8 +83,9 @@ class PerRequestPolicy(VerifyPolicy):
         return super().next(kinds, slots, context, cycles, status)
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
-        """See `VerifyPolicy.patience`: few where a request has not been seen yet."""
-        return min(cycles, FIRST_CYCLES) if self.current > 1 and len(self.recent) < sum(kinds.values()) else cycles
+        """See `VerifyPolicy.patience`: few where a request has not been seen, or not for long."""
+        known = sum(self.now - recent.at < FORGETTING / 8 for recent in self.recent.values())
+        return min(cycles, FIRST_CYCLES) if self.current > 1 and known < sum(kinds.values()) else cycles
 
     def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
         """Counts cycles; of proposals `observe_drafts` is told."""
@@ -103,7 +104,7 @@ class PerRequestPolicy(VerifyPolicy):
             if len(own):
                 self.recent[ticket] = Recent(own, self.now)
 
-    def _worths(self, count: int) -> Float[np.ndarray, "n requests g"]:
+    def _worths(self, count: int) -> Float[np.ndarray, "cycles requests g"]:
         """The chance of each proposal to stand with all before it, in as many cycles as are looked back at."""
         worths = np.ones((REMEMBERED, count, self.offered - 1))
         for row, ticket in enumerate(self.running[:count]):
@@ -114,7 +115,7 @@ class PerRequestPolicy(VerifyPolicy):
         return worths
 
 
-def best_gains(worths: Float[np.ndarray, "n requests g"]) -> Float[np.ndarray, "choices"]:
+def best_gains(worths: Float[np.ndarray, "cycles requests g"]) -> Float[np.ndarray, "n"]:
     """Proposals that stand on average where the best 0, 1, 2, ... of each cycle are verified."""
     flat = -np.sort(-worths.reshape(len(worths), -1), axis=1)
     return np.concatenate([[0.0], np.cumsum(flat, axis=1).mean(axis=0)])
