@@ -97,28 +97,33 @@ def accept_imposed(
     chosen: Int[Array, "B T"],
     pending: Int[Array, "B"],
     seq_lens: Int[Array, "B"],
-    mean: float,
-    drafts: int,
+    chances: Float[Array, "B"],
     lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
     """As many proposals as if each stood with one chance whatever the target chose. For timing only: no text of a model.
 
     Args:
-      mean: tokens that a cycle gains on average where all `drafts` proposals are verified; with fewer, as many as then follow.
+      chances: that a slot's proposal stands where those before it do; see `imposed_chances`.
       lengths: as of `accept_matching`.
     """
-    chance = imposed_chance(mean, drafts)
     # A hash of token and length in place of random numbers (the finaliser of MurmurHash3): the same in every run.
     bits = seq_lens.astype(jnp.uint32) + pending.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) / 2**24
-    stood = uniform[:, None] < chance ** jnp.arange(1, proposals.shape[1] + 1, dtype=jnp.float32)
+    stood = uniform[:, None] < chances[:, None] ** jnp.arange(1, proposals.shape[1] + 1, dtype=jnp.float32)
     accepted = jnp.sum(stood, axis=1, dtype=jnp.int32)
     if lengths is not None:
         accepted = jnp.minimum(accepted, jnp.maximum(lengths - 1, 0))
     padded = jnp.concatenate([proposals, chosen[:, -1:]], axis=1)
     return accepted, jnp.where(jnp.arange(chosen.shape[1]) < accepted[:, None], padded, chosen)
+
+
+def imposed_chances(means: float | tuple[float, ...], drafts: int, slots: int) -> Float[Array, "B"]:
+    """The chances with which slots gain so many tokens a cycle on average where all `drafts` proposals are verified; with fewer, as
+    many as then follow. Several means are those of slots by turns."""
+    each = [imposed_chance(mean, drafts) for mean in (means if isinstance(means, tuple) else (means,))]
+    return jnp.array(each, jnp.float32)[jnp.arange(slots) % len(each)]
 
 
 def imposed_chance(mean: float, drafts: int) -> float:

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
 from dflash_jax.attention.recurrent import committed, verifying
-from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
+from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
 from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
-from dflash_jax.decoding.verify_budget import budget, log_odds, survivals
+from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
 from dflash_jax.execution.draft_head import best_proposals
 from dflash_jax.execution.persistent import make_workspace
@@ -142,8 +142,8 @@ def cycle(
                 accepted = jnp.where(sampling, sampled[0], accepted)
                 tokens = jnp.where(sampling[:, None], sampled[1], tokens)
         if setup.imposed_acceptance is not None:
-            imposed = setup.imposed_acceptance, setup.offered - 1, judged_rows
-            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, *imposed)
+            chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, live.shape[0])
+            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, chances, judged_rows)
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.
@@ -191,6 +191,12 @@ def shared_rows(
         assert logits is not None, "a drafter gives a law or logits"
         law = Law(filtered_logits(logits, state.request, "sampled"))
     odds = log_odds(law.logits)
+    if setup.imposed_acceptance is not None:
+        # A drafter that knows how good it is; its own law, which says nothing here, is read all the same, for it takes time.
+        chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, slots)
+        odds = jnp.where(
+            jnp.isnan(odds), odds, jax.scipy.special.logit(chances)[:, None].clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        )
     if not setup.ragged:
         return odds, jnp.where(live, setup.width, 0), None
     assert estimate is not None, "whoever verifies per request has an estimate"

@@ -53,7 +53,8 @@ class Setup:
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       draft_window: tokens before a block that the drafter sees, the last ones, in whole pages; None for all.
       form: how a prompt attends where the target's attention is latent.
-      imposed_acceptance: tokens each cycle gains on average, whatever the target chooses. Only `dflash_jax.bench` sets it.
+      imposed_acceptance: tokens each cycle gains on average, whatever the target chooses; several: slots by turns. Only
+        `dflash_jax.bench` sets it.
       verified: tokens the target verifies in a cycle where that is fewer than the drafter offers; 1 drafts nothing and keeps the
         drafter's pages up to date, so that drafting can begin again at any time.
       per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
@@ -68,7 +69,7 @@ class Setup:
     draft_temperature: float = 1.0
     draft_window: int | None = None
     form: LatentForm = BY_ARITHMETIC
-    imposed_acceptance: float | None = None
+    imposed_acceptance: float | tuple[float, ...] | None = None
     verified: int | None = None
     per_request: bool = False
 

@@ -13,8 +13,9 @@ from jaxtyping import Bool, Float, Int
 
 # Before anything was seen: about what drafters of several families turned out to have.
 FIRST_SLOPE, FIRST_INTERCEPT = 0.5, -0.2
-# Cycles between two steps.
-REFIT_CYCLES = 100
+# Cycles between two steps, and before the first one: from there on twice as many each time, as who expects too little of a drafter
+# may soon ask nothing of it any more.
+REFIT_CYCLES, FIRST_CYCLES = 100, 8
 # Added to the diagonal; what a step is shrunk by where observations are few; and its largest, for data that a line parts.
 RIDGE, SHRINKAGE, LARGEST_STEP = 1e-3, 50.0, 2.0
 
@@ -32,7 +33,7 @@ class AcceptanceEstimate:
     def __init__(self, drafts: int):
         self.slope, self.intercepts = FIRST_SLOPE, np.full(drafts, FIRST_INTERCEPT)
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self._cycles = 0
+        self._cycles, self._wanted = 0, FIRST_CYCLES
 
     @property
     def parameters(self) -> Float[np.ndarray, "T"]:
@@ -62,9 +63,9 @@ class AcceptanceEstimate:
         judged = stood | ((places == accepted[:, None]) & (places < verified[:, None] - 1))
         self._seen.append((odds.astype(np.float64), stood, judged))
         self._cycles += cycles
-        if self._cycles >= REFIT_CYCLES:
+        if self._cycles >= self._wanted:
             odds, stood, judged = (np.concatenate(each) for each in zip(*self._seen, strict=True))
-            self._seen, self._cycles = [], 0
+            self._seen, self._cycles, self._wanted = [], 0, min(2 * self._wanted, REFIT_CYCLES)
             self.step(odds, stood, judged)
 
     def step(

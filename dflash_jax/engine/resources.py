@@ -85,7 +85,7 @@ class Resources:
     state_snapshots: int = 0
     snapshot_tokens: int = LEAST_TOKENS
     verify_length: VerifyLength = None
-    imposed_acceptance: float | None = None
+    imposed_acceptance: float | tuple[float, ...] | None = None
     goes_ahead: bool | None = None
     programs: Programs = field(default_factory=Programs)
 

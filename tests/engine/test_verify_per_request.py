@@ -44,7 +44,7 @@ def test_a_step_is_newtons_with_shrinkage() -> None:
             counts[place] += 1
     slope = np.linalg.solve(matrix, gradient)[0] * counts.sum() / (counts.sum() + SHRINKAGE)
     rest = (gradient[1:] - matrix[1:, 0] * slope) / np.diag(matrix)[1:] * counts / (counts + SHRINKAGE)
-    estimate.observe(odds, accepted, verified, cycles=99)
+    estimate.observe(odds, accepted, verified, cycles=7)
     assert estimate.parameters.tolist() == before.astype(np.float32).tolist()
     estimate.observe(odds[:0], accepted[:0], verified[:0], cycles=1)
     np.testing.assert_allclose(estimate.parameters, before + np.array([slope, *rest]), rtol=1e-6)
