@@ -106,7 +106,9 @@ FLAGS: dict[str, Flag] = {
     ),
     "draft_weight_dtype": Flag("the same for the drafter alone, which changes no text", choices=WEIGHT_DTYPES),
     "verify_length": Flag(
-        "tokens verified in a cycle: a number, or auto for what pays (default: the whole block)", kind=_length
+        "tokens verified in a cycle: a number, auto for what pays, or per_request for what pays of each request's block "
+        "(default: the whole block)",
+        kind=_length,
     ),
     "draft_window": Flag(
         "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
@@ -147,7 +149,8 @@ class LoadOptions:
       draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. Only proposals change, no text. A drafter that
         proposes with the target's head keeps a copy of it in eight bits.
       verify_length: how many tokens of the block the target verifies in a cycle. None is the whole block, an integer stays, 1 is no
-        drafting. "auto" chooses anew every few cycles by acceptance and measured costs; on CPUs it is None. No text depends on it.
+        drafting. "auto" chooses anew every few cycles by acceptance and measured costs; on CPUs it is None. "per_request" shares
+        what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
       revision: branch, tag or commit of the target's hub id.

@@ -94,11 +94,17 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
     for slots in dict.fromkeys((1, engine.max_batch)):
         plans = setup.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
-        for model, tokens, plan in (("target", setup.width, plans.target), ("draft", block, plans.draft)):
+        passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
+        if engine.verify_length == "per_request" and setup.offered > 2:
+            # Half of the block on average: tokens of all slots side by side.
+            half = engine.verifying(setup, setup.offered // 2)
+            shared = half.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
+            passes.append(("target", half.verified_shape(slots), shared.target))
+        for model, (sequences, tokens), plan in passes:
             if plan is None:
                 continue
             facts.append({
-                "model": model, "sequences": slots, "tokens": tokens, "runner": plan.runner, "attention": plan.attention,
+                "model": model, "sequences": sequences, "tokens": tokens, "runner": plan.runner, "attention": plan.attention,
                 "weight_layout": plan.weight_layout, "workspace": plan.workspace,
                 "xla_options": dict(plan.xla_options) if model == "target" else None, "device": plan.device,
                 "refused": {one.what: one.reason for one in plan.refusals},

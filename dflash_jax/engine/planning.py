@@ -1,7 +1,7 @@
 """What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
 
 from dataclasses import replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
@@ -102,10 +103,9 @@ def choose_model_len(config: DecoderConfig, length: SupportsIndex | None) -> int
     return chosen
 
 
-def choose_verify_length(
-    draft: DFlashConfig | None, length: SupportsIndex | str | None
-) -> int | Literal["auto"] | None:
+def choose_verify_length(draft: DFlashConfig | None, length: SupportsIndex | str | None) -> VerifyLength:
     """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
+    "per_request" is for those who ask for it by name, also there.
 
     Raises:
       ParameterError: the drafter does not offer so many tokens.
@@ -114,11 +114,14 @@ def choose_verify_length(
         return None
     if isinstance(length, str) and length == "auto":
         return None if jax.default_backend() == "cpu" else "auto"
+    if isinstance(length, str) and length == "per_request" and draft is not None:
+        return "per_request"
     offered = 0 if draft is None else draft.num_drafts + 1
     if (number := as_integer(length)) is not None and 1 <= number <= offered:
         return number
     which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
-    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
+    words = ', "per_request"' if offered else ""
+    raise ParameterError(f'verify_length must be "auto"{words} or {which}; got {length!r}')
 
 
 def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:

@@ -12,6 +12,8 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine import STOP_WIDTH, Engine
+from dflash_jax.engine.verify_per_request import PerRequestPolicy
+from dflash_jax.engine.verify_policy import Choice
 from dflash_jax.engine.warmup import Jobs
 
 from ..hybrid_pair import hybrid_config, hybrid_pair
@@ -60,6 +62,17 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
     assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10)) * count // 80), (
         f"too little happened to show anything: {happened}"
     )
+
+
+def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
+    """Two tokens of each slot are verified on average: whoever ends or is cancelled leaves its rows to the others."""
+    monkeypatch.setattr(PerRequestPolicy, "choose", lambda *_: Choice(2, 2))
+    outcomes = [
+        play(engine, texts, seed, interrupt=seed % 8 == 7, lengths=("per_request", None), ahead=seed % 2 == 1)
+        for seed in range(12)
+    ]
+    happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
+    assert all(happened >= (1, 20, 3, 1, 2, 10, 1)), f"too little happened to show anything: {happened}"
 
 
 @pytest.fixture(scope="module")
