@@ -244,7 +244,7 @@ class Routes:
         made = await asyncio.to_thread(requests_of, model, ask) if chat or long else requests_of(model, ask)
         answer = self._form(ask, model, made[0].prompt, chat=chat, name=name)
         for one in made:
-            answer.prompt_seen(one.index, len(one.prompt))
+            answer.prompt_seen(one.index, one.prompt)
         self.front.ready()  # it may have begun to shut down meanwhile
         return Call(self.front, engine, engine.submit(made), answer, len(made))
 
