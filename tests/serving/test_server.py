@@ -269,7 +269,7 @@ WRONG = [
     ("/v1/completions", {"prompt": [1] * 300}, 400, "prompt", "context_length_exceeded"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, None, "invalid_value"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages", "invalid_value"),
-    ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "unsupported_parameter"),
+    ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "invalid_value"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 1}, 400, "top_logprobs", "invalid_value"),
     ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "invalid_value"),
     ("/v1/nothing", {}, 404, None, None),
