@@ -6,43 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from jaxtyping import Array, Float
+
+from dflash_jax.training.muon import scale_by_muon
 
 Params = dict[str, Array]
 
 
 def optimizer(weight_decay: float, kind: str = "adamw") -> optax.GradientTransformation:
-    """Clipped AdamW or Muon for a learning rate of one; matrices decay, norm weights do not. Updates are scaled by `apply`.
-
-    Muon (Jordan et al. 2024) steps along orthogonalised momentum, scaled to the size of AdamW's steps (arXiv 2502.16982), in
-    matrices that multiply hidden states; tables of tokens, kernels and norms stay with AdamW.
-    """
+    """Clipped AdamW or Muon for a learning rate of one; matrices decay, norm weights do not. Updates are scaled by `apply`."""
     moments = optax.scale_by_adam(b1=0.9, b2=0.95)
-    if kind == "muon":
-        moments = optax.partition({"muon": _muon(), "adamw": moments}, _sides)
     return optax.chain(
-        optax.clip_by_global_norm(1.0), moments, optax.add_decayed_weights(weight_decay, mask=matrices)
-    )  # fmt: skip
-
-
-def _muon() -> optax.GradientTransformation:
-    return optax.chain(optax.contrib.scale_by_muon(), optax.stateless(_like_adamw))
-
-
-def _like_adamw(updates: Params, params: Params | None) -> Params:
-    """Orthogonal matrices have entries of size `max(shape) ** -0.5`, and AdamW's updates are about 0.2."""
-    del params
-    return jax.tree.map(lambda update: 0.2 * max(update.shape) ** 0.5 * update, updates)
-
-
-def _sides(params: Params) -> dict[str, str]:
-    return {name: "muon" if value.ndim == 2 and not _is_table(name) else "adamw" for name, value in params.items()}
-
-
-def _is_table(name: str) -> bool:
-    """Whether rows are tokens'."""
-    return name.endswith(("embed.weight", "lm_head.weight", "_codebook", "markov_w1.weight", "markov_w2.weight"))
+        optax.clip_by_global_norm(1.0),
+        scale_by_muon(moments) if kind == "muon" else moments,
+        optax.add_decayed_weights(weight_decay, mask=matrices),
+    )
 
 
 def matrices(params: Params) -> dict[str, bool]:
