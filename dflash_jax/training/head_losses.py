@@ -8,7 +8,7 @@
 Every term is against the tokens that came, or against the target's distributions: then it is its expectation over them.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +61,13 @@ class Terms(NamedTuple):
 
 def terms(draft: DFlash, places: Places, head_weight: Float[Array, "V D"] | Quantised) -> Terms:
     """The loss of the drafter's kind. `head_weight` is the target's, for drafters without a head of their own."""
-    base = draft.logits(places.hidden, head_weight)
-    if isinstance(draft.head, Selector):
-        entropy, _ = against(base, places)
-        chosen, match = selector_terms(draft.head, places, base)
-        return Terms(entropy + chosen, chosen, match)
-    if isinstance(draft.head, Markov):
-        return markov_terms(draft.head, places, base)
+    base, kind = draft.logits(places.hidden, head_weight), draft.config.head and draft.config.head.kind
+    if kind == "markov":
+        return markov_terms(cast(Markov, draft.head), places, base)
     entropy, match = against(base, places)
+    if kind == "selector":
+        chosen, match = selector_terms(cast(Selector, draft.head), places, base)
+        return Terms(entropy + chosen, chosen, match)
     return Terms(entropy, entropy, match)
 
 

@@ -60,14 +60,14 @@ def kind_keys(config: DFlashConfig) -> dict[str, Any]:
     block = {"block_size": config.block_size}
     shared = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     layers = {"num_target_layers": config.num_target_layers}
-    head = config.head
-    if isinstance(head, MarkovConfig):
+    head: Any = config.head
+    if kind_of(config) == "dspark":
         names = {
             "markov_rank": head.rank, "markov_head_type": head.form, "enable_confidence_head": True,
             "confidence_head_with_markov": True, "sample_from_anchor": False,
         }  # fmt: skip
         return {"architectures": ["Qwen3DSparkModel"], **block, **shared, **names, **layers}
-    if isinstance(head, SelectorConfig):
+    if kind_of(config) == "dflash2":
         shared |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
         shared |= {"selector_rank": head.rank, "selector_top_k": head.top_k}
         return {"architectures": ["DFlash2DraftModel"], **block, "dflash_config": shared, **layers}
