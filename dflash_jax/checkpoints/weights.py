@@ -18,6 +18,7 @@ from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blo
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import WeightDtype
+from dflash_jax.quantization.mxfp4 import dequantise_weights
 from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
@@ -65,7 +66,8 @@ def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
 def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     """The most that `read_weights` holds at a time on the device.
 
-    A model is there whole before its matrices are rounded, a drafter beside the rounded target, and one array is made at a time.
+    A model is there whole before its matrices are rounded or dequantised, a drafter beside the target as it is kept, and one array
+    is made at a time.
 
     Args:
       stored: of `stored_shapes`; `kept` of `weight_shapes`.
@@ -73,7 +75,7 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     held, most = 0, 0
     for role, table in stored.items():
         made = 0 if kept[role] == table else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
-        most = max(most, held + weight_bytes({role: table}) + made)
+        most = max(most, held + max(weight_bytes({role: table}), weight_bytes({role: kept[role]})) + made)
         held += weight_bytes({role: kept[role]})
     return most
 
@@ -111,7 +113,7 @@ def read_weights(
       observe: called with the target's weights as they were read.
       rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
     """
-    params = target.load(dtype.name)
+    params = target.family.derived(target.config, target.load(dtype.name))
     if observe is not None:
         observe(params)
     weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype)}
@@ -147,6 +149,7 @@ def round_weights(
 def _kept(
     config: DecoderConfig, dtype: jnp.dtype, rows: int, params: dict[str, Array], kind: WeightDtype | None
 ) -> dict[str, Weight]:
+    params = dequantise_weights(params)
     if kind is not None:
         return quantise_weights(params, kind)
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}

@@ -23,8 +23,8 @@ from dflash_jax.models.registry import (
 from dflash_jax.models.traits import LayerTraits
 
 __all__ = [
-    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "GptOss", "GptOssConfig", "LayerTraits", "Llama", "LlamaConfig", "Mistral",
-    "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "bind",
-    "count", "default_target_layer_ids", "family_for", "family_named", "family_of", "fuse_context_projection", "init_params",
-    "layer_traits", "parameter_names", "to_huggingface",
+    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "GptOss", "GptOssConfig", "LayerTraits", "Llama",
+    "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3", "Qwen3Config", "Qwen3Moe",
+    "Qwen3MoeConfig", "Source", "bind", "count", "default_target_layer_ids", "family_for", "family_named", "family_of",
+    "fuse_context_projection", "init_params", "layer_traits", "parameter_names", "to_huggingface",
 ]  # fmt: skip

@@ -20,7 +20,15 @@ from dflash_kernels import dense_scores
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import NEUTRAL_KEYS, NEUTRAL_VALUES, NO_HEAD_NORMS, DecoderConfig, KeyReader, decoder_fields, shown
+from dflash_jax.config import (
+    NEUTRAL_KEYS,
+    NEUTRAL_VALUES,
+    NO_HEAD_NORMS,
+    DecoderConfig,
+    KeyReader,
+    decoder_fields,
+    shown,
+)
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import DecoderLayer, Linear, WideNorm, decoder_parameters
@@ -70,8 +78,8 @@ class GptOssConfig(DecoderConfig):
             )
         if self.mxfp4 and (self.hidden_size % BLOCK or self.intermediate_size % BLOCK):
             raise ConfigError(
-                f"{type(self).__name__}: experts in MXFP4 have columns in blocks of {BLOCK}, got hidden_size={self.hidden_size} and "
-                f"intermediate_size={self.intermediate_size}"
+                f"{type(self).__name__}: experts in MXFP4 have columns in blocks of {BLOCK}, got hidden_size={self.hidden_size} "
+                f"and intermediate_size={self.intermediate_size}"
             )
 
     @classmethod
@@ -211,6 +219,8 @@ class BiasedExperts(nnx.Module):
         """Sum over each token's experts, weighted and added in float32."""
         if experts.size <= self.count:
             return self.chosen(x, experts, weights)
+        if isinstance(self.gate_up_proj.weight[...], Mxfp4):
+            return self.in_turn(x, experts, weights)
         return self.every(x, experts, weights)
 
     def chosen(
@@ -228,7 +238,19 @@ class BiasedExperts(nnx.Module):
     def every(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
-        """All experts on all tokens, one after the other: what is held beside the weights is one expert's."""
+        """All experts on all tokens at once; the weights are read in place."""
+        (gate_up, first), (down, last) = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
+        precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        both = jnp.einsum("td,efd->etf", x, _numbers(gate_up), precision=precision) + first[:, None]
+        inner = clamped_swiglu(both, self.alpha, self.limit)
+        out = jnp.einsum("etf,edf->etd", inner, _numbers(down), precision=precision) + last[:, None]
+        each = jax.vmap(_share, in_axes=(0, None, None, 0))(jnp.arange(self.count), experts, weights, out)
+        return each.sum(axis=0).astype(x.dtype)
+
+    def in_turn(
+        self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """All experts on all tokens, one after the other: one expert's matrices at a time are dequantised."""
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
         def add(total: Array, one: tuple[Any, ...]) -> tuple[Array, None]:
@@ -236,10 +258,7 @@ class BiasedExperts(nnx.Module):
             both = jnp.einsum("td,fd->tf", x, _numbers(gate_up), precision=precision) + first
             inner = clamped_swiglu(both, self.alpha, self.limit)
             out = jnp.einsum("tf,df->td", inner, _numbers(down), precision=precision) + last
-            share = jnp.where(experts == index, weights, 0.0).sum(axis=1)[:, None]
-            # Left out, not weighted with 0: an expert that a token did not take may overflow on it.
-            kept = (experts == index).any(axis=1)[:, None]
-            return total + jnp.where(kept, out.astype(jnp.float32) * share, 0.0), None
+            return total + _share(index, experts, weights, out), None
 
         parts = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
         total, _ = jax.lax.scan(add, jnp.zeros(x.shape, jnp.float32), (jnp.arange(self.count), *parts))
@@ -255,6 +274,17 @@ class BiasedExperts(nnx.Module):
 def _numbers(weight: Array | Mxfp4) -> Array:
     """A matrix, dequantised where it is in four bits."""
     return dequantise(weight.blocks, weight.scales, weight.dtype) if isinstance(weight, Mxfp4) else weight
+
+
+def _share(
+    index: Int[Array, ""], experts: Int[Array, "T k"], weights: Float[Array, "T k"], out: Float[Array, "T D"]
+) -> Float[Array, "T D"]:
+    """What one expert adds to each token, float32. Where a token did not take it, it is left out and not weighted with 0: it may
+    overflow there.
+    """
+    taken = experts == index
+    share = jnp.where(taken, weights, 0.0).sum(axis=1)
+    return jnp.where(taken.any(axis=1)[:, None], out.astype(jnp.float32) * share[:, None], 0.0)
 
 
 class BiasedMoE(nnx.Module):
@@ -310,7 +340,7 @@ def gpt_oss_parameters(config: GptOssConfig) -> tuple[Parameter, ...]:
 
 
 @jax.jit
-def _as_rows(columns: Float[Array, "E in out"]) -> Float[Array, "E*out in"]:
+def _as_rows(columns: Float[Array, "E D F"]) -> Float[Array, "F2 D"]:
     return columns.swapaxes(1, 2).reshape(-1, columns.shape[1])
 
 

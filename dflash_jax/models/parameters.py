@@ -87,9 +87,7 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def single(
-    name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1
-) -> Parameter:
+def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
     return Parameter(name, (Source(source, shape),), dtype, weights)
 

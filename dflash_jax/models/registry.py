@@ -69,8 +69,8 @@ class Family:
       traits: of a configuration's layers.
       model_types: what `model_type` says where `architectures` is absent; None: the family's name.
       surplus: whether a canonical name belongs to a tensor that this configuration leaves out on purpose.
-      derive: flat parameters with the arrays that the module has beside declared ones, or in place of some, which it takes out of the
-        dict it is given.
+      derive: flat parameters with the arrays that the module has beside declared ones, or in place of some, which it takes out of
+        the dict it is given.
       reads_names: whether `config_class.from_hf` also takes the names of a checkpoint's tensors.
       facts: what `dflash-jax info` tells of a configuration beside its sizes.
     """

@@ -39,13 +39,13 @@ class Mxfp4:
     def __getitem__(self, which: Any) -> Any:
         """The matrix itself, as a module's parameter is read: `...` alone."""
         if which is not Ellipsis:
-            raise TypeError(f"a matrix in MXFP4 is read whole, with [...], got {which!r}; dequantise it for some of its rows")
+            raise TypeError(
+                f"a matrix in MXFP4 is read whole, with [...], got {which!r}; dequantise it for some of its rows"
+            )
         return self
 
 
-def dequantise(
-    blocks: UInt8[Array, "*F n 16"], scales: UInt8[Array, "*F n"], dtype: Any
-) -> Float[Array, "*F D"]:
+def dequantise(blocks: UInt8[Array, "*F n 16"], scales: UInt8[Array, "*F n"], dtype: Any) -> Float[Array, "*F D"]:
     """The numbers, exactly; those beyond `dtype` are infinite, and in float16 those below it are rounded.
 
     Bits are put together as integers: XLA may flush the smallest numbers of a product to zero.
@@ -65,3 +65,16 @@ def dequantise(
     if jnp.dtype(dtype) == jnp.bfloat16:
         return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+
+_whole = jax.jit(dequantise, static_argnames="dtype")
+
+
+def dequantise_weights(params: dict[str, Any]) -> dict[str, Any]:
+    """A model's parameters with its matrices in MXFP4 as numbers of their dtype, in `params` itself: no two copies at a time."""
+    for name, matrix in list(params.items()):
+        if isinstance(matrix, Mxfp4):
+            del params[name]
+            params[name] = _whole(matrix.blocks, matrix.scales, matrix.dtype)
+            del matrix
+    return params
