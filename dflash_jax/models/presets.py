@@ -11,8 +11,8 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
-from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.gpt_oss import GptOssConfig
+from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
 from dflash_jax.models.qwen2 import Qwen2Config

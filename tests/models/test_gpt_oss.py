@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS, check_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.cli.info import collect, lines
 from dflash_jax.errors import ConfigError
@@ -86,10 +87,8 @@ def test_absent_keys_are_those_of_the_larger_one() -> None:
         == GPT_OSS_TARGETS["gpt-oss-120b"]
     )
     assert read(rope_theta=...).rope.theta == 150_000
-    assert (
-        read(rope_theta=..., rope_scaling=..., rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope.theta
-        == 1e4
-    )
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    assert read(rope_theta=..., rope_scaling=..., rope_parameters=rope, initial_context_length=...).rope.theta == 1e4
 
 
 @pytest.mark.parametrize("name", GPT_OSS_TARGETS)
@@ -114,7 +113,7 @@ def test_presets_have_their_published_size(name: str) -> None:
         ({"experts_per_token": 64, "num_experts_per_tok": 64}, "more than num_local_experts=32"),
         ({"initial_context_length": 8192}, "initial_context_length=8192"), ({"swiglu_limit": 0}, "swiglu_limit must be positive"),
         ({"layer_types": ["full_attention"]}, "layer_types must list"), ({"hidden_act": "gelu"}, "hidden_act must be silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised .'awq'."), ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised .'awq'."), ({"use_sliding_window": True}, "use_sliding"),
         ({"quantization_config": {"quant_method": "mxfp4", "group": 16}}, "not known of MXFP4: group"),
         ({"moe_intermediate_size": 64}, "moe_intermediate_size=64"), ({"hidden_size": 2896}, "blocks of 32"),
         ({"use_qk_norm": True}, "use_qk_norm"), ({"sliding_window": 0}, "sliding_window must be"),
@@ -191,6 +190,24 @@ def test_no_fused_runner_takes_its_layers() -> None:
     plan = choose(layer_traits(GPT_OSS_TARGETS["gpt-oss-20b"]), CallShape(1, 8, jnp.dtype("bfloat16")))
     assert plan.runner == "plain"
     assert "clamped_swiglu" in (plan.refused("fused_moe") or "")
+
+
+def test_the_published_drafter_fits() -> None:
+    """Eight layers and blocks of eight, with its target's rotation; sizes that are not known are like the target's."""
+    target = GPT_OSS_TARGETS["gpt-oss-20b"]
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+        "rope_theta", "rope_scaling", "max_position_embeddings",
+    )  # fmt: skip
+    file = {key: PUBLISHED[key] for key in same} | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 8, "block_size": 8,
+        "num_target_layers": 24, "layer_types": ["full_attention"] * 8, "attention_bias": False, "tie_word_embeddings": False,
+        "dflash_config": {"mask_token_id": 200_000, "target_layer_ids": [1, 6, 11, 16, 21]},
+    }  # fmt: skip
+    draft = family_of(file).config(file)
+    assert (draft.num_layers, draft.block_size, draft.rope) == (8, 8, target.rope)
+    check_pair(target, draft)
+    assert KNOWN_DRAFTERS["openai/gpt-oss-20b"] == "z-lab/gpt-oss-20b-DFlash"
 
 
 @functools.cache
