@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from dflash_jax.generation import generate, stream
+    from dflash_jax.interactive.chat import Chat
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
@@ -36,6 +37,7 @@ _HOME = {
         "PromptError", "TokenizerError", "UnsupportedModelError",
     ),
     "generation": ("generate", "stream"),
+    "interactive.chat": ("Chat",),
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams",),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
@@ -43,7 +45,7 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "AsyncEngine", "CapacityError", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
+    "AsyncEngine", "CapacityError", "Chat", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
     "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
     "UnsupportedModelError", "agenerate", "astream", "generate", "load", "stream",
 ]  # fmt: skip

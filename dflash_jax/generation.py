@@ -178,6 +178,7 @@ def make_requests(
                 raise
             raise PromptError(f"prompts[{place}]: {error}") from None
         refused = refused_ids(model.tokenizer, model.name, one.bad_words)
+        ids = one.shortened(ids, model.engine.max_model_len)
         requests.append(Request(place, ids, one, model.eos_ids, refused=refused))
     return requests
 
@@ -208,7 +209,8 @@ class Writer:
 
     def __init__(self, model: Model, request: Request):
         self.model, self.request = model, request
-        self.text = TextStream(model.tokenizer, request.params.stop, include_stop=request.params.include_stop)
+        p = request.params
+        self.text = TextStream(model.tokenizer, p.stop, include_stop=p.include_stop, special=not p.skip_special_tokens)
         self.tokens: list[int] = []
         self.from_draft: list[bool] = []
         self.counts: list[int] = []

@@ -14,6 +14,7 @@ import tqdm
 from jaxtyping import Array
 
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
+from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
 from dflash_jax.compile.programs import drop, start_compiling
@@ -39,6 +40,7 @@ class Model:
       eos_ids: end-of-text ids.
       memory: what of the device's memory was planned for what.
       notices: what loading left out on purpose, for example code in a model folder.
+      sampling_defaults: what its `generation_config.json` says of sampling, by names of `SamplingParams`.
       tell: takes what is to be said while requests are served: once, that the drafter is hardly ever right.
       drafting: what became of the drafts of requests of `generate` and `stream`; those of benchmarks and warming up are in none.
     """
@@ -49,6 +51,7 @@ class Model:
     eos_ids: tuple[int, ...]
     memory: MemoryPlan
     notices: list[str] = field(default_factory=list)
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     tell: Callable[[str], object] = warnings.warn
     drafting: DraftRecord = field(default_factory=DraftRecord, init=False)
 
@@ -167,13 +170,15 @@ def load(
         *drafter_notice(path, asked.draft, drafter),
     ]
     notices += tokenizer_notices(target.folder)
+    defaults, left_out = sampling_defaults(target.folder)
+    notices += left_out
     if memory.num_pages < memory.full_pages and asked.num_pages is None:
         notices.append(
             f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill "
             f"{memory.full_pages}"
         )
     name = "the shipped pair" if path is None else str(path)
-    model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices)
+    model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices, defaults)
 
     def observe(params: Mapping[str, Array]) -> None:
         if texts:

@@ -4,10 +4,13 @@ import difflib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, no_type_check
+from typing import TYPE_CHECKING, Any, no_type_check
 
 from dflash_jax.errors import ParameterError
 from dflash_jax.options import as_flag, as_integer, as_number
+
+if TYPE_CHECKING:
+    from dflash_jax.model import Model
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
@@ -63,7 +66,9 @@ class SamplingParams:
       logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
         from the target's own logits before temperature, filters, penalties and biases.
       include_stop: keep what ended the text in it: the stop string, or the text of the end token or of the id among
-        stop_token_ids. Tokens that the tokenizer calls special are never text.
+        stop_token_ids. Tokens that the tokenizer calls special are text only where `skip_special_tokens` is False.
+      skip_special_tokens: leave tokens that the tokenizer calls special out of the text.
+      truncate_prompt_tokens: keep this many tokens of a prompt, the last ones; -1 as many as leave room for max_tokens, None all.
       presence_penalty: taken from the logit of every token that the text holds, from -2 to 2.
       frequency_penalty: the same for each time that the text holds it.
       repetition_penalty: divides the positive logits of tokens that prompt or text hold and multiplies their negative ones, above 0
@@ -90,6 +95,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     include_stop: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -112,6 +119,10 @@ class SamplingParams:
             self._integer("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:
             self._integer("seed", 0, 2**64 - 1)
+        if self.truncate_prompt_tokens is not None and as_integer(self.truncate_prompt_tokens) != -1:
+            self._integer("truncate_prompt_tokens", 1, None)
+        elif self.truncate_prompt_tokens is not None:
+            object.__setattr__(self, "truncate_prompt_tokens", -1)
         self._number("temperature", 0.0, 1e4)
         self._number("top_p", 0.0, 1.0, open_below=True)
         self._number("min_p", 0.0, 1.0)
@@ -131,10 +142,27 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", self._allowed())
         object.__setattr__(self, "bad_words", self._words())
-        for name in ("ignore_eos", "include_stop"):
+        for name in ("ignore_eos", "include_stop", "skip_special_tokens"):
             if (flag := as_flag(getattr(self, name))) is None:
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
             object.__setattr__(self, name, flag)
+
+    @classmethod
+    def from_model(cls, model: "Model", **changes) -> "SamplingParams":
+        """Parameters as the model's `generation_config.json` has them (temperature, top_p, top_k, min_p, repetition_penalty), with
+        `changes`. What neither names is as ever: greedy, where the file says nothing.
+
+        Raises:
+          ParameterError: see `SamplingParams`.
+        """
+        return cls(**{**model.sampling_defaults, **changes})
+
+    def shortened(self, ids: Sequence[int], longest: int) -> tuple[int, ...]:
+        """A prompt as `truncate_prompt_tokens` has it, for a model that takes `longest` tokens of prompt and text."""
+        kept = self.truncate_prompt_tokens
+        if kept is None:
+            return tuple(ids)
+        return tuple(ids[-(max(1, longest - self.max_tokens) if kept == -1 else kept) :])
 
     def _biases(self) -> tuple[tuple[int, float], ...]:
         """Ids with what is added to their logits, in order of the ids."""

@@ -11,7 +11,7 @@ import dflash_jax as dj
 
 HERE = Path(__file__).parent
 FUNCTIONS = ("load", "generate", "stream", "agenerate", "astream")
-CLASSES = ("SamplingParams", "Model", "AsyncEngine", "Completion", "Piece", "Stats", "TokenLogprob")
+CLASSES = ("SamplingParams", "Model", "Chat", "AsyncEngine", "Completion", "Piece", "Stats", "TokenLogprob")
 HEAD = """# API
 
 Written by `python docs/make_api.py` from the docstrings. `import dflash_jax as dj` is cheap and starts no device; names load what

@@ -3,6 +3,7 @@
     dflash-jax demo
     dflash-jax generate "def quicksort(" --max-tokens 128 --stats
     echo "Why is the sky blue?" | dflash-jax generate - --model Qwen/Qwen3-4B --chat
+    dflash-jax chat --model Qwen/Qwen3-4B
     dflash-jax bench --concurrency 1 8
     dflash-jax serve --model Qwen/Qwen3-4B
     dflash-jax info
@@ -125,7 +126,8 @@ def run_generate(args: argparse.Namespace) -> int:
         min_tokens=args.min_tokens, logprobs=args.logprobs, include_stop=args.include_stop,
         presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
         repetition_penalty=args.repetition_penalty, logit_bias=args.logit_bias, allowed_token_ids=args.allowed_token_ids,
-        bad_words=args.bad_word,
+        bad_words=args.bad_word, skip_special_tokens=not args.keep_special_tokens,
+        truncate_prompt_tokens=args.truncate_prompt_tokens,
     )  # fmt: skip
     if args.logprobs is not None and not args.json:
         raise UsageError("--logprobs are part of the rows of --json: add it")
@@ -189,6 +191,23 @@ def show(pieces: Iterable[Piece], prompts: Sequence[str], *, as_json: bool) -> I
 def _header(prompts: Sequence[str], index: int, *, as_json: bool) -> None:
     if not as_json and 1 < len(prompts) > index:
         print(f"==> {prompts[index]!r:.70} <==", flush=True)
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """`dflash-jax chat`: a conversation at the terminal."""
+    from dflash_jax.cli.session import Session
+
+    session = Session.begun(args)
+    check_models(args)
+    args.chat = True  # the process of chat templates starts now
+    with told_if_slow() as ready:
+        begin(args)
+        from dflash_jax.cli.chat import converse, open_chat
+
+        chat = open_chat(args.model, load_options(args), session)
+        ready()
+    converse(chat, session, stats=args.stats)
+    return OK
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -262,8 +281,8 @@ def run_version(_: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "generate": run_generate, "demo": run_demo, "bench": run_bench, "serve": run_serve, "info": run_info,
-    "--version": run_version,
+    "generate": run_generate, "chat": run_chat, "demo": run_demo, "bench": run_bench, "serve": run_serve,
+    "info": run_info, "--version": run_version,
 }  # fmt: skip
 
 

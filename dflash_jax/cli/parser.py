@@ -24,23 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(generate)
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
-    sampling = generate.add_argument_group("sampling")
+    sampling = _add_sampling(generate, max_tokens=256)
+    sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are text")
     sampling.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="tokens of an answer at most (default: 256)"
-    )
-    sampling.add_argument(
-        "--min-tokens", type=int, default=0, metavar="N", help="tokens of an answer at least (default: 0)"
-    )
-    _add_law(sampling)
-    _add_adjustments(sampling)
-    sampling.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
-    sampling.add_argument(
-        "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
-        help="tokens that end the text beside the model's end tokens; may be repeated",
+        "--truncate-prompt-tokens", type=int, metavar="N",
+        help="the last N tokens of a prompt alone; -1 as many as leave room for --max-tokens (default: all)",
     )  # fmt: skip
-    sampling.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     sampling.add_argument(
         "--logprobs", type=int, metavar="N",
         help="with --json: log-probabilities of each token and of the N likeliest ones at its place",
@@ -53,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(demo, "--model", max_batch=False)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
 
+    add_chat(commands)
     add_bench(commands)
     add_serve(commands)
 
@@ -63,6 +53,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
     )
     return parser
+
+
+def add_chat(commands: Any) -> None:
+    """Arguments of `chat`."""
+    chat = commands.add_parser("chat", help="a conversation at the terminal, for models with a chat template")
+    _add_model(chat, "--model", max_batch=False)
+    _add_chat_option(chat, "a name for the chat template")
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before everything else")
+    chat.add_argument("--stats", action="store_true", help="speed and acceptance behind each answer, on stderr")
+    chat.add_argument(
+        "--session", type=file_path, metavar="FILE",
+        help="keep conversation and options in this file, and go on with those that it has",
+    )  # fmt: skip
+    sampling = _add_sampling(chat, max_tokens=1024)
+    # None is what was not given: those of the session's file count then.
+    names = [action.dest for action in sampling._group_actions]
+    chat.set_defaults(**dict.fromkeys(names), chat_option=None)
 
 
 def add_bench(commands: Any) -> None:
@@ -135,10 +142,38 @@ def add_serve(commands: Any) -> None:
         metavar="ORIGIN",
         help="of browsers that may ask; * is all (default: none)",
     )
+    server.add_argument(
+        "--generation-config", choices=["auto", "none"], default="auto",
+        help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
+        "(default: auto, they are)",
+    )  # fmt: skip
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
     server.add_argument("--access-log", action="store_true", help="a line for each request on stderr")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> Any:
+    """The group of what `SamplingParams` takes, but for log-probabilities."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N",
+        help=f"tokens of an answer at most (default: {max_tokens})",
+    )  # fmt: skip
+    group.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="tokens of an answer at least (default: 0)"
+    )
+    _add_law(group)
+    _add_adjustments(group)
+    group.add_argument("--seed", type=int, metavar="S", help="makes sampling repeatable")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
+    group.add_argument(
+        "--stop-token-ids", type=token_ids, action="extend", default=[], metavar="ID[,ID]",
+        help="tokens that end the text beside the model's end tokens; may be repeated",
+    )  # fmt: skip
+    group.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
+    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
+    return group
 
 
 def _add_law(group: Any) -> None:
@@ -194,7 +229,11 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
 
 def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message for the chat template")
+    _add_chat_option(parser, "with --chat: a name for the template")
+
+
+def _add_chat_option(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument(
         "--chat-option", type=chat_option, action="append", default=[], metavar="NAME=VALUE",
-        help="with --chat: a name for the template, such as enable_thinking=false or style=\"two words\"; may be repeated",
+        help=f"{about}, such as enable_thinking=false or style=\"two words\"; may be repeated",
     )  # fmt: skip

@@ -43,10 +43,11 @@ class Logprobs:
 
     Args:
       ids: tokens are named by their ids.
+      special: special tokens are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, ids: bool):
-        self._tokenizer, self._bytes, self._ids = tokenizer, TokenBytes(tokenizer), ids
+    def __init__(self, tokenizer: Tokenizer, *, ids: bool, special: bool):
+        self._tokenizer, self._bytes, self._ids, self._special = tokenizer, TokenBytes(tokenizer), ids, special
         self._offset = 0
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -61,7 +62,7 @@ class Logprobs:
             rows["token_logprobs"].append(_number(one.logprob))
             rows["top_logprobs"].append(tops)
             rows["text_offset"].append(self._offset)
-            if not self._tokenizer.is_silent(one.token_id):
+            if not self._silent(one.token_id):
                 self._offset += len(self._text.decode(self._bytes.of(one.token_id)))
         return rows
 
@@ -70,9 +71,12 @@ class Logprobs:
         content = [
             self._entry(one.token_id, one.logprob) | {"top_logprobs": [self._entry(*top) for top in one.top]}
             for one in tokens
-            if not self._tokenizer.is_silent(one.token_id)
+            if not self._silent(one.token_id)
         ]
         return {"content": content, "refusal": None}
+
+    def _silent(self, token: int) -> bool:
+        return self._tokenizer.is_silent(token, special=self._special)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self._name(token), "logprob": _number(logprob), "bytes": list(self._bytes.of(token))}
@@ -182,6 +186,8 @@ class Answer:
         if tokens is None or self.tokenizer is None:
             return None
         if index not in self._logprobs:
-            self._logprobs[index] = Logprobs(self.tokenizer, ids=self.ask.ids)
+            self._logprobs[index] = Logprobs(
+                self.tokenizer, ids=self.ask.ids, special=not self.ask.params.skip_special_tokens
+            )
         state = self._logprobs[index]
         return state.chat(tokens) if self.is_chat else state.completions(tokens)

@@ -5,7 +5,7 @@ import asyncio
 import importlib.metadata
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,7 @@ class ServeOptions:
       origins: of browsers that may ask, by CORS; "*" is all.
       here: whether it is reached from this machine alone.
       metrics: whether there is `/metrics`.
+      model_defaults: whether what the model's `generation_config.json` says of sampling holds where a request says nothing.
     """
 
     names: Sequence[str] = ("dflash",)
@@ -59,6 +60,7 @@ class ServeOptions:
     origins: Sequence[str] = ()
     here: bool = False
     metrics: bool = True
+    model_defaults: bool = True
 
 
 @dataclass
@@ -93,6 +95,11 @@ class Front:
         if self.draining:
             raise unavailable("the server is shutting down")
         return self.engine
+
+    @property
+    def defaults(self) -> Mapping[str, float | int]:
+        """What holds for fields of sampling that a request leaves out."""
+        return self.ready().model.sampling_defaults if self.options.model_defaults else {}
 
     @property
     def healthy(self) -> bool:
@@ -196,13 +203,15 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`."""
         body = await self._body(request)
-        return await self._answer(request, lambda: completion_ask(parsed(body)), body, chat=False)
+        return await self._answer(request, lambda: completion_ask(parsed(body), self.front.defaults), body, chat=False)
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         body, tokenizer = await self._body(request), self.front.ready().model.tokenizer
         template = None if tokenizer is None else tokenizer.template
-        return await self._answer(request, lambda: chat_ask(parsed(body), template), body, chat=True)
+        return await self._answer(
+            request, lambda: chat_ask(parsed(body), template, self.front.defaults), body, chat=True
+        )
 
     async def _answer(self, request: Request, read: Callable[[], Ask], body: bytes, *, chat: bool) -> Response:
         engine, started = self.front.ready(), time.perf_counter()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from dflash_jax.engine.requests import Request
@@ -25,15 +26,16 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 # Taken where they say what happens anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,), "priority": (0,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "length_penalty": (1,), "priority": (0,), "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "truncate_prompt_tokens": (),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
     "add_special_tokens": (True, False), "structured_outputs": (),
 }  # fmt: skip
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
+    "skip_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
@@ -94,8 +96,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def completion_ask(body: Mapping[str, Any]) -> Ask:
-    """Of `/v1/completions`. Raises Problem, ParameterError."""
+def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
+    """Of `/v1/completions`; `defaults` are for fields of sampling that it leaves out. Raises Problem, ParameterError."""
     _check_names(body, COMPLETION_FIELDS)
     prompts = body.get("prompt")
     single = isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and as_integer(prompts[0]) is not None)
@@ -110,12 +112,16 @@ def completion_ask(body: Mapping[str, Any]) -> Ask:
             raise _wrong("prompt" if single else f"prompt.{place}", "a text that is not empty", prompt)
     most = _limit(body, "max_tokens")
     return _ask(
-        body, listed, DEFAULT_COMPLETION_TOKENS if most is None else most, _integer(body, "logprobs", 0, MAX_LOGPROBS)
+        body,
+        listed,
+        DEFAULT_COMPLETION_TOKENS if most is None else most,
+        _integer(body, "logprobs", 0, MAX_LOGPROBS),
+        defaults,
     )
 
 
-def chat_ask(body: Mapping[str, Any], template: str | None) -> Ask:
-    """Of `/v1/chat/completions`, for a model with this chat template. Raises Problem, ParameterError."""
+def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
+    """Of `/v1/chat/completions`, for a model with this chat template; see `completion_ask`. Raises Problem, ParameterError."""
     _check_names(body, CHAT_FIELDS)
     messages = _messages(body.get("messages"), template or "")
     wanted, top = _flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
@@ -129,7 +135,7 @@ def chat_ask(body: Mapping[str, Any], template: str | None) -> Ask:
         if name in options and name not in (template or ""):
             del options[name]
     most = _limit(body, "max_tokens") if most is None else most
-    return _ask(body, [messages], most, (top or 0) if wanted else None, options)
+    return _ask(body, [messages], most, (top or 0) if wanted else None, defaults, options)
 
 
 def requests_of(model: Model, ask: Ask) -> list[Request]:
@@ -142,6 +148,8 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
     refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
     for prompt in ask.prompts:
         ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
+        least = 1 if ask.max_tokens is None else ask.max_tokens
+        ids = replace(ask.params, max_tokens=max(least, ask.params.min_tokens)).shortened(ids, longest)
         room = longest - len(ids)
         if room < 1:
             asked = 1 if ask.max_tokens is None else ask.max_tokens
@@ -163,8 +171,9 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
 
 
 def _ask(
-    body: Mapping[str, Any], prompts: list, most: int | None, logprobs: int | None, options: dict | None = None
-) -> Ask:
+    body: Mapping[str, Any], prompts: list, most: int | None, logprobs: int | None, defaults: Mapping[str, Any],
+    options: dict | None = None,
+) -> Ask:  # fmt: skip
     n = _integer(body, "n", 1, MAX_CHOICES) or 1
     if (best := _integer(body, "best_of", 1, MAX_CHOICES)) is not None and best != n:
         raise Problem(400, f"best_of must equal n, got {best} and {n}", param="best_of", code="unsupported_parameter")
@@ -174,7 +183,7 @@ def _ask(
         raise _wrong("stop", f"a string or at most {MAX_STOPS} of them", stop)
     stops = [one for one in stops if one]
     seed = _integer(body, "seed", -(2**63), 2**64 - 1)
-    given: dict[str, Any] = {"temperature": 1.0} | {name: body[name] for name in _SAMPLING if name in body}
+    given: dict[str, Any] = {"temperature": 1.0, **defaults} | {name: body[name] for name in _SAMPLING if name in body}
     if bias := _mapping(body, "logit_bias"):
         given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0

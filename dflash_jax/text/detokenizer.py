@@ -21,10 +21,18 @@ class TextStream:
       tokenizer: None for requests without text; every piece is then empty.
       stops: strings that end the text: the first to be completed, the longest of several that are completed at once.
       include_stop: keep the stop string.
+      special: special tokens are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, include_stop: bool = False):
-        self.tokenizer, self.stops, self.include_stop = tokenizer, tuple(stops), include_stop
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        special: bool = False,
+    ):
+        self.tokenizer, self.stops, self.include_stop, self.special = tokenizer, tuple(stops), include_stop, special
         self.text = ""
         self.found: str | None = None
         self._given = 0
@@ -34,7 +42,7 @@ class TextStream:
 
     def add(self, token: int, *, watch: bool = True) -> bool:
         """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
-        if self.tokenizer is None or self.tokenizer.is_silent(token):
+        if self.tokenizer is None or self.tokenizer.is_silent(token, special=self.special):
             return False
         self._ids.append(token)
         return self._extend(self._decoded(self.tokenizer), watch=watch)
@@ -59,14 +67,14 @@ class TextStream:
         Decoded together with the piece before, because decoders treat a text's first token in ways of their own. A decoder that
         changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.
         """
-        text = tokenizer.decode(self._ids)
+        text = tokenizer.decode(self._ids, special=self.special)
         if len(text) <= len(self._known):
             return ""
         if text.endswith(REPLACEMENT) and not everything:
             return self._shortened(tokenizer, text) if len(self._ids) - self._read > _MOST_WAITING else ""
         piece = text[len(self._known) :]
         del self._ids[: self._read]
-        self._read, self._known = len(self._ids), tokenizer.decode(self._ids)
+        self._read, self._known = len(self._ids), tokenizer.decode(self._ids, special=self.special)
         return piece
 
     def _shortened(self, tokenizer: Tokenizer, text: str) -> str:
@@ -77,7 +85,7 @@ class TextStream:
         """
         first = self._read + _KEPT
         shorter = [*self._ids[:first], *self._ids[-_KEPT:]]
-        left = tokenizer.decode(shorter)
+        left = tokenizer.decode(shorter, special=self.special)
         if left[-2:] != text[-2:]:  # a decoder of another kind: it reads all
             return ""
         piece = text[len(self._known) : -1]

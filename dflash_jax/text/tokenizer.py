@@ -77,13 +77,15 @@ class Tokenizer:
         with named_errors("the tokenizer fails on this text"):
             return self.backend.encode(text, add_special_tokens=special).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out. Raises TokenizerError where the tokenizer fails on them."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids, special tokens left out but for `special`. Raises TokenizerError where the tokenizer fails on them."""
         with named_errors("the tokenizer fails on these token ids"):
-            return self.backend.decode(list(ids), skip_special_tokens=True)
+            return self.backend.decode(list(ids), skip_special_tokens=not special)
 
-    def is_silent(self, token: int) -> bool:
-        """Whether a token is no text among any others: a special one, or one that no vocabulary has."""
+    def is_silent(self, token: int, *, special: bool = False) -> bool:
+        """Whether a token is no text among any others: a special one, unless `special` are text, or one that no vocabulary has."""
+        if special:
+            return self.backend.id_to_token(token) is None
         if (silent := self._silent.get(token)) is None:
             # Alone, tokens such as a mark for a space may be empty as well.
             with named_errors(f"the tokenizer fails on token id {token}"):

@@ -30,6 +30,8 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "stop_token_ids": (f"at most {MAX_STOP_IDS} token ids", ([-1], [1.0], ["a"], "12", [True], None, 5, [0] * 65)),
     "ignore_eos": ("True or False", (1, 0, None, "yes")),
     "include_stop": ("True or False", (1, 0, None, "yes")),
+    "skip_special_tokens": ("True or False", (1, 0, None, "yes")),
+    "truncate_prompt_tokens": ("an integer of at least 1", (0, -2, 1.0, "1", True)),
     "presence_penalty": ("a number from -2.0 to 2.0", (-2.1, 2.1, *NOT_NUMBERS)),
     "frequency_penalty": ("a number from -2.0 to 2.0", (-2.1, 2.1, *NOT_NUMBERS)),
     "repetition_penalty": ("a number above 0.0 and at most 2.0", (0.0, -1.0, 2.1, *NOT_NUMBERS)),
@@ -137,6 +139,12 @@ def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
+def test_prompts_are_shortened_from_their_beginning() -> None:
+    for kept, left in ((None, (1, 2, 3, 4)), (3, (2, 3, 4)), (9, (1, 2, 3, 4)), (-1, (3, 4))):
+        assert SamplingParams(max_tokens=6, truncate_prompt_tokens=kept).shortened([1, 2, 3, 4], 8) == left
+    assert SamplingParams(max_tokens=9, truncate_prompt_tokens=-1).shortened([1, 2], 8) == (2,)
+
+
 def test_no_bit_of_a_seed_is_lost() -> None:
     requests = [Request(0, (1,), SamplingParams(seed=seed)) for seed in (7, 5 << 32 | 7, 2**64 - 1)]
     assert request_arrays([*requests], 1).seed.tolist() == [[0, 7], [5, 7], [2**32 - 1, 2**32 - 1]]
@@ -147,12 +155,14 @@ NUMPY = {
     "min_p": jnp.float32(0.25), "seed": np.uint64(2**64 - 1), "stop": np.array(["a", "b"]), "stop_token_ids": np.array([3, 4]),
     "ignore_eos": np.True_,
     "min_tokens": np.array(2), "logprobs": jnp.int32(1), "include_stop": np.array([True, False])[1],
+    "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
     "presence_penalty": np.float32(0.5), "frequency_penalty": np.int8(-1), "repetition_penalty": jnp.float32(1.5),
     "logit_bias": {np.int32(7): np.float32(0.5), 3: 1}, "allowed_token_ids": np.array([3, 7]), "bad_words": [np.array([1, 2])],
 }  # fmt: skip
 PYTHON = {
     "max_tokens": 40, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 2**64 - 1, "stop": ("a", "b"),
     "stop_token_ids": (3, 4), "ignore_eos": True, "min_tokens": 2, "logprobs": 1, "include_stop": False,
+    "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     "presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": ((3, 1.0), (7, 0.5)),
     "allowed_token_ids": (3, 7), "bad_words": ((1, 2),),
 }  # fmt: skip

@@ -24,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from dflash_jax.serving.app import ServeOptions, make_app  # noqa: E402
+from dflash_jax.serving.bodies import chat_ask, completion_ask, requests_of  # noqa: E402
 
 PROMPT = "def quicksort("
 OTHERS = ["import os\n", "class Node:", "for i in range(", PROMPT]
@@ -189,6 +190,21 @@ def test_logprobs_of_both_kinds(client):
     assert "".join(chunk.delta.content or "" for chunk in chunks) == chat.message.content
     assert [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == chat.logprobs.content
     assert (chunks[0].delta.role, chunks[-1].finish_reason) == ("assistant", chat.finish_reason)
+
+
+def test_the_models_defaults_hold_where_a_request_says_nothing(model):
+    """And a request's own fields count; prompts are shortened before anything else."""
+    own = replace(model, sampling_defaults={"temperature": 0.6, "top_k": 20})
+    front = make_app(own).front
+    params = completion_ask({"prompt": "x", "top_k": 5, "skip_special_tokens": False}, front.defaults).params
+    assert (params.temperature, params.top_k, params.skip_special_tokens) == (0.6, 5, False)
+    assert chat_ask(CHAT, None, front.defaults).params.top_k == 20
+    assert completion_ask({"prompt": "x"}, make_app(own, ServeOptions(model_defaults=False)).front.defaults).params == (
+        completion_ask({"prompt": "x"}).params
+    )
+    body = {"prompt": [*range(1, 301)], "truncate_prompt_tokens": -1, "max_tokens": 6}
+    assert requests_of(model, completion_ask(body))[0].prompt == (*range(51, 301),)
+    assert requests_of(model, completion_ask(body | {"truncate_prompt_tokens": 2}))[0].prompt == (299, 300)
 
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

@@ -55,6 +55,14 @@ def test_pieces_make_the_whole_text(ids: list[int]) -> None:
     assert "".join(pieces) == stream.text == whole
 
 
+def test_special_tokens_are_text_where_asked() -> None:
+    ids = [*b"ab", SPECIAL_ID, *b"c", UNKNOWN_IDS[1], SPECIAL_ID]
+    whole = TOKENIZER.decode(ids, special=True)
+    stream, pieces = feed(ids, special=True)
+    assert "".join(pieces) == stream.text == whole
+    assert len(whole) > len(TOKENIZER.decode(ids)) == 3
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.one_of(ANY_IDS, CUT_TEXT), STOPS)
 def test_nothing_given_is_taken_back_and_no_character_is_cut(ids: list[int], stops: list[str]) -> None:
@@ -341,10 +349,10 @@ def test_no_output_is_decoded_again_and_again(make: Callable[[], Tokenizer], fir
     tokenizer, ids, most = make(), first + then * 500, 0
 
     class Counting(Tokenizer):
-        def decode(self, ids: Sequence[int]) -> str:
+        def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
             nonlocal most
             most = max(most, len(ids))
-            return super().decode(ids)
+            return super().decode(ids, special=special)
 
     stream = TextStream(Counting(tokenizer.backend), ["stop"])
     for token in ids:
@@ -358,7 +366,7 @@ def test_a_decoder_that_looks_at_all_tokens_is_given_all() -> None:
     """What it makes of fewer ends otherwise: then nothing is dropped."""
 
     class Numbering(Tokenizer):
-        def decode(self, ids: Sequence[int]) -> str:
+        def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
             return "".join(str(place % 10) for place in range(len(ids))) + "\ufffd" * bool(ids)
 
     tokenizer = Numbering(TOKENIZER.backend)

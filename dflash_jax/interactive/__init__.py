@@ -1,0 +1,1 @@
+"""For people who sit in front of it: conversations."""
