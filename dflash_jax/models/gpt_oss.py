@@ -12,7 +12,7 @@ Experts are released in MXFP4 (`quantization.mxfp4`), as rows, or in sixteen bit
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -266,7 +266,7 @@ class BiasedExperts(nnx.Module):
 
     def _by_expert(self, matrix: Linear) -> tuple[Any, Array]:
         """A matrix and its bias with a first axis of experts."""
-        weight, bias = matrix.weight[...], matrix.bias
+        weight, bias = matrix.weight[...], cast(nnx.Param, matrix.bias)
         parts = jax.tree.map(lambda one: one.reshape(self.count, -1, *one.shape[1:]), weight)
         return parts, bias[...].reshape(self.count, -1)
 
