@@ -2,6 +2,7 @@
 changed token."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ PUBLISHED: dict[str, Any] = {
 
 def read(file: dict[str, Any] = PUBLISHED, /, **changes: Any) -> GptOssConfig:
     file = {key: value for key, value in (file | changes).items() if value is not ...}
-    return family_of(file).config(file)
+    config = family_of(file).config(file)
+    assert isinstance(config, GptOssConfig)
+    return config
 
 
 def test_the_published_file_reads_as_its_preset() -> None:
@@ -95,7 +98,7 @@ def test_absent_keys_are_those_of_the_larger_one() -> None:
 def test_presets_have_their_published_size(name: str) -> None:
     """Counted as weights in both releases; bytes are 4.25 bits a weight of an expert."""
     config = GPT_OSS_TARGETS[name]
-    family, half = family_for(config), GptOssConfig(**(vars(config) | {"mxfp4": False}))
+    family, half = family_for(config), replace(config, mxfp4=False)
     sizes = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
     assert [count(family.parameters(one)) for one in (config, half)] == [sizes[name]] * 2
     experts = 3 * config.num_layers * config.num_experts * 2880 * 2880
@@ -205,6 +208,7 @@ def test_the_published_drafter_fits() -> None:
         "dflash_config": {"mask_token_id": 200_000, "target_layer_ids": [1, 6, 11, 16, 21]},
     }  # fmt: skip
     draft = family_of(file).config(file)
+    assert isinstance(draft, DFlashConfig)
     assert (draft.num_layers, draft.block_size, draft.rope) == (8, 8, target.rope)
     check_pair(target, draft)
     assert KNOWN_DRAFTERS["openai/gpt-oss-20b"] == "z-lab/gpt-oss-20b-DFlash"
