@@ -72,9 +72,8 @@ _whole = jax.jit(dequantise, static_argnames="dtype")
 
 def dequantise_weights(params: dict[str, Any]) -> dict[str, Any]:
     """A model's parameters with its matrices in MXFP4 as numbers of their dtype, in `params` itself: no two copies at a time."""
-    for name, matrix in list(params.items()):
-        if isinstance(matrix, Mxfp4):
-            del params[name]
-            params[name] = _whole(matrix.blocks, matrix.scales, matrix.dtype)
-            del matrix
+    for name in [name for name, one in params.items() if isinstance(one, Mxfp4)]:
+        matrix: Mxfp4 = params.pop(name)
+        params[name] = _whole(matrix.blocks, matrix.scales, matrix.dtype)
+        del matrix  # gone before the next one is made
     return params

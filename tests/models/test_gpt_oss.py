@@ -16,11 +16,13 @@ from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS, check_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.cli.info import collect, lines
-from dflash_jax.errors import ConfigError
-from dflash_jax.execution.plan import CallShape, choose
+from dflash_jax.engine.planning import plan_engine
+from dflash_jax.errors import ConfigError, ParameterError
+from dflash_jax.execution.plan import CallShape, choose, weight_format
 from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, layer_traits
 from dflash_jax.models.presets import GPT_OSS_TARGETS
-from dflash_jax.quantization.mxfp4 import dequantise
+from dflash_jax.options import LoadOptions
+from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise
 from dflash_jax.sampling_params import SamplingParams
 
 from ..convert.conftest import Folders
@@ -161,6 +163,17 @@ def test_experts_in_four_bits_are_loaded_as_numbers(tmp_path: Path) -> None:
     ours, theirs = (read_weights(one, None, jnp.dtype("float32"))["target"] for one in (four, many))
     assert ours.keys() == theirs.keys()
     assert all(np.asarray(ours[name]).tobytes() == np.asarray(theirs[name]).tobytes() for name in theirs)
+    kept = read_weights(four, None, jnp.dtype("float32"), "mxfp4")["target"]
+    assert sum(isinstance(one, Mxfp4) for one in kept.values()) == 2 * four.config.num_layers
+    shapes = weight_shapes([(four.config, four.family)], jnp.dtype("float32"), "mxfp4")
+    assert weight_bytes({"target": kept}) == weight_bytes(shapes) == reading_bytes(shapes, shapes)
+    plan = choose(layer_traits(four.config), CallShape(1, 8, jnp.dtype("bfloat16")), weight_format(kept))
+    assert "stored in MXFP4" in (plan.refused("fused_moe") or "")
+    with pytest.raises(ParameterError, match="none of this checkpoint is in MXFP4"):
+        plan_engine(many, None, LoadOptions(weight_dtype="mxfp4"))
+    assert plan_engine(four, None, LoadOptions(weight_dtype="mxfp4"))[1].weights == weight_bytes(shapes)
+    text = "\n".join(lines(collect(tmp_path / "four", draft=False, weight_dtype="mxfp4")))
+    assert "experts in mxfp4, as they were released" in text
     assert weight_bytes({"target": ours}) == weight_bytes(
         weight_shapes([(four.config, four.family)], jnp.dtype("float32"))
     )
@@ -216,10 +229,11 @@ def test_the_published_drafter_fits() -> None:
 
 @functools.cache
 def make_pair() -> tuple[Pair, dict[str, Any], dict[str, np.ndarray]]:
-    """A random target with windows of 9 whose head knows two tokens, so that a random drafter of blocks of 8 is often right."""
-    file = random_file(2, sliding_window=9)
+    """A random target with windows of 9 and experts kept in four bits, whose head knows two tokens, so that a random drafter of
+    blocks of 8 is often right."""
+    file = random_file(2, sliding_window=9, quantization_config={"quant_method": "mxfp4"})
     config: Any = read(file)
-    tensors = random_tensors(file, 2, scale=2.0)
+    tensors = packed(random_tensors(file, 2, scale=2.0))
     head = np.zeros_like(tensors["lm_head.weight"])
     head[[3, 40]] = tensors["lm_head.weight"][[3, 40]]
     tensors["lm_head.weight"] = head
