@@ -60,6 +60,7 @@ class Completion:
       seed: the seed that repeats a sampled text.
       stats: where the time went.
       logprobs: one for each token where they were asked for, None otherwise.
+      prompt_logprobs: where they were asked for, one for each token of the prompt, the first of which is None; None otherwise.
 
     What has an entry for each token or cycle is not in its `repr`.
     """
@@ -74,6 +75,7 @@ class Completion:
     seed: int
     stats: Stats
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Piece:
       finish_reason: None until the last piece of a prompt.
       completion: with the last piece, the whole result.
       logprobs: one for each new id where they were asked for.
+      prompt_logprobs: with the first piece of a prompt, as those of `Completion`; empty otherwise.
     """
 
     index: int
@@ -99,3 +102,4 @@ class Piece:
     finish_reason: str | None = None
     completion: Completion | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -216,6 +216,7 @@ class Writer:
         self.counts: list[int] = []
         self.drafts: list[tuple[int, int]] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.finished = self.stopped_by_text = False
         self.prefill_s = self.decode_s = self.first_s = 0.0
         self.cached = 0
@@ -227,6 +228,9 @@ class Writer:
         if update.first:
             self.prefill_s, self.first_s = update.seconds, time.perf_counter() - self.started - compile_s
             self.cached = update.cached
+            if params.prompt_logprobs is not None:
+                each = zip(self.request.prompt[1:], update.prompt_logprobs, strict=True)
+                self.prompt_logprobs = [None, *(TokenLogprob(token, one, tuple(top)) for token, (one, top) in each)]
         else:
             self.decode_s += update.seconds
         reason, stop = update.finish_reason, update.stop_reason
@@ -256,8 +260,11 @@ class Writer:
         self.finished = reason is not None
         shown = self.text.take(everything=self.finished)
         result = self._completion(reason, stop, compile_s) if reason is not None else None
-        drafted, logprobs = self.from_draft[seen:], self.logprobs[seen:]
-        return Piece(update.index, shown, self.tokens[seen:], drafted, gained, reason, result, logprobs)
+        drafted, logprobs, scores = self.from_draft[seen:], self.logprobs[seen:], self.prompt_logprobs
+        return Piece(
+            update.index, shown, self.tokens[seen:], drafted, gained, reason, result, logprobs,
+            scores if update.first else [],
+        )  # fmt: skip
 
     def _completion(self, reason: str, stop: str | int | None, compile_s: float) -> Completion:
         after_first = len(self.tokens) - 1
@@ -278,6 +285,7 @@ class Writer:
             text=self.text.text, token_ids=self.tokens, finish_reason=reason, stop_reason=stop,
             prompt_token_ids=list(self.request.prompt), acceptance_lengths=self.counts, from_draft=self.from_draft,
             seed=self.request.seed, stats=stats, logprobs=self.logprobs if self.request.params.logprobs is not None else None,
+            prompt_logprobs=self.prompt_logprobs if self.request.params.prompt_logprobs is not None else None,
         )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ class SamplingParams:
     Scalars of numpy or JAX count as the numbers and flags that they are, and are kept as Python's.
 
     Attributes:
-      max_tokens: tokens to produce at most.
+      max_tokens: tokens to produce at most; 0 only with prompt_logprobs.
       temperature: 0 is greedy; otherwise logits are divided by it.
       top_p: keep the smallest set of tokens whose probabilities reach this sum.
       top_k: keep this many tokens; 0 keeps all, and so does -1, which is kept as 0.
@@ -65,6 +65,8 @@ class SamplingParams:
         strings not looked for.
       logprobs: None for none; otherwise the chosen token's log-probability and this many most probable ones (at most 20),
         from the target's own logits before temperature, filters, penalties and biases.
+      prompt_logprobs: None for none; otherwise the log-probability of every token of the prompt but its first, given those before
+        it, and this many most probable ones at its place (at most 20). Such a prompt is computed whole, whatever pages hold of it.
       include_stop: keep what ended the text in it: the stop string, or the text of the end token or of the id among
         stop_token_ids. Tokens that the tokenizer calls special are text only where `skip_special_tokens` is False.
       skip_special_tokens: leave tokens that the tokenizer calls special out of the text.
@@ -94,6 +96,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
@@ -112,11 +115,12 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self._items("stop"))
         object.__setattr__(self, "stop_token_ids", self._items("stop_token_ids"))
-        self._integer("max_tokens", 1, None)
+        self._integer("max_tokens", 1 if self.prompt_logprobs is None else 0, None)
         self._integer("min_tokens", 0, self.max_tokens, limit="max_tokens, which is ")
         self._integer("top_k", 0, None)
-        if self.logprobs is not None:
-            self._integer("logprobs", 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._integer(name, 0, MAX_LOGPROBS)
         if self.seed is not None:
             self._integer("seed", 0, 2**64 - 1)
         if self.truncate_prompt_tokens is not None and as_integer(self.truncate_prompt_tokens) != -1:

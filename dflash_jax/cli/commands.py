@@ -127,10 +127,11 @@ def run_generate(args: argparse.Namespace) -> int:
         presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
         repetition_penalty=args.repetition_penalty, logit_bias=args.logit_bias, allowed_token_ids=args.allowed_token_ids,
         bad_words=args.bad_word, skip_special_tokens=not args.keep_special_tokens,
-        truncate_prompt_tokens=args.truncate_prompt_tokens,
+        truncate_prompt_tokens=args.truncate_prompt_tokens, prompt_logprobs=args.prompt_logprobs,
     )  # fmt: skip
-    if args.logprobs is not None and not args.json:
-        raise UsageError("--logprobs are part of the rows of --json: add it")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(args, name) is not None and not args.json:
+            raise UsageError(f"--{name.replace('_', '-')} are part of the rows of --json: add it")
     check_models(args)
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)

@@ -35,6 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="with --json: log-probabilities of each token and of the N likeliest ones at its place",
     )  # fmt: skip
 
+    sampling.add_argument(
+        "--prompt-logprobs", type=int, metavar="N",
+        help="with --json: the same of each token of the prompt; then --max-tokens may be 0",
+    )  # fmt: skip
+
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
     demo.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three held-out beginnings)"

@@ -1,4 +1,4 @@
-"""Prompts: the target's and the drafter's pages are filled chunk by chunk, then the first token is chosen."""
+"""Prompts: pages of target and drafter are filled chunk by chunk, and scored where asked; then the first token is chosen."""
 
 from typing import NamedTuple
 
@@ -18,6 +18,9 @@ from dflash_jax.execution.draft_context import context_products
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 
+# Positions whose logits are alive at a time where a prompt is scored: 78 MB of a vocabulary of 152k.
+SCORED_AT_ONCE = 128
+
 
 class Caches(NamedTuple):
     """What pieces of prompts are written to: pages of the target and the drafter, and states of slots where the target has such."""
@@ -25,6 +28,14 @@ class Caches(NamedTuple):
     target: Pages
     draft: Pages
     recurrent: tuple[DeltaState, ...] = ()
+
+
+class Scores(NamedTuple):
+    """What a target thinks of tokens of prompts, from its unfiltered logits; see `Emitted`."""
+
+    logprobs: Float[Array, "n T"]
+    top_ids: Int[Array, "n T k"]
+    top_logprobs: Float[Array, "n T k"]
 
 
 def prefill_chunk(
@@ -45,6 +56,51 @@ def prefill_chunk(
     `slots` are the rows' slots, by which only states are kept; past the last one for rows that nobody needs. The drafter's context
     is written at once, from the same features: its pages are always as long as the target's once a prompt is in.
     """
+    caches, _, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots)
+    return caches, logits
+
+
+def prefill_scored(
+    setup: Setup,
+    weights: Weights,
+    page_table: Int[Array, "n W"],
+    caches: Caches,
+    ids: Int[Array, "n T"],
+    starts: Int[Array, "n"],
+    lengths: Int[Array, "n"],
+    slots: Int[Array, "n"],
+    following: Int[Array, "n T"],
+) -> tuple[Caches, Float[Array, "n 1 V"], Scores]:
+    """As `prefill_chunk`, with the scores of the tokens `following` those of `ids`, each at the place of the one before it."""
+    caches, hidden, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots)
+    target, (n, t) = bind(setup.target, weights["target"]), ids.shape
+    part = min(n * t, SCORED_AT_ONCE)
+
+    def parts(each: Array) -> Array:
+        flat = each.reshape(n * t, *each.shape[2:])
+        padded = jnp.pad(flat, ((0, -(n * t) % part), *((0, 0),) * (flat.ndim - 1)))
+        return padded.reshape(-1, 1, part, *flat.shape[1:])
+
+    def score(of: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return log_probabilities(setup, target.logits(of[0]), of[1])
+
+    with jax.named_scope("score"):
+        found = jax.lax.map(score, (parts(hidden), parts(following)))
+        whole = (each.reshape(-1, *each.shape[3:])[: n * t].reshape(n, t, *each.shape[3:]) for each in found)
+    return caches, logits, Scores(*whole)
+
+
+def _filled(
+    setup: Setup,
+    weights: Weights,
+    page_table: Int[Array, "n W"],
+    caches: Caches,
+    ids: Int[Array, "n T"],
+    starts: Int[Array, "n"],
+    lengths: Int[Array, "n"],
+    slots: Int[Array, "n"],
+) -> tuple[Caches, Float[Array, "n T D"], Float[Array, "n 1 V"]]:
+    """See `prefill_chunk`; with the hidden states of all tokens."""
     target = bind(setup.target, weights["target"])
     rows = jnp.arange(ids.shape[1])
     positions = starts[:, None] + rows
@@ -68,7 +124,7 @@ def prefill_chunk(
         draft_pages = write_context(
             drafter, draft_pages, page_table, context_products(drafter, features), positions, live
         )
-    return Caches(target_pages, draft_pages, states), logits
+    return Caches(target_pages, draft_pages, states), hidden, logits
 
 
 def admit(

@@ -69,9 +69,9 @@ class Setup:
     imposed_acceptance: float | None = None
     verified: int | None = None
 
-    def for_prefill(self) -> "Setup":
-        """The fields a prefill depends on: every way of sampling shares its programs."""
-        return Setup(target=self.target, draft=self.draft, form=self.form)
+    def for_prefill(self, *, scored: bool = False) -> "Setup":
+        """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
+        return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored)
 
     def verifying(self, length: int) -> "Setup":
         """The same with so many tokens verified in a cycle, at most all that are offered."""

@@ -116,6 +116,7 @@ class Update:
       seconds: time of the device call that gave this update, compilation excluded.
       start: tokens that the request had before.
       cached: with the first token, tokens of the prompt that were found in pages.
+      prompt_logprobs: with the first token, for each token of the prompt but its first the same as `logprobs`, where asked for.
       drafts: of each cycle, the drafts offered and those accepted; see `engine.acceptance.acceptance_by_position`.
     """
 
@@ -131,6 +132,7 @@ class Update:
     start: int = 0
     cached: int = 0
     drafts: list[tuple[int, int]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
 
     @classmethod
     def collect(
@@ -161,6 +163,24 @@ class Update:
                         (float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True)))
                     )
         return update
+
+    def score(self, request: Request, parts: Sequence[tuple[Any, int, int]]) -> None:
+        """Takes the scores of a prompt, and leaves out the first token where none was asked for.
+
+        Args:
+          parts: `decoding.prefill.Scores` on the host, each with the row and the number of tokens that are the prompt's, in order.
+        """
+        wanted = request.params.prompt_logprobs
+        for scores, row, count in parts:
+            ids, tops = (
+                scores.top_ids[row, :count, :wanted].tolist(),
+                scores.top_logprobs[row, :count, :wanted].tolist(),
+            )
+            pairs = [list(zip(*each, strict=True)) for each in zip(ids, tops, strict=True)]
+            self.prompt_logprobs += list(zip(scores.logprobs[row, :count].tolist(), pairs, strict=True))
+        del self.prompt_logprobs[len(request.prompt) - 1 :]  # of what follows the prompt
+        if request.params.max_tokens == 0:
+            self.tokens, self.from_draft, self.logprobs = [], [], []
 
     def finish(self, request: Request) -> None:
         """Sets the finish reason from the last token and the count."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import Caches, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
@@ -286,8 +286,21 @@ class Batch:
             table[row], slots[row], ends[job] = self.slots.tables[job.slot, :width], job.slot, row
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
         step = (core.weights, table, caches, ids, starts, lengths, slots)
-        (target, draft, states), logits = core.programs.call(prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
+        scored = any(job.scored for job in jobs)
+        setup, scores = self.setup.for_prefill(scored=scored), None
+        if scored:
+            following = np.zeros_like(ids)
+            for row, (job, start) in enumerate(pieces):
+                after = contexts[job][start + 1 : start + 1 + lengths[row]]
+                following[row, : len(after)] = after
+            found = core.programs.call(prefill_scored, (setup,), (2,), *step, following)
+            (target, draft, states), logits, scores = found
+        else:
+            (target, draft, states), logits = core.programs.call(prefill_chunk, (setup,), (2,), *step)
         self.keep(replace(self.state, target_pages=target, draft_pages=draft, recurrent=states))
+        for row, (job, _) in enumerate(pieces):
+            if scores is not None and job.scored:
+                job.parts.append((scores, row, int(lengths[row])))
         for job, row in ends.items():
             job.filled = int(starts[row] + lengths[row])
             if job.filled in job.stops:
@@ -941,6 +954,9 @@ class Scheduler:
             job = row.job
             spent = now - job.started - (core.programs.compile_s - job.compiled)
             update = Update.collect(job.request, emitted, row.column, first=True, seconds=spent)
+            if job.scored:
+                update.score(job.request, jax.device_get(job.parts))
+                job.parts = []
             update.finish(job.request)
             update.cached = job.cached
             updates.append((job, update))

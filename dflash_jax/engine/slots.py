@@ -7,6 +7,7 @@ import numpy as np
 
 from dflash_jax.cache import PageAllocator, extend_keys
 from dflash_jax.cache.snapshots import SnapshotAccount
+from dflash_jax.decoding.prefill import Scores
 from dflash_jax.engine.requests import Needs, Request, Update
 
 type Sink = Callable[[int, Update | Exception], None]
@@ -39,6 +40,7 @@ class Job:
       decoding: whether its context is in the pages and the device runs it.
       keys: of the full pages of its text, as far as they were asked for.
       cached: tokens of its context that it found in pages when it took its slot.
+      parts: scores of its prompt, with the row and the number of tokens in each, as far as calls were started.
       started, compiled: clock and compile time when it took its slot.
       needs: what it asks of programs.
     """
@@ -62,6 +64,7 @@ class Job:
     decoding: bool = False
     keys: list[bytes] = field(default_factory=list)
     cached: int = 0
+    parts: list[tuple[Scores, int, int]] = field(default_factory=list)
     started: float = 0.0
     compiled: float = 0.0
     needs: Needs = field(init=False)
@@ -80,6 +83,11 @@ class Job:
         return len(self.request.prompt) + max(0, len(self.tokens) - 1)
 
     @property
+    def scored(self) -> bool:
+        """Whether its prompt is to be scored: nothing of it was given out yet."""
+        return self.request.params.prompt_logprobs is not None and not self.tokens
+
+    @property
     def stop(self) -> int:
         """Tokens of its context that may be in the pages after the next call for prompts, at most."""
         return self.stops[0] if self.stops else self.length
@@ -92,7 +100,7 @@ class Job:
         """As it is before it enters: what the account and the device know of it is nobody's."""
         self.pages, self.slot, self.decoding, self.stay = [], -1, False, self.stay + 1
         self.due = self.coming = 0
-        self.stops, self.snapshot = [], -1
+        self.stops, self.snapshot, self.parts = [], -1, []
 
 
 class Slots:
@@ -207,12 +215,12 @@ class Slots:
 
     def _find(self, job: Job) -> tuple[list[int], int, int]:
         """Pages with the beginning of the context of `job`, at least one token of it left out: its logits are wanted. Where the
-        target has states, as many as end with a snapshot.
+        target has states, as many as end with a snapshot. None of a prompt that is scored: pages hold no scores.
 
         Returns:
           The pages; how many there are that others have or are about to fill; and the row of the snapshot, or -1.
         """
-        if self.root is None:
+        if self.root is None or job.scored:
             return [], 0, -1
         extend_keys(job.keys, job.context, self.page_size, self.root)
         keys = job.keys[: (len(job.context) - 1) // self.page_size]
@@ -228,7 +236,7 @@ class Slots:
         """Whether the first page that `job` does not find is one that a prompt before it is about to fill; where the target has
         states, whether that prompt is about to leave one that `job` can go on from."""
         most = (job.length - 1) // self.page_size
-        if self.root is None or found >= most:
+        if self.root is None or job.scored or found >= most:
             return False
         if self.snapshots is not None:
             ends = [(other, stop // self.page_size) for other in self.filling for stop in other.stops]

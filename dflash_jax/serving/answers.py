@@ -51,20 +51,47 @@ class Logprobs:
         self._offset = 0
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def completions(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """As `/v1/completions` has them. Of two tokens with one text the more probable counts."""
+    def completions(self, tokens: Sequence[TokenLogprob], first: int | None = None) -> dict[str, Any]:
+        """As `/v1/completions` has them. Of two tokens with one text the more probable counts.
+
+        Args:
+          first: a token before them of which nothing is known: a prompt's first.
+        """
         rows: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if first is not None:
+            self._add(rows, first, None, None)
         for one in tokens:
             tops = dict[str, float]()
             for token, logprob in (*one.top, (one.token_id, one.logprob)):
                 tops.setdefault(self._name(token), _number(logprob))
-            rows["tokens"].append(self._name(one.token_id))
-            rows["token_logprobs"].append(_number(one.logprob))
-            rows["top_logprobs"].append(tops)
-            rows["text_offset"].append(self._offset)
-            if not self._silent(one.token_id):
-                self._offset += len(self._text.decode(self._bytes.of(one.token_id)))
+            self._add(rows, one.token_id, _number(one.logprob), tops)
         return rows
+
+    def _add(
+        self, rows: dict[str, list[Any]], token: int, logprob: float | None, tops: dict[str, float] | None
+    ) -> None:
+        values = (self._name(token), logprob, tops, self._offset)
+        for name, value in zip(("tokens", "token_logprobs", "top_logprobs", "text_offset"), values, strict=True):
+            rows[name].append(value)
+        if not self._silent(token):
+            self._offset += len(self._text.decode(self._bytes.of(token)))
+
+    def of_prompt(self, tokens: Sequence[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+        """As vLLM's `prompt_logprobs` are: by ids, with the place among all tokens where it is known."""
+        rows = list[dict[str, Any] | None]()
+        for one in tokens:
+            if one is None:
+                rows.append(None)
+                continue
+            row = {str(one.token_id): self._scored(one.token_id, one.logprob, None)}
+            for place, (token, logprob) in enumerate(one.top):
+                row[str(token)] = self._scored(token, logprob, place + 1)
+            rows.append(row)
+        return rows
+
+    def _scored(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._bytes.of(token).decode("utf-8", "replace")
+        return {"logprob": _number(logprob), "rank": rank, "decoded_token": text}
 
     def chat(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """As `/v1/chat/completions` has them: of the tokens that are text."""
@@ -108,7 +135,7 @@ class Answer:
         self._begun = set[int]()
         self.done: dict[int, Completion] = {}
         self._produced: dict[int, int] = {}
-        self._prompts: dict[int, int] = {}
+        self._prompts: dict[int, Sequence[int]] = {}
 
     def whole(self) -> dict[str, Any]:
         """From the completions in `done`."""
@@ -117,12 +144,15 @@ class Answer:
             ends = {"finish_reason": reason_of(row.finish_reason), "stop_reason": row.stop_reason}
             if row.finish_reason == "eos":
                 ends["stop_reason"] = None
-            logprobs = self._logprobs_of(index, row.logprobs)
+            logprobs = self._logprobs_of(index, row.logprobs, row.prompt_logprobs)
             if self.is_chat:
                 message = {"role": "assistant", "content": row.text, "refusal": None}
                 choices.append({"index": index, "message": message, "logprobs": logprobs, **ends})
             else:
-                choices.append({"index": index, "text": row.text, "logprobs": logprobs, **ends})
+                made = {"index": index, "text": self._echo(index) + row.text, "logprobs": logprobs, **ends}
+                if self.ask.prompt_logprobs and self.tokenizer is not None:
+                    made["prompt_logprobs"] = self._state(index, self.tokenizer).of_prompt(row.prompt_logprobs or [])
+                choices.append(made)
         return self._base | {"choices": choices, "usage": self.usage()}
 
     def note(self, piece: Piece) -> None:
@@ -135,12 +165,16 @@ class Answer:
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """What a stream says of a piece."""
         self.note(piece)
-        index = piece.index
+        index, text = piece.index, piece.text
         ends = {"finish_reason": reason_of(piece.finish_reason)}
-        shown = bool(piece.text) or bool(piece.logprobs)
-        logprobs = self._logprobs_of(index, piece.logprobs) if piece.logprobs else None
+        if self.ask.echo and index not in self._begun:
+            self._begun.add(index)
+            text = self._echo(index) + text
+        known = self.ask.params.logprobs is not None and bool(piece.logprobs or piece.prompt_logprobs)
+        shown = bool(text) or known
+        logprobs = self._logprobs_of(index, piece.logprobs, piece.prompt_logprobs) if known else None
         if not self.is_chat:
-            told = [{"index": index, "text": piece.text, "logprobs": logprobs, **ends}]
+            told = [{"index": index, "text": text, "logprobs": logprobs, **ends}]
             return [self._chunk(one) for one in told if shown or piece.finish_reason]
         deltas = list[dict[str, Any]]()
         none = {"logprobs": None, "finish_reason": None}
@@ -148,7 +182,7 @@ class Answer:
             self._begun.add(index)
             deltas.append({"index": index, "delta": {"role": "assistant", "content": ""}, **none})
         if shown:
-            told = {"index": index, "delta": {"content": piece.text}, "logprobs": logprobs, "finish_reason": None}
+            told = {"index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": None}
             deltas.append(told)
         if piece.finish_reason:
             deltas.append({"index": index, "delta": {}, "logprobs": None, **ends})
@@ -158,14 +192,14 @@ class Answer:
         """The one with the usage, behind all others."""
         return self._chunk(None) | {"usage": self.usage()}
 
-    def prompt_seen(self, index: int, tokens: int) -> None:
-        """How long a choice's prompt is."""
-        self._prompts[index] = tokens
+    def prompt_seen(self, index: int, ids: Sequence[int]) -> None:
+        """A choice's prompt, as the model gets it."""
+        self._prompts[index] = ids
 
     def usage(self) -> dict[str, Any]:
         """Each prompt counts once, completions of all choices count."""
         firsts = [index for index in self._prompts if index % self.ask.n == 0]
-        prompt = sum(self._prompts[index] for index in firsts)
+        prompt = sum(len(self._prompts[index]) for index in firsts)
         done = {index: len(row.token_ids) for index, row in self.done.items()}
         produced = sum((self._produced | done).values())
         cached = sum(self.done[index].stats.cached_tokens for index in firsts if index in self.done)
@@ -182,12 +216,31 @@ class Answer:
             made["usage"] = self.usage() if self.ask.usage == "always" else None
         return made
 
-    def _logprobs_of(self, index: int, tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    def _echo(self, index: int) -> str:
+        """The prompt's text where it is to come again; of token ids, and where it was shortened, that of its tokens."""
+        if not self.ask.echo:
+            return ""
+        prompt, ids, params = self.ask.prompts[index // self.ask.n], self._prompts[index], self.ask.params
+        if isinstance(prompt, str) and params.truncate_prompt_tokens is None:
+            return prompt
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids, special=not params.skip_special_tokens)
+
+    def _logprobs_of(
+        self, index: int, tokens: Sequence[TokenLogprob] | None, prompt: Sequence[TokenLogprob | None] | None = None
+    ) -> dict[str, Any] | None:
         if tokens is None or self.tokenizer is None:
             return None
+        state = self._state(index, self.tokenizer)
+        if self.is_chat:
+            return state.chat(tokens)
+        if not self.ask.echo or not prompt:
+            return state.completions(tokens)
+        known = [one for one in prompt if one is not None]
+        return state.completions([*known, *tokens], first=self._prompts[index][0])
+
+    def _state(self, index: int, tokenizer: Tokenizer) -> Logprobs:
         if index not in self._logprobs:
             self._logprobs[index] = Logprobs(
-                self.tokenizer, ids=self.ask.ids, special=not self.ask.params.skip_special_tokens
+                tokenizer, ids=self.ask.ids, special=not self.ask.params.skip_special_tokens
             )
-        state = self._logprobs[index]
-        return state.chat(tokens) if self.is_chat else state.completions(tokens)
+        return self._logprobs[index]

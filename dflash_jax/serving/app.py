@@ -238,7 +238,7 @@ class Routes:
         made = await asyncio.to_thread(requests_of, model, ask) if chat or long else requests_of(model, ask)
         answer = Answer(ask, model.tokenizer, chat=chat, model=name)
         for one in made:
-            answer.prompt_seen(one.index, len(one.prompt))
+            answer.prompt_seen(one.index, one.prompt)
         self.front.ready()  # it may have begun to shut down meanwhile
         return Call(self.front, engine, engine.submit(made), answer, len(made))
 

@@ -27,11 +27,13 @@ _WITHOUT_EFFECT = (
 # Taken where they say what happens anyway.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "priority": (0,), "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,), "echo": (False,), "suffix": ("",), "prompt_logprobs": (), "parallel_tool_calls": (True, False),
+    "use_beam_search": (False,), "suffix": ("",), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
     "add_special_tokens": (True, False), "structured_outputs": (),
 }  # fmt: skip
+# Of chats alone.
+_FIXED_OF_CHATS: dict[str, tuple[Any, ...]] = {"echo": (False,), "prompt_logprobs": ()}
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
@@ -41,9 +43,10 @@ _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
     "return_tokens_as_token_ids", "logit_bias", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
-COMPLETION_FIELDS = ("prompt", *_COMMON)
+COMPLETION_FIELDS = ("prompt", "echo", "prompt_logprobs", *_COMMON)
 CHAT_FIELDS = (
     "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "reasoning_effort", *_COMMON,
+    *_FIXED_OF_CHATS,
 )  # fmt: skip
 # Options that clients send to every model: a template that does not ask for them is not told.
 _SENT_TO_ALL = ("enable_thinking", "thinking")
@@ -61,6 +64,8 @@ class Ask:
       n: choices for each prompt.
       usage: "end" for a last chunk with the usage, "always" for one in each.
       ids: tokens are named by their ids among log-probabilities.
+      echo: whether texts begin with their prompts, and log-probabilities with theirs.
+      prompt_logprobs: whether those of prompts come by themselves.
     """
 
     prompts: list[Any]
@@ -72,6 +77,8 @@ class Ask:
     usage: str | None
     ids: bool
     chat_options: dict[str, Any]
+    echo: bool = False
+    prompt_logprobs: bool = False
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -110,19 +117,30 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
             raise _wrong("prompt" if single else f"prompt.{place}", "a text or token ids", prompt)
         if prompt == "":
             raise _wrong("prompt" if single else f"prompt.{place}", "a text that is not empty", prompt)
-    most = _limit(body, "max_tokens")
-    return _ask(
+    echo, scored = _flag(body, "echo"), _integer(body, "prompt_logprobs", 0, MAX_LOGPROBS)
+    if scored is not None and _flag(body, "stream"):
+        raise Problem(
+            400, "prompt_logprobs are for whole answers: leave stream out, or ask for echo and logprobs",
+            param="prompt_logprobs", code="unsupported_parameter",
+        )  # fmt: skip
+    most = _integer(body, "max_tokens", 0 if echo or scored is not None else 1, 2**31 - 1)
+    made = _ask(
         body,
         listed,
         DEFAULT_COMPLETION_TOKENS if most is None else most,
         _integer(body, "logprobs", 0, MAX_LOGPROBS),
         defaults,
     )
+    wanted = [
+        each for each in (scored, made.params.logprobs if echo else None, 0 if most == 0 else None) if each is not None
+    ]
+    params = replace(made.params, prompt_logprobs=max(wanted)) if wanted else made.params
+    return replace(made, params=params, echo=echo, prompt_logprobs=scored is not None)
 
 
 def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
     """Of `/v1/chat/completions`, for a model with this chat template; see `completion_ask`. Raises Problem, ParameterError."""
-    _check_names(body, CHAT_FIELDS)
+    _check_names(body, CHAT_FIELDS, _FIXED | _FIXED_OF_CHATS)
     messages = _messages(body.get("messages"), template or "")
     wanted, top = _flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not wanted:
@@ -151,20 +169,19 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
         least = 1 if ask.max_tokens is None else ask.max_tokens
         ids = replace(ask.params, max_tokens=max(least, ask.params.min_tokens)).shortened(ids, longest)
         room = longest - len(ids)
-        if room < 1:
-            asked = 1 if ask.max_tokens is None else ask.max_tokens
+        if room < min(1, least):
             raise Problem(
                 400,
-                f"This model's maximum context length is {longest} tokens. However, you requested {len(ids) + asked} tokens "
-                f"({len(ids)} in the messages, {asked} in the completion). Please reduce the length of the messages or completion.",
+                f"This model's maximum context length is {longest} tokens. However, you requested {len(ids) + least} tokens "
+                f"({len(ids)} in the messages, {least} in the completion). Please reduce the length of the messages or completion.",
                 param="messages" if is_chat(prompt) else "prompt",
                 code="context_length_exceeded",
             )
         most = room if ask.max_tokens is None else min(room, ask.max_tokens)
         for choice in range(ask.n):
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
-            least = min(ask.params.min_tokens, most)
-            params = replace(ask.params, max_tokens=most, min_tokens=least, seed=seed)
+            fewest = min(ask.params.min_tokens, most)
+            params = replace(ask.params, max_tokens=most, min_tokens=fewest, seed=seed)
             requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused))
             model.engine.check(requests[-1])
     return requests
@@ -257,10 +274,12 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": made}}
 
 
-def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
+def _check_names(
+    body: Mapping[str, Any], known: Sequence[str], fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType(_FIXED)
+) -> None:
     if unknown := next((name for name in body if name not in known), None):
         raise _unknown(unknown)
-    for name, values in _FIXED.items():
+    for name, values in fixed.items():
         if name in body and not any(_same(body[name], value) for value in values):
             options = " or ".join(map(repr, values)) or "null"
             raise Problem(

@@ -17,6 +17,7 @@ def merged(first: Piece, second: Piece) -> Piece:
         from_draft=first.from_draft + second.from_draft,
         accepted=first.accepted + second.accepted,
         logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
     )
 
 

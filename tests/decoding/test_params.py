@@ -22,6 +22,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "min_tokens": ("an integer from 0 to max_tokens, which is 256", (-1, 257, *NOT_INTEGERS)),
     "top_k": ("an integer of at least 0", (-2, *NOT_INTEGERS)),
     "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
+    "prompt_logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
     "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
     "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
     "top_p": ("a number above 0.0 and at most 1.0", (0.0, -0.5, 1.1, *NOT_NUMBERS)),
@@ -72,6 +73,7 @@ def test_every_field_is_covered() -> None:
         {"top_p": 1.0, "min_p": 1.0, "temperature": 1e4, "seed": 2**64 - 1, "logprobs": MAX_LOGPROBS, "top_k": 10**9},
         {"top_p": 1e-9, "stop": "end", "stop_token_ids": range(MAX_STOP_IDS)},
         {"stop": ["a", "b"], "stop_token_ids": (0, 5)},
+        {"max_tokens": 0, "prompt_logprobs": 0},
         {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-3, "logit_bias": {0: -100, 7: 100}},
         {"repetition_penalty": 2.0, "logit_bias": (), "allowed_token_ids": (0,), "bad_words": ["a", (0, 1)]},
     ],
@@ -155,14 +157,14 @@ NUMPY = {
     "min_p": jnp.float32(0.25), "seed": np.uint64(2**64 - 1), "stop": np.array(["a", "b"]), "stop_token_ids": np.array([3, 4]),
     "ignore_eos": np.True_,
     "min_tokens": np.array(2), "logprobs": jnp.int32(1), "include_stop": np.array([True, False])[1],
-    "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
+    "prompt_logprobs": np.uint8(3), "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
     "presence_penalty": np.float32(0.5), "frequency_penalty": np.int8(-1), "repetition_penalty": jnp.float32(1.5),
     "logit_bias": {np.int32(7): np.float32(0.5), 3: 1}, "allowed_token_ids": np.array([3, 7]), "bad_words": [np.array([1, 2])],
 }  # fmt: skip
 PYTHON = {
     "max_tokens": 40, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 2**64 - 1, "stop": ("a", "b"),
     "stop_token_ids": (3, 4), "ignore_eos": True, "min_tokens": 2, "logprobs": 1, "include_stop": False,
-    "skip_special_tokens": False, "truncate_prompt_tokens": -1,
+    "prompt_logprobs": 3, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     "presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": ((3, 1.0), (7, 0.5)),
     "allowed_token_ids": (3, 7), "bad_words": ((1, 2),),
 }  # fmt: skip

@@ -166,6 +166,40 @@ def test_penalties_and_biases_are_those_of_generate(client, model):
     assert "return" not in row.text
 
 
+def test_prompts_come_again_with_their_scores(client, model):
+    """lm-eval's payload; one text and ids; a stream; no token at all; and vLLM's own field."""
+    ids = model.tokenizer.encode(PROMPT)
+    params = dj.SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
+    row = dj.generate(model, PROMPT, params)
+    known = [(one.token_id, one.logprob) for one in (*row.prompt_logprobs[1:], *row.logprobs)]
+    asked = {"model": "pair", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True, "seed": 1234}
+    answers = [client.completions.create(**asked, prompt=prompt) for prompt in ([ids], PROMPT)]
+    for answer in answers:
+        choice = answer.choices[0]
+        rows = choice.logprobs
+        assert choice.text == PROMPT + row.text
+        assert [*zip([*ids[1:], row.token_ids[0]], rows.token_logprobs[1:], strict=True)] == known
+        assert (rows.token_logprobs[0], rows.top_logprobs[0]) == (None, None)
+        for token, logprob, tops, one in zip(
+            rows.tokens[1:], rows.token_logprobs[1:], rows.top_logprobs[1:], (*row.prompt_logprobs[1:], *row.logprobs),
+            strict=True,
+        ):  # fmt: skip
+            assert (max(tops.values()) == logprob) == (one.top[0][0] == one.token_id)
+            assert tops[token] == logprob
+        assert all(choice.text[at:].startswith(token) for token, at in zip(rows.tokens, rows.text_offset, strict=True))
+    chunks = list(client.completions.create(**asked, prompt=PROMPT, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + row.text
+    told = [one for chunk in chunks if chunk.choices[0].logprobs for one in chunk.choices[0].logprobs.token_logprobs]
+    assert told == answers[0].choices[0].logprobs.token_logprobs
+    alone = client.completions.create(**asked | {"max_tokens": 0}, prompt=PROMPT, extra_body={"prompt_logprobs": 0})
+    choice = alone.choices[0]
+    assert (choice.text, choice.finish_reason, alone.usage.completion_tokens) == (PROMPT, "length", 0)
+    assert choice.logprobs.token_logprobs == told[:-1]
+    assert [one and one[str(token)]["logprob"] for token, one in zip(ids, choice.prompt_logprobs, strict=True)] == told[
+        :-1
+    ]
+
+
 def test_logprobs_of_both_kinds(client):
     answer = client.completions.create(model="pair", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=2)
     rows, text = answer.choices[0].logprobs, answer.choices[0].text
@@ -215,6 +249,15 @@ WRONG = [
     ("/v1/completions", {"prompt": "x", "colour": 1}, 400, "colour", "unknown_parameter"),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", "invalid_value"),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "invalid_value"),
+    (
+        "/v1/completions",
+        {"prompt": "x", "prompt_logprobs": 1, "stream": True},
+        400,
+        "prompt_logprobs",
+        "unsupported_parameter",
+    ),
+    ("/v1/chat/completions", CHAT | {"echo": True}, 400, "echo", "unsupported_parameter"),
     ("/v1/completions", b"{", 400, None, None),
     ("/v1/completions", b"[" * 60000, 400, None, None),
     ("/v1/completions", b" " * 70000, 413, None, None),
