@@ -2,6 +2,9 @@
 verified, and lengths chosen as cycles cost, one after the other in one process.
 
     python benchmarks/bench.py --shapes qwen3-4b --concurrency 1 8 64 --imposed-acceptance 6
+    python benchmarks/bench.py --concurrency 8 64 --kinds block auto per_request --imposed-acceptance 2 10 --short-length 0
+
+The second has requests of two kinds side by side, and verification that follows each of them.
 
 Where several users share the device, rows of short prompts follow, which are prefilled several at once.
 
@@ -26,10 +29,11 @@ from dflash_jax.options import WEIGHT_DTYPES
 
 THREADS = 12
 # Name of a row, what the engine is told to verify, whether it drafts.
-KINDS: tuple[tuple[str, Literal["auto"] | None, bool], ...] = (
+KINDS: tuple[tuple[str, Literal["auto", "per_request"] | None, bool], ...] = (
     ("alone", None, False),
     ("block", None, True),
     ("auto", "auto", True),
+    ("per_request", "per_request", True),
 )
 
 
@@ -49,15 +53,18 @@ def main() -> None:
     parser.add_argument("--short-length", type=int, default=128, help="of short prompts, 0 for none (default: 128)")
     parser.add_argument("--output-length", type=int, default=128)
     parser.add_argument("--requests", type=int, default=None, help="of each run (default: 8 for each user, 16 to 256)")
-    parser.add_argument("--imposed-acceptance", type=float, default=6.0)
     parser.add_argument(
-        "--kinds", nargs="+", default=[name for name, _, _ in KINDS], choices=[kind[0] for kind in KINDS]
+        "--imposed-acceptance", type=float, nargs="+", default=[6.0], help="several: of slots by turns (default: 6)"
     )
+    names = [name for name, _, _ in KINDS]
+    parser.add_argument("--kinds", nargs="+", default=names[:3], choices=names)
     for role in ("weight", "draft-weight"):
         parser.add_argument(
             f"--{role}-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
         )
     options = parser.parse_args()
+    means = tuple(options.imposed_acceptance)
+    acceptance = means if len(means) > 1 else means[0]
     suffix = "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
     record = Record("bench" + suffix.replace(" ", "_"), options)
@@ -78,7 +85,7 @@ def main() -> None:
     began, jobs = time.perf_counter(), list[Callable[[], object]]()
     for users, _, (_, length, draft), workload in plan:
         model.engine.verify_length = length
-        imposed = options.imposed_acceptance if draft else None
+        imposed = acceptance if draft else None
         jobs += programs(model, workload, concurrency=users, draft=draft, imposed_acceptance=imposed)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: job(), jobs))
@@ -88,9 +95,10 @@ def main() -> None:
         figures = measure(
             model, workload, concurrency=users, requests=options.requests or min(max(16, 8 * users), 256),
             draft=draft,
-            imposed_acceptance=options.imposed_acceptance if draft else None,
+            imposed_acceptance=acceptance if draft else None,
         )  # fmt: skip
-        add(record, f"bench {options.shapes} in{prompt} U{users} {name}{suffix}", figures)
+        mix = "" if len(means) == 1 else f" mix {' and '.join(f'{mean:g}' for mean in means)}"
+        add(record, f"bench {options.shapes} in{prompt} U{users} {name}{mix}{suffix}", figures)
         print(f"verified {figures.verify_lengths}", flush=True)
     print(record.write())
 

@@ -62,7 +62,7 @@ class Figures:
     top_k: int
     min_p: float
     draft: bool
-    imposed_acceptance: float | None
+    imposed_acceptance: float | tuple[float, ...] | None
     tokens_per_s: float
     time_to_first_token_ms: dict[str, float]
     inter_token_ms: dict[str, float]
@@ -94,12 +94,13 @@ def measure(
     concurrency: int,
     requests: int,
     draft: bool,
-    imposed_acceptance: float | None = None,
+    imposed_acceptance: float | tuple[float, ...] | None = None,
 ) -> Figures:
     """Serves `requests` requests with `concurrency` users and reports what they saw.
 
     Args:
-      imposed_acceptance: mean tokens a cycle is made to gain whatever the target thinks, to time shapes whose weights are random.
+      imposed_acceptance: mean tokens a cycle is made to gain whatever the target thinks, to time shapes whose weights are random;
+        several are those of slots by turns.
 
     Raises:
       ParameterError: more users than slots or than requests, or an acceptance that a block cannot hold.
@@ -158,14 +159,20 @@ def measure(
     )
 
 
-def check_imposed(acceptance: float, longest: int) -> None:
+def check_imposed(acceptance: float | tuple[float, ...], longest: int) -> None:
     """Raises ParameterError for an imposed acceptance that cycles of at most `longest` tokens cannot have."""
-    if not 1 <= acceptance <= longest:
-        raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {acceptance}")
+    for one in acceptance if isinstance(acceptance, tuple) else (acceptance,):
+        if not 1 <= one <= longest:
+            raise ParameterError(f"imposed acceptance must be from 1 to {longest}, got {one}")
 
 
 def programs(
-    model: Model, workload: Workload, *, concurrency: int, draft: bool, imposed_acceptance: float | None = None
+    model: Model,
+    workload: Workload,
+    *,
+    concurrency: int,
+    draft: bool,
+    imposed_acceptance: float | tuple[float, ...] | None = None,
 ) -> list[Callable[[], object]]:
     """Functions that compile, one program each, all that `measure` with these arguments can need: what prompts are prefilled by,
     and cycles of every length that is likely to be verified."""
@@ -183,7 +190,7 @@ def programs(
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
     lengths = _likely(engine, setup, users, float(np.mean(sizes)), imposed_acceptance)
-    setups = [setup.verifying(length) for length in lengths]
+    setups = [engine.verifying(setup, length) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
     loops = [Jobs(engine, setup, needs.stop_width).loop(users, width) for setup in setups for width in widths]
     return [*first, *_prompts(engine, Jobs(engine, setup, needs.stop_width), workload, users), *loops]
@@ -209,10 +216,12 @@ def _prompts(engine: Engine, jobs: Jobs, workload: Workload, users: int) -> list
     return [*prefills, *(jobs.admit(users, rows) for rows in sorted({rows for _, (rows, _) in parts}))]
 
 
-def _likely(engine: Engine, setup: Setup, users: int, context: float, imposed: float | None) -> Sequence[int]:
-    """Lengths that may be verified; where acceptance is imposed, those that do not gain far less for their time than the best."""
+def _likely(
+    engine: Engine, setup: Setup, users: int, context: float, imposed: float | tuple[float, ...] | None
+) -> Sequence[int]:
+    """Lengths that may be verified; where one acceptance is imposed, those that do not gain far less for their time."""
     lengths, cost = engine.verify_lengths(setup, users), engine.verify_policy.cost
-    if cost is None or imposed is None:
+    if cost is None or imposed is None or isinstance(imposed, tuple):
         return lengths
     rates = {length: min(length, imposed) / cost.ms(users, length, context) for length in lengths}
     return [length for length in lengths if rates[length] > UNLIKELY * max(rates.values())]

@@ -16,7 +16,7 @@ from dflash_jax.engine.memory import size
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.options import LoadKeywords, read_options
+from dflash_jax.options import RELEASED, LoadKeywords, read_options
 from dflash_jax.quantization.kv_formats import pool_dtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
@@ -94,11 +94,17 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
     for slots in dict.fromkeys((1, engine.max_batch)):
         plans = setup.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
-        for model, tokens, plan in (("target", setup.width, plans.target), ("draft", block, plans.draft)):
+        passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
+        if engine.verify_length == "per_request" and setup.offered > 2:
+            # Half of the block on average: tokens of all slots side by side.
+            half = engine.verifying(setup, setup.offered // 2)
+            shared = half.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
+            passes.append(("target", half.verified_shape(slots), shared.target))
+        for model, (sequences, tokens), plan in passes:
             if plan is None:
                 continue
             facts.append({
-                "model": model, "sequences": slots, "tokens": tokens, "runner": plan.runner, "attention": plan.attention,
+                "model": model, "sequences": sequences, "tokens": tokens, "runner": plan.runner, "attention": plan.attention,
                 "weight_layout": plan.weight_layout, "workspace": plan.workspace,
                 "xla_options": dict(plan.xla_options) if model == "target" else None, "device": plan.device,
                 "refused": {one.what: one.reason for one in plan.refusals},
@@ -199,9 +205,13 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
         return (
             [("", f"{size(index)} of the weights are the target's head in float8, to find proposals")] if index else []
         )
-    which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
-    if ours is not None and theirs not in (ours, None):
-        which += f", the target's in {ours}"
+    if ours in RELEASED:
+        which = f"experts in {ours}, as they were released"
+        which += "" if theirs in (ours, None) else f", the drafter's large matrices in {theirs}"
+    else:
+        which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
+        if ours is not None and theirs not in (ours, None):
+            which += f", the target's in {ours}"
     copy = f", {size(head)} for its copy of the target's head" if head else ""
     return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
 

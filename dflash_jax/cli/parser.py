@@ -6,6 +6,7 @@ from typing import Any
 from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
 from dflash_jax.cli.values import chat_option, layer_ids, token_bias, token_ids
 from dflash_jax.options import FLAGS
+from dflash_jax.text.answers.choice import REASONING_PARSERS, TOOL_PARSERS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -153,6 +154,15 @@ def add_serve(commands: Any) -> None:
         help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
         "(default: auto, they are)",
     )  # fmt: skip
+    server.add_argument(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="form of calls of tools (default: the chat template's)",
+    )
+    server.add_argument(
+        "--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="form of thoughts (default: likewise)"
+    )
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")

@@ -13,17 +13,26 @@ from dflash_jax.models.heads import Law
 
 
 def accept_matching(
-    proposals: Int[Array, "B g"], chosen: Int[Array, "B T"]
+    proposals: Int[Array, "B g"], chosen: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
     """Proposals stand as long as they equal the target's own choice at their place.
 
     Exact for every sampling law: the emitted tokens are the target's choices themselves, each made from its distribution given
     the tokens emitted before it, with noise that no proposal influences.
 
+    Args:
+      lengths: rows of `chosen` that were verified, where those are not all: what stands behind them is not looked at.
+
     Returns:
       Number of accepted proposals, and the emitted row (valid up to that number, inclusive).
     """
-    return first_true(proposals != chosen[:, :-1]), chosen
+    refused = proposals != chosen[:, :-1]
+    return first_true(refused if lengths is None else refused | ~_verified(proposals, lengths)), chosen
+
+
+def _verified(proposals: Int[Array, "B g"], lengths: Int[Array, "B"]) -> Bool[Array, "B g"]:
+    """Whether each proposal was judged, where so many tokens were verified, the pending one included."""
+    return jnp.arange(proposals.shape[1]) < lengths[:, None] - 1
 
 
 def first_true(marks: Bool[Array, "B n"]) -> Int[Array, "B"]:
@@ -41,6 +50,7 @@ def accept_rejection(
     target_logits: Float[Array, "B T V"],
     positions: Int[Array, "B T"],
     request: RequestArrays,
+    lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
     """Speculative sampling: proposal x drawn from q stands with probability min(1, p(x) / q(x)).
 
@@ -49,6 +59,8 @@ def accept_rejection(
 
     Args:
       drafted: q, the law that proposals were drawn from. Where it has columns for some tokens alone, no table of all is made of it.
+      lengths: as of `accept_matching`. The token at the first place that was not verified is drawn from p: nothing was refused
+        there. Exact where `lengths` depend on each place's law and on what was drawn before it, not on what was drawn there.
     """
     b, g = proposals.shape
     p, q = jax.nn.softmax(target_logits, axis=-1), jax.nn.softmax(drafted.logits, axis=-1)
@@ -60,7 +72,11 @@ def accept_rejection(
         q_x = jnp.sum(jnp.where(drafted.tokens == at, q, 0.0), axis=-1)
     # -log(U) of a uniform U is exponential; exp(-exp(-gumbel)) is that uniform, so one generator serves all.
     uniform = jnp.exp(-jnp.exp(-noise_at(request.seed, positions[:, :g], 1, stream=2)[..., 0]))
-    accepted = jnp.sum(jnp.cumprod(uniform * q_x < p_x, axis=1), axis=1, dtype=jnp.int32)
+    stands = uniform * q_x < p_x
+    if lengths is not None:
+        stands &= _verified(proposals, lengths)
+        q = jnp.where(_verified(proposals, lengths)[:, :, None], q, 0.0)
+    accepted = jnp.sum(jnp.cumprod(stands, axis=1), axis=1, dtype=jnp.int32)
     if drafted.tokens is None:
         q_full = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
         residual = jnp.maximum(p - q_full, 0.0)
@@ -81,24 +97,33 @@ def accept_imposed(
     chosen: Int[Array, "B T"],
     pending: Int[Array, "B"],
     seq_lens: Int[Array, "B"],
-    mean: float,
-    drafts: int,
+    chances: Float[Array, "B"],
+    lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
     """As many proposals as if each stood with one chance whatever the target chose. For timing only: no text of a model.
 
     Args:
-      mean: tokens that a cycle gains on average where all `drafts` proposals are verified; with fewer, as many as then follow.
+      chances: that a slot's proposal stands where those before it do; see `imposed_chances`.
+      lengths: as of `accept_matching`.
     """
-    chance = imposed_chance(mean, drafts)
     # A hash of token and length in place of random numbers (the finaliser of MurmurHash3): the same in every run.
     bits = seq_lens.astype(jnp.uint32) + pending.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     uniform = ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) / 2**24
-    stood = uniform[:, None] < chance ** jnp.arange(1, proposals.shape[1] + 1, dtype=jnp.float32)
+    stood = uniform[:, None] < chances[:, None] ** jnp.arange(1, proposals.shape[1] + 1, dtype=jnp.float32)
     accepted = jnp.sum(stood, axis=1, dtype=jnp.int32)
+    if lengths is not None:
+        accepted = jnp.minimum(accepted, jnp.maximum(lengths - 1, 0))
     padded = jnp.concatenate([proposals, chosen[:, -1:]], axis=1)
     return accepted, jnp.where(jnp.arange(chosen.shape[1]) < accepted[:, None], padded, chosen)
+
+
+def imposed_chances(means: float | tuple[float, ...], drafts: int, slots: int) -> Float[Array, "B"]:
+    """The chances with which slots gain so many tokens a cycle on average where all `drafts` proposals are verified; with fewer, as
+    many as then follow. Several means are those of slots by turns."""
+    each = [imposed_chance(mean, drafts) for mean in (means if isinstance(means, tuple) else (means,))]
+    return jnp.array(each, jnp.float32)[jnp.arange(slots) % len(each)]
 
 
 def imposed_chance(mean: float, drafts: int) -> float:

@@ -3,6 +3,7 @@
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
+from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
 from dflash_jax.attention.recurrent import committed, verifying
-from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true
+from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
 from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
+from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
 from dflash_jax.execution.draft_head import best_proposals
 from dflash_jax.execution.persistent import make_workspace
@@ -43,6 +46,7 @@ def cycle(
     page_table: Int[Array, "B W"],
     state: DecodeState,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+    estimate: Float[Array, "T"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are.
 
@@ -52,6 +56,7 @@ def cycle(
       page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot.
       state: donated by the caller's jit.
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
+      estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
     plans = cycle_plans(setup, weights, page_table, state)
     live = ~state.done
@@ -63,6 +68,7 @@ def cycle(
     noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
 
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
+    lengths, odds, pack = jnp.where(live, setup.width, 0), None, None
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
@@ -79,10 +85,10 @@ def cycle(
                     )
                     pick = picker(setup, emitted_at[:, :-1], state, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
-                elif setup.mode == "greedy" and setup.width == setup.offered:
+                elif setup.mode == "greedy" and setup.width == setup.offered and not setup.per_request:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))
-                elif setup.mode == "greedy":
+                elif setup.mode == "greedy" and not setup.per_request:
                     proposals = best_proposals(drafter, proposing, head, index)
                 else:
                     draft_logits = drafter.logits(proposing, head)
@@ -90,19 +96,27 @@ def cycle(
                         draft_logits = proposing_logits(draft_logits, state.adjust)
                     draft_noise = None if noise is None else noise[:, :-1]
                     proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
+            if setup.per_request:
+                with jax.named_scope("budget"):
+                    odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate)
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
             ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
-        lens = jnp.where(live, setup.width, 0)
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
-        attend = PagedAttend(page_table, positions, lens, pages.page_size, heads=heads)
+        attend = PagedAttend(page_table, positions, lengths, pages.page_size, heads=heads)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
-        hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+        if pack is None:
+            hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+        else:
+            rows, attend = (pack.packed(ids), pack.packed(positions)), RaggedAttend(attend, pack)
+            hidden, features, cache = target(*rows, attend, setup.taps, run, cache)
+            features = pack.unpacked(features)
+        of_slots = pack.unpacked if pack is not None else lambda rows: rows
         # The greatest logits alone are found without writing all of them.
-        raw = None if setup.mode == "greedy" and not setup.logprobs else target.logits(hidden)
+        raw = None if setup.mode == "greedy" and not setup.logprobs else of_slots(target.logits(hidden))
 
     with jax.named_scope("accept"):
         logits = raw
@@ -111,20 +125,25 @@ def cycle(
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
         elif raw is not None and state.adjust is not None:
             logits = adjusted_logits(without_stops(raw, state.request, state.produced), ids, state.adjust)
-        chosen = target.best(hidden) if logits is None else sample(logits, emitted_at, state.request, setup.mode, noise)
-        accepted, tokens = accept_matching(ids[:, 1:], chosen)
+        chosen = (
+            of_slots(target.best(hidden))
+            if logits is None
+            else sample(logits, emitted_at, state.request, setup.mode, noise)
+        )
+        judged_rows = None if pack is None else lengths
+        accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
         if logits is not None and setup.proposals == "rejection":
             if draft_logits is not None:
                 draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
             if draft_law is not None:
                 law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
-                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request)
+                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request, judged_rows)
                 sampling = state.request.temperature > 0
                 accepted = jnp.where(sampling, sampled[0], accepted)
                 tokens = jnp.where(sampling[:, None], sampled[1], tokens)
         if setup.imposed_acceptance is not None:
-            imposed = setup.imposed_acceptance, setup.offered - 1
-            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, *imposed)
+            chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, live.shape[0])
+            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, chances, judged_rows)
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.
@@ -150,7 +169,40 @@ def cycle(
             recurrent=recurrent,
             adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
         )
-    return next_state, Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
+    emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
+    return next_state, emitted if odds is None else replace(emitted, lengths=lengths, odds=odds)
+
+
+def shared_rows(
+    setup: Setup,
+    law: Law | None,
+    logits: Float[Array, "B g V"] | None,
+    state: DecodeState,
+    estimate: Float[Array, "T"] | None,
+) -> tuple[Float[Array, "B g"], Int[Array, "B"], Packing | None]:
+    """Where slots share the target's rows: their proposals' log-odds, the tokens to verify of each, and where those lie, or None
+    where there is a row for every one.
+
+    Args:
+      law: that a draft head's proposals are from; without one `logits` are the drafter's.
+    """
+    live, slots = ~state.done, state.done.shape[0]
+    if law is None:
+        assert logits is not None, "a drafter gives a law or logits"
+        law = Law(filtered_logits(logits, state.request, "sampled"))
+    odds = log_odds(law.logits)
+    if setup.imposed_acceptance is not None:
+        # A drafter that knows how good it is; its own law, which says nothing here, is read all the same, for it takes time.
+        chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, slots)
+        odds = jnp.where(
+            jnp.isnan(odds), odds, jax.scipy.special.logit(chances)[:, None].clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        )
+    if not setup.ragged:
+        return odds, jnp.where(live, setup.width, 0), None
+    assert estimate is not None, "whoever verifies per request has an estimate"
+    _, rows = setup.verified_shape(slots)
+    lengths = budget(survivals(odds, estimate), live, rows)
+    return odds, lengths, packing(lengths, rows, setup.width)
 
 
 def cycle_plans(setup: Setup, weights: Any, page_table: Any, state: Any) -> Plans:
@@ -162,7 +214,7 @@ def cycle_workspaces(setup: Setup, weights: Weights, page_table: Int[Array, "B W
     """Workspaces for cycles of these shapes. Both models use the same where they can: they take turns."""
     plans, slots = cycle_plans(setup, weights, page_table, state), state.done.shape[0]
     target = bind(setup.target, weights["target"])
-    ids = jax.ShapeDtypeStruct((slots, setup.width), jnp.int32)
+    ids = jax.ShapeDtypeStruct(setup.verified_shape(slots), jnp.int32)
     ours = make_workspace(plans.target, target.layers, jax.eval_shape(target.embed, ids))
     if setup.draft is None or plans.draft is None or plans.context is None:
         return Workspaces(ours)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces
@@ -33,12 +33,13 @@ def loop(
     cycles: Int[Array, ""],
     until_any: Bool[Array, ""],
     retired: Bool[Array, "B"],
+    estimate: Float[Array, "T"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Runs up to `cycles` (at most `max_cycles`, static) cycles and returns what each gave out, cycles first.
 
     Stops early when every slot is done, or, with `until_any`, as soon as another one is: its place can be given to a request
     that waits. Rows of cycles that did not run have counts of 0. Slots in `retired` are done from the start: their requests were
-    cancelled or have lost their pages.
+    cancelled or have lost their pages. `estimate`: see `cycle`.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
     width, slots = setup.width, state.done.shape[0]
@@ -56,7 +57,7 @@ def loop(
 
     def body(carry):
         index, _, numbers, rest, rows = carry
-        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), workspaces)
+        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), workspaces, estimate)
         set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         # Counted beside what a cycle writes last: in the condition it would come after that.
         return index + 1, finished(state), *apart(state), jax.tree.map(set_row, rows, _packed(emitted))
@@ -70,16 +71,20 @@ def loop(
 
 
 def _packed(emitted: Emitted) -> tuple[Array, ...]:
-    """Whole numbers in one array, which one operation writes; log-probabilities only where there are some."""
+    """Whole numbers in one array, which one operation writes; log-probabilities and what is told of each request only where there
+    are some."""
     numbers = [emitted.tokens, emitted.counts[..., None], emitted.accepted[..., None]]
+    numbers += [] if emitted.lengths is None else [emitted.lengths[..., None]]
     asked = (emitted.logprobs, emitted.top_ids, emitted.top_logprobs) if emitted.top_ids.shape[-1] else ()
-    return (jnp.concatenate(numbers, axis=-1), *asked)
+    return (jnp.concatenate(numbers, axis=-1), *asked, *(() if emitted.odds is None else (emitted.odds,)))
 
 
 def _unpacked(rows: tuple[Array, ...], empty: Emitted) -> Emitted:
     numbers, *asked = rows
+    width = empty.tokens.shape[-1]
+    told = () if empty.odds is None else (numbers[..., width + 2], asked.pop())
     asked = asked or (empty.logprobs, empty.top_ids, empty.top_logprobs)
-    return Emitted(numbers[..., :-2], numbers[..., -2], numbers[..., -1], *asked)
+    return Emitted(numbers[..., :width], numbers[..., width], numbers[..., width + 1], *asked, *told)
 
 
 def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> DecodeState:
@@ -104,4 +109,6 @@ def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
         logprobs=jnp.ones(rows, jnp.float32),
         top_ids=jnp.zeros((*rows, top), jnp.int32),
         top_logprobs=jnp.zeros((*rows, top), jnp.float32),
+        lengths=jnp.zeros(rows[:2], jnp.int32) if setup.per_request else None,
+        odds=jnp.zeros((*rows[:2], setup.width - 1), jnp.float32) if setup.per_request else None,
     )

@@ -53,9 +53,12 @@ class Setup:
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       draft_window: tokens before a block that the drafter sees, the last ones, in whole pages; None for all.
       form: how a prompt attends where the target's attention is latent.
-      imposed_acceptance: tokens each cycle gains on average, whatever the target chooses. Only `dflash_jax.bench` sets it.
+      imposed_acceptance: tokens each cycle gains on average, whatever the target chooses; several: slots by turns. Only
+        `dflash_jax.bench` sets it.
       verified: tokens the target verifies in a cycle where that is fewer than the drafter offers; 1 drafts nothing and keeps the
         drafter's pages up to date, so that drafting can begin again at any time.
+      per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
+        are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
     """
 
     target: DecoderConfig
@@ -66,16 +69,19 @@ class Setup:
     draft_temperature: float = 1.0
     draft_window: int | None = None
     form: LatentForm = BY_ARITHMETIC
-    imposed_acceptance: float | None = None
+    imposed_acceptance: float | tuple[float, ...] | None = None
     verified: int | None = None
+    per_request: bool = False
 
     def for_prefill(self, *, scored: bool = False) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
         return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored)
 
-    def verifying(self, length: int) -> "Setup":
-        """The same with so many tokens verified in a cycle, at most all that are offered."""
-        return replace(self, verified=None if length >= self.offered else length)
+    def verifying(self, length: int, *, per_request: bool = False) -> "Setup":
+        """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average.
+        One token is the pending one of each."""
+        verified = None if length >= self.offered else length
+        return replace(self, verified=verified, per_request=per_request and verified != 1 and self.draft is not None)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -87,9 +93,23 @@ class Setup:
         return 1 if self.draft is None else self.draft.num_drafts + 1
 
     @property
-    def width(self) -> int:
-        """Tokens the target verifies in one cycle (T): the pending one and the first proposals."""
+    def length(self) -> int:
+        """Tokens the target verifies in one cycle, of each slot or, with `per_request`, of slots on average."""
         return self.offered if self.verified is None else min(self.verified, self.offered)
+
+    @property
+    def width(self) -> int:
+        """Tokens of one slot that the target verifies in one cycle at most (T): the pending one and the first proposals."""
+        return self.offered if self.per_request else self.length
+
+    @property
+    def ragged(self) -> bool:
+        """Whether slots may differ in what is verified of them."""
+        return self.per_request and self.length < self.offered
+
+    def verified_shape(self, slots: int) -> tuple[int, int]:
+        """Sequences and tokens of each in the target's pass; where slots may differ, their tokens side by side are one."""
+        return (1, slots * self.length) if self.ragged else (slots, self.width)
 
     def plans(
         self, weights: Mapping[str, Mapping[str, Any]], slots: int, table_width: int, pools: tuple[Pages, Pages]
@@ -101,7 +121,9 @@ class Setup:
           table_width: columns of the page table.
           pools: of the target and the drafter; shapes will do.
         """
-        target = self.target_plan(weights, (slots, self.width), page_shape(pools[0], table_width))
+        # Rows side by side attend by a call of their own: for the plan that is one of a sequence without pages.
+        pages = None if self.ragged else page_shape(pools[0], table_width)
+        target = self.target_plan(weights, self.verified_shape(slots), pages)
         if self.draft is None:
             return Plans(target)
         dtype = _dtype(weights)
@@ -204,6 +226,8 @@ class Emitted:
       accepted: proposals that stood before max_tokens and stop ids cut the row.
       logprobs: log-probability of each emitted token, 1 where not asked for.
       top_ids, top_logprobs: the most probable tokens at each place; width 0 where not asked for.
+      lengths, odds: of each slot the tokens that were verified, and of its proposals the log-odds of their laws' most probable
+        tokens, where both follow each request; else None.
     """
 
     tokens: Int[Array, "B T"]
@@ -212,6 +236,8 @@ class Emitted:
     logprobs: Float[Array, "B T"]
     top_ids: Int[Array, "B T k"]
     top_logprobs: Float[Array, "B T k"]
+    lengths: Int[Array, "B"] | None = None
+    odds: Float[Array, "B g"] | None = None
 
 
 def without_pools(state: DecodeState) -> DecodeState:

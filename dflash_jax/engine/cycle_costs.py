@@ -86,25 +86,27 @@ class CycleCost:
     window: int | None = None
     _ratios: dict[tuple[int, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def ms(self, slots: int, verified: int, context: float) -> float:
+    def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
         """Milliseconds of one cycle.
 
         Args:
-          verified: tokens verified in each slot; 1 drafts nothing.
+          verified: tokens verified in each slot, or on average; 1 drafts nothing.
           context: mean tokens of a sequence.
+          proposed: tokens of each slot that may be verified, where those are more.
         """
         # Asked between two calls of the device: what does not change with the context is found once.
         if (ratio := self._ratios.get((slots, verified))) is None:
             ratio = self._ratios[slots, verified] = self._ratio(slots, verified)
-        return self.modelled(slots, verified, context) * ratio
+        return self.modelled(slots, verified, context, proposed=proposed) * ratio
 
-    def modelled(self, slots: int, verified: int, context: float) -> float:
+    def modelled(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
         rows, tokens = slots * verified, slots * context
         seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
         seconds += self.target.state_seconds(slots, verified)
         if verified > 1:
             seen = tokens if self.window is None else slots * min(context, float(self.window))
-            seconds += self.draft.seconds(slots * self.block, seen) + self.proposing.seconds(rows - slots, 0.0)
+            drafts = slots * ((verified if proposed is None else proposed) - 1)
+            seconds += self.draft.seconds(slots * self.block, seen) + self.proposing.seconds(drafts, 0.0)
         return seconds * 1e3
 
     def _ratio(self, slots: int, verified: int) -> float:

@@ -1,7 +1,7 @@
 """What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
 
 from dataclasses import replace
-from typing import Any, Literal, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ from jax.typing import DTypeLike
 from dflash_jax.cache import check_cache_dtype
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
-from dflash_jax.checkpoints.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import check_released, reading_bytes, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
@@ -39,6 +40,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     kind = jnp.dtype(choose_dtype(options.dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
     rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind)
+    check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows)
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=options.cache_dtype,
@@ -102,10 +104,9 @@ def choose_model_len(config: DecoderConfig, length: SupportsIndex | None) -> int
     return chosen
 
 
-def choose_verify_length(
-    draft: DFlashConfig | None, length: SupportsIndex | str | None
-) -> int | Literal["auto"] | None:
+def choose_verify_length(draft: DFlashConfig | None, length: SupportsIndex | str | None) -> VerifyLength:
     """As asked; None, the whole block, for "auto" on a CPU: its costs are a GPU's, on a CPU each token costs what the first costs.
+    "per_request" is for those who ask for it by name, also there.
 
     Raises:
       ParameterError: the drafter does not offer so many tokens.
@@ -114,11 +115,14 @@ def choose_verify_length(
         return None
     if isinstance(length, str) and length == "auto":
         return None if jax.default_backend() == "cpu" else "auto"
+    if isinstance(length, str) and length == "per_request" and draft is not None:
+        return "per_request"
     offered = 0 if draft is None else draft.num_drafts + 1
     if (number := as_integer(length)) is not None and 1 <= number <= offered:
         return number
     which = f"an integer from 1 to {offered}, all that the drafter offers" if offered else "left out without a drafter"
-    raise ParameterError(f'verify_length must be "auto" or {which}; got {length!r}')
+    words = ', "per_request"' if offered else ""
+    raise ParameterError(f'verify_length must be "auto"{words} or {which}; got {length!r}')
 
 
 def choose_draft_window(draft: DFlashConfig | None, window: Any) -> int | None:

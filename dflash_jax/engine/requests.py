@@ -144,9 +144,12 @@ class Update:
           start: tokens that the request had before.
         """
         update = cls(request.index, [], [], [], first, seconds, start=start)
-        wanted, tokens, verified = request.params.logprobs, rows.tokens[:, column], rows.tokens.shape[-1]
-        both = zip(rows.counts[:, column].tolist(), rows.accepted[:, column].tolist(), strict=True)
-        for cycle, (count, accepted) in enumerate(both):
+        wanted, tokens = request.params.logprobs, rows.tokens[:, column]
+        counts, lengths = rows.counts[:, column].tolist(), [rows.tokens.shape[-1]] * len(rows.counts)
+        if rows.lengths is not None:
+            lengths = rows.lengths[:, column].tolist()
+        each = zip(counts, rows.accepted[:, column].tolist(), lengths, strict=True)
+        for cycle, (count, accepted, verified) in enumerate(each):
             if count == 0:
                 continue
             update.tokens += tokens[cycle, :count].tolist()

@@ -3,10 +3,11 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from dflash_kernels import DeltaState
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
@@ -17,10 +18,12 @@ from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
+from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import cycle_cost
 from dflash_jax.engine.requests import LONGEST_WORD, MOST_WORDS, Request
-from dflash_jax.engine.verify_policy import VerifyPolicy
+from dflash_jax.engine.verify_per_request import PerRequestPolicy
+from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.quantization.weights import Weight
@@ -48,7 +51,8 @@ class Resources:
       latent_form: how prompts attend where the target's attention is latent.
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
-        an integer stays, None is the whole block. A length up to 1 token drafts nothing.
+        an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
+        average, and on the device which requests have more of it.
       draft_window: see `Setup`.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states
@@ -80,8 +84,8 @@ class Resources:
     share_prefixes: bool = True
     state_snapshots: int = 0
     snapshot_tokens: int = LEAST_TOKENS
-    verify_length: int | Literal["auto"] | None = None
-    imposed_acceptance: float | None = None
+    verify_length: VerifyLength = None
+    imposed_acceptance: float | tuple[float, ...] | None = None
     goes_ahead: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
@@ -230,10 +234,27 @@ class Resources:
         if self.draft is None:
             return VerifyPolicy(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
-            auto = self.verify_length == "auto"
-            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if auto else None
-            self._lengths = VerifyPolicy(self.draft.num_drafts + 1, cost, self.verify_length)
+            chosen = self.verify_length in ("auto", "per_request")
+            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if chosen else None
+            offered = self.draft.num_drafts + 1
+            if self.verify_length == "per_request" and cost is not None:
+                self._lengths = PerRequestPolicy(offered, cost)
+            else:
+                self._lengths = VerifyPolicy(offered, cost, self.verify_length)
         return self._lengths
+
+    def verifying(self, setup: Setup, length: int) -> Setup:
+        """What cycles are compiled for that verify so many tokens of each slot, or on average."""
+        return setup.verifying(length, per_request=self.verify_length == "per_request")
+
+    @property
+    def estimate(self) -> np.ndarray:
+        """What programs that verify per request take; see `AcceptanceEstimate.parameters`."""
+        learnt = self.verify_policy.estimate
+        # Chosen before somebody set another length: what was learnt then is gone.
+        if learnt is None:
+            learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
+        return learnt.parameters
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
         """Verified lengths that may be chosen with so many slots."""

@@ -358,16 +358,17 @@ class Batch:
         started = time.perf_counter(), self.core.programs.compile_s
         running = self.slots.decoding
         table = self.slots.table(self.core.width_of(max(len(job.pages) for job in running) * self.core.page_size))
-        call = self.loop_arguments(table, cycles, until_any=until_any)
+        call = self.loop_arguments(setup, table, cycles, until_any=until_any)
         state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
         return DecodeCall(rows, emitted, setup, cycles, table.shape[1], *started)
 
-    def loop_arguments(self, table: Any, cycles: int, *, until_any: bool) -> tuple:
+    def loop_arguments(self, setup: Setup, table: Any, cycles: int, *, until_any: bool) -> tuple:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
-        return self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
+        call = self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
+        return (*call, self.core.estimate) if setup.per_request else call
 
     def move(self, count: int) -> None:
         """Moves the sequences into `count` slots."""
@@ -405,11 +406,11 @@ def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
         return batch.setup, cycles
     kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
     status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
-    decision = policy.next(kinds, batch.size, batch.context, cycles, status)
+    decision = policy.next(kinds, batch.size, batch.context, cycles, status, [job.ticket for job in running])
     if decision.compile is not None:
-        width = batch.width_for(decision.cycles, decision.compile)
-        start_compiling([_jobs(batch, batch.needs, decision.compile).loop(batch.size, width)])
-    return batch.setup.verifying(decision.length), decision.cycles
+        jobs = _jobs(batch, batch.needs, decision.compile)
+        start_compiling([jobs.loop(batch.size, batch.width_for(decision.cycles, jobs.setup.width))])
+    return batch.core.verifying(batch.setup, decision.length), decision.cycles
 
 
 def choose_slots(batch: Batch, most: int) -> int:
@@ -425,16 +426,24 @@ def choose_slots(batch: Batch, most: int) -> int:
         return fewer
     if core.verify_policy.fewer_slots_pay(now, fewer, batch.context, cycles):
         jobs = _jobs(batch, batch.needs, length)
-        start_compiling([jobs.loop(fewer, batch.width_for(cycles, length)), *(jobs.resize(*move) for move in moves)])
+        start_compiling(
+            [jobs.loop(fewer, batch.width_for(cycles, jobs.setup.width)), *(jobs.resize(*move) for move in moves)]
+        )
     return now
 
 
 def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted) -> None:
-    """Tells the verify-length policy how many proposals were accepted in each cycle that ran."""
+    """Tells the verify-length policy how many proposals were accepted in each cycle that ran, and what is told of each.
+
+    Args:
+      verified: of each slot, or on average.
+    """
     policy = core.verify_policy
     counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
     found: dict[Kind, np.ndarray] = {}
-    if policy.learns:  # else nobody asks, and the device waits for this
+    if emitted.odds is not None:
+        policy.observe_drafts({row.column: row.job.ticket for row in rows}, emitted)
+    elif policy.learns:  # else nobody asks, and the device waits for this
         for kind in get_args(Kind):
             columns = [row.column for row in rows if kind_of(row.job.request) == kind]
             found[kind] = accepted[:, columns][counts[:, columns] > 0]
@@ -442,11 +451,12 @@ def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted)
 
 
 def _jobs(batch: Batch, needs: Needs, length: int) -> Jobs:
-    return Jobs(batch.core, batch.setup_for(needs).verifying(length), needs.stop_width)
+    return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length), needs.stop_width)
 
 
 def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
-    jobs, sizes = _jobs(batch, needs, length), (slots, batch.width_for(cycles, length))
+    jobs = _jobs(batch, needs, length)
+    sizes = slots, batch.width_for(cycles, jobs.setup.width)
     return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
 
 
@@ -968,7 +978,7 @@ class Scheduler:
         waited = time.perf_counter() - asked
         spent, updates = self.inflight.seconds(item, waited, watch=core.goes_ahead is None), []
         if item.setup.draft is not None:
-            learn(core, rows, item.setup.width, host)
+            learn(core, rows, item.setup.length, host)
         for row in rows:
             job = row.job
             update = Update.collect(job.request, host, row.column, first=False, seconds=spent, start=len(job.tokens))

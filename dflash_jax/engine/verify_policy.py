@@ -13,10 +13,14 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from dflash_jax.compile.programs import Status
+from dflash_jax.decoding.state import Emitted
+from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
 from dflash_jax.engine.requests import Request
 
 Kind = Literal["greedy", "sampled"]
+# What `load` takes: a number, the whole block, what pays best for all requests, or what pays best for each.
+VerifyLength = int | Literal["auto", "per_request"] | None
 
 # Another length must promise this much more before it takes over, and one that can never promise it over a longer one is left out.
 MARGIN = 1.03
@@ -117,11 +121,16 @@ class VerifyPolicy:
 
     Args:
       offered: the drafter's proposals and the pending token.
-      cost: milliseconds of a cycle, where `option` is "auto".
+      cost: milliseconds of a cycle, where a length is chosen.
       option: a length that is always chosen, up to `offered`; None is the whole block.
+
+    Attributes:
+      estimate: what is learnt of single proposals, where lengths follow each request; None elsewhere.
     """
 
-    def __init__(self, offered: int, cost: CycleCost | None, option: int | Literal["auto"] | None = None):
+    estimate: AcceptanceEstimate | None = None
+
+    def __init__(self, offered: int, cost: CycleCost | None, option: VerifyLength = None):
         self.offered, self.cost, self.option = offered, cost, option
         self.acceptance: dict[Kind, Acceptance] = {
             "greedy": Acceptance(offered - 1),
@@ -142,14 +151,25 @@ class VerifyPolicy:
             return {self.current: math.nan}
         kept = {self.offered: self.cost.ms(slots, self.offered, context)}
         least = kept[self.offered]
-        for length in sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True):
-            spent = self.cost.ms(slots, length, context)
+        for length in self.shorter:
+            spent = self.cycle_ms(slots, length, context)
             if spent * MARGIN < least:
                 kept[length] = least = spent
         return dict(sorted(kept.items()))
 
-    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float]) -> dict[int, float]:
-        """Expected tokens a millisecond of each candidate, for so many running requests of each kind."""
+    @property
+    def shorter(self) -> Sequence[int]:
+        """Lengths below the whole block that may be chosen, the longest first."""
+        return sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
+
+    def cycle_ms(self, slots: int, length: int, context: float) -> float:
+        """Milliseconds of a cycle that verifies so many tokens."""
+        assert self.cost is not None, "lengths are chosen by what they cost"
+        return self.cost.ms(slots, length, context)
+
+    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
+        """Expected tokens a millisecond of each candidate, for so many running requests of each kind in so many slots."""
+        del slots  # each gets what it is given
         gains = sum((n * self.acceptance[kind].expected() for kind, n in kinds.items()), start=np.zeros(self.offered))
         return {length: float(gains[length - 1]) / spent for length, spent in costs.items()}
 
@@ -166,7 +186,7 @@ class VerifyPolicy:
         if self.cost is None:
             return Choice(self.current, self.current)
         costs = self.costs(slots, context)
-        rates = self.rates(kinds, costs)
+        rates = self.rates(kinds, costs, slots)
 
         def best(lengths: Sequence[int]) -> int:
             top = max(lengths, key=lambda n: (rates[n], n))
@@ -186,9 +206,10 @@ class VerifyPolicy:
         return Choice(self.current, wanted, loss / 1e3)
 
     def next(
-        self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status]
-    ) -> Decision:
-        """The next cycles, at most `cycles` of them. Arguments are those of `choose`."""
+        self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status],
+        running: Sequence[int] = (),
+    ) -> Decision:  # fmt: skip
+        """The next cycles, at most `cycles` of them. Arguments are those of `choose`; `running` are the requests' tickets."""
         if self.cost is None:
             return Decision(self.current, cycles)
         choice = self.choose(kinds, slots, context, status)
@@ -200,7 +221,7 @@ class VerifyPolicy:
         """Tells once, of calls of `cycles` cycles, that programs for fewer slots are worth compiling."""
         if self.cost is None:
             return False
-        saved = self.cost.ms(slots, self.current, context) - self.cost.ms(fewer, self.current, context)
+        saved = self.cycle_ms(slots, self.current, context) - self.cycle_ms(fewer, self.current, context)
         return self.worth_compiling((slots, fewer, self.current), saved / 1e3 * cycles)
 
     @property
@@ -220,6 +241,14 @@ class VerifyPolicy:
             acceptance.fade(cycles)
             if verified > 1 and len(accepted.get(kind, ())):
                 acceptance.observe(accepted[kind], verified)
+
+    def observe_drafts(self, tickets: Mapping[int, int], emitted: Emitted) -> None:
+        """Takes in what single proposals came to where lengths follow each request.
+
+        Args:
+          tickets: of requests, by their slots.
+          emitted: on the host.
+        """
 
     def worth_compiling(self, key: object, seconds: float) -> bool:
         """Adds time lost for want of the program `key`, and tells once when that has become too much."""

@@ -58,7 +58,7 @@ def warmup_jobs(
         for size in sizes:
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
-                yield Jobs(core, setup.verifying(length), STOP_WIDTH).loop(size, width)
+                yield Jobs(core, core.verifying(setup, length), STOP_WIDTH).loop(size, width)
 
 
 def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
@@ -83,7 +83,7 @@ def first_jobs(
     slots = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
     needs = Needs.of(request.needs for request in requests[:slots])
     setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
-    setup = setup.verifying(first_length(core, setup, requests, slots))
+    setup = core.verifying(setup, first_length(core, setup, requests, slots))
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)
     if any(core.snapshot_places(0, 0, len(request.prompt)) for request in requests):
@@ -158,6 +158,8 @@ class Jobs:
     def loop(self, slots: int, width: int) -> partial[None]:
         retired = np.zeros((slots,), bool)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
+        if self.setup.per_request:
+            call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call)
 
     def resize(self, old: int, new: int) -> partial[None]:

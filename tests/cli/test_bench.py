@@ -13,6 +13,7 @@ from dflash_jax.bench import Workload, measure, programs, random_pair, read_prom
 from dflash_jax.cli.bench import check, write
 from dflash_jax.cli.commands import main
 from dflash_jax.cli.parser import build_parser
+from dflash_jax.decoding.accept import imposed_chances
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 
@@ -93,6 +94,7 @@ def test_acceptance_is_that_of_generate(model, workload) -> None:
     assert figures.tokens_per_cycle == pytest.approx(np.mean(lengths), abs=1e-3)
 
 
+@pytest.mark.few("2.5")
 @pytest.mark.parametrize("mean", [1.0, 2.5, 4.0])
 def test_imposed_acceptance_is_gained_and_marked(model, mean) -> None:
     work = synthetic(200, 12, 4, 120)
@@ -101,6 +103,19 @@ def test_imposed_acceptance_is_gained_and_marked(model, mean) -> None:
     assert figures.tokens_per_cycle == pytest.approx(mean, abs=0.25)
     assert set(figures.verify_lengths) == {4}
     assert model.engine.imposed_acceptance is None
+
+
+def test_two_imposed_acceptances_are_of_slots_by_turns(model) -> None:
+    chances = imposed_chances((1.5, 3.5), 3, 5)
+    np.testing.assert_array_equal(chances[2:], chances[:3])
+    means = [sum(float(chance) ** k for k in range(4)) for chance in chances[:2]]
+    np.testing.assert_allclose(means, [1.5, 3.5], rtol=1e-4)
+    figures = measure(
+        model, synthetic(200, 12, 4, 120), concurrency=2, requests=4, draft=True, imposed_acceptance=(1.0, 4.0)
+    )
+    assert figures.imposed_acceptance == (1.0, 4.0)
+    # While the slot of one token a cycle serves one request, the other one serves three.
+    assert figures.tokens_per_cycle == pytest.approx(4 * 120 / (120 + 3 * 30), abs=0.1)
 
 
 def test_texts_cannot_be_made_with_imposed_acceptance(model, monkeypatch) -> None:

@@ -20,6 +20,7 @@ from dflash_jax.decoding.accept import accept_matching, accept_rejection
 from dflash_jax.decoding.cycle import propose
 from dflash_jax.decoding.sampling import RequestArrays, choose, filtered_logits, noise_at
 from dflash_jax.decoding.state import DecodeState, Setup
+from dflash_jax.decoding.verify_budget import budget, log_odds, survivals
 from dflash_jax.models.heads import Law
 
 from .chi_square import count, p_value
@@ -118,6 +119,20 @@ def rejection(proposals, chosen, drafted, logits, positions, request):
     return accept_rejection(proposals, Law(drafted), logits, positions, request)
 
 
+def shared_lengths(drafted: jax.Array) -> jax.Array:
+    """Tokens verified of each row where eight share twelve, by the laws of proposals."""
+    shared = survivals(log_odds(drafted), jnp.array([0.7, 0.1, -0.3])).reshape(-1, 8, PROPOSALS)
+    return jax.vmap(lambda rows: budget(rows, jnp.full(8, True), 12))(shared).reshape(-1)
+
+
+def cut_matching(proposals, chosen, drafted, logits, positions, request):
+    return accept_matching(proposals, chosen, shared_lengths(drafted))
+
+
+def cut_rejection(proposals, chosen, drafted, logits, positions, request):
+    return accept_rejection(proposals, Law(drafted), logits, positions, request, shared_lengths(drafted))
+
+
 def emit(setup: Setup, acceptor: Acceptor, request: RequestArrays) -> jax.Array:
     """The first tokens of every row after START, by cycles of drafting and verifying."""
     rows, mode = request.seed.shape[0], setup.mode
@@ -169,6 +184,7 @@ def judge(acceptor: Acceptor, proposals: str, parameters: dict[str, Any]) -> tup
     return p_value(count(text, VOCAB), joint_law(parameters)), float(accepted.mean())
 
 
+@pytest.mark.few("shared_noise-temperature", "argmax-filters", "rejection-filters", "independent-matching-temperature")
 @pytest.mark.parametrize("parameters", [PLAIN, FULL], ids=["temperature", "filters"])
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
@@ -181,6 +197,12 @@ def test_a_block_has_the_targets_law(proposals: str, acceptor: Acceptor, paramet
     assert 0.2 < accepted < PROPOSALS
 
 
+def test_a_block_of_which_part_is_verified_has_the_targets_law() -> None:
+    p, accepted = judge(cut_rejection, "rejection", PLAIN)
+    assert p > GOOD
+    assert 0.1 < accepted < 0.5  # of eight rows four proposals are verified
+
+
 def test_shared_noise_and_rejection_accept_more_than_guessing() -> None:
     kinds = {"shared_noise": matching, "rejection": rejection}
     guessing = judge(matching, "rejection", PLAIN)[1]
@@ -191,6 +213,9 @@ def test_a_seeds_text_does_not_depend_on_the_proposals() -> None:
     texts = [drafted_text(matching, kind, PLAIN)[0] for kind in ("shared_noise", "argmax", "rejection")]
     np.testing.assert_array_equal(texts[0], texts[1])
     np.testing.assert_array_equal(texts[0], texts[2])
+    cut, accepted = drafted_text(cut_matching, "shared_noise", PLAIN)
+    np.testing.assert_array_equal(texts[0], cut)
+    assert 0.1 < accepted.mean() < 0.5
 
 
 # Wrong on purpose.
@@ -226,6 +251,21 @@ def one_noise_for_all_places(proposals, chosen, drafted, logits, positions, requ
     return accept_matching(proposals, jnp.argmax(logits + noise, axis=-1).astype(jnp.int32))
 
 
+def residual_at_the_cut(proposals, chosen, drafted, logits, positions, request):
+    accepted, tokens = cut_rejection(proposals, chosen, drafted, logits, positions, request)
+    p, q = jax.nn.softmax(logits), jnp.pad(jax.nn.softmax(drafted), ((0, 0), (0, 1), (0, 0)))
+    noise = noise_at(request.seed, positions, VOCAB, stream=3)
+    refused = jnp.argmax(jnp.log(jnp.maximum(p - q, 0.0)) + noise, axis=-1).astype(jnp.int32)
+    refused = jnp.where(jnp.arange(PROPOSALS + 1) == PROPOSALS, tokens, refused)
+    return accepted, jnp.where(jnp.arange(PROPOSALS + 1) == accepted[:, None], refused, tokens)
+
+
+def cut_by_the_drawn_token(proposals, chosen, drafted, logits, positions, request):
+    drawn = jnp.take_along_axis(jax.nn.softmax(drafted), proposals[..., None], axis=-1)[..., 0]
+    lengths = 1 + jnp.sum(jnp.cumprod(drawn > 0.3, axis=1), axis=1)
+    return accept_rejection(proposals, Law(drafted), logits, positions, request, lengths)
+
+
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
     [
@@ -235,8 +275,19 @@ def one_noise_for_all_places(proposals, chosen, drafted, logits, positions, requ
         ("argmax", rejection),  # p/q rejection of what was not drawn from q
         ("argmax", row_one_late),
         ("shared_noise", one_noise_for_all_places),
+        ("rejection", residual_at_the_cut),
+        ("rejection", cut_by_the_drawn_token),
     ],
-    ids=["top_two", "refused_emitted", "no_residual", "argmax_by_ratio", "row_late", "one_noise"],
+    ids=[
+        "top_two",
+        "refused_emitted",
+        "no_residual",
+        "argmax_by_ratio",
+        "row_late",
+        "one_noise",
+        "cut_is_no_refusal",
+        "cut_by_draw",
+    ],
 )
 def test_wrong_acceptors_are_noticed(proposals: str, acceptor: Acceptor) -> None:
     assert judge(acceptor, proposals, PLAIN)[0] < BAD

@@ -12,6 +12,7 @@ from dflash_jax.engine import Engine, Scheduler
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.scheduler import Batch, InFlight
 from dflash_jax.engine.slots import Slots
+from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.sampling_params import SamplingParams
 
 
@@ -126,7 +127,7 @@ def ended_by_a_token(rng: random.Random, text: Text) -> Text:
 
 
 def play(
-    engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[int | None] = (None,),
+    engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[VerifyLength] = (None,),
     ahead: bool = False,
 ) -> Outcome:  # fmt: skip
     """One schedule; fails unless every request that was not cancelled has the tokens it has alone, no running one waits longer than

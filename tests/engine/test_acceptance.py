@@ -1,6 +1,9 @@
 """Acceptance by position: what counts as a draft that was refused, and when a drafter is said to be of no use."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax.decoding.state import Emitted
@@ -9,10 +12,14 @@ from dflash_jax.engine.requests import Request, Update
 from dflash_jax.sampling_params import SamplingParams
 
 
-def cycles_of(counts: list[int], accepted: list[int], verified: int) -> list[tuple[int, int]]:
+def cycles_of(
+    counts: list[int], accepted: list[int], verified: int, lengths: list[int] | None = None
+) -> list[tuple[int, int]]:
     rows, nothing = (len(counts), 1, verified), jnp.zeros((len(counts), 1, verified, 0))
     gained, stood = jnp.array(counts)[:, None], jnp.array(accepted)[:, None]
     emitted = Emitted(jnp.zeros(rows, jnp.int32), gained, stood, jnp.ones(rows), nothing.astype(jnp.int32), nothing)
+    if lengths is not None:
+        emitted = replace(emitted, lengths=np.array(lengths)[:, None])
     return Update.collect(Request(0, (1,), SamplingParams()), emitted, 0, first=False, seconds=1.0).drafts
 
 
@@ -23,6 +30,8 @@ def test_neither_a_short_verification_nor_an_end_refuses_a_draft() -> None:
     assert cycles_of([2], [3], 5) == [(2, 2)]
     assert cycles_of([2], [1], 5) == [(4, 1)]
     assert cycles_of([1], [0], 1) == [(0, 0)]
+    # Where lengths follow each request, by the cycle's own.
+    assert cycles_of([2, 1, 3, 1], [1, 0, 2, 0], 5, [2, 1, 4, 3]) == [(1, 1), (0, 0), (3, 2), (2, 0)]
 
 
 def test_shares_are_of_the_cycles_that_offered() -> None:

@@ -12,6 +12,7 @@ from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
 from dflash_jax.engine import cycle_costs as costs
 from dflash_jax.engine.cycle_costs import BANDWIDTH, CycleCost, Stack, cycle_cost
+from dflash_jax.engine.planning import choose_verify_length
 from dflash_jax.engine.verify_policy import FIRST_CYCLES, Acceptance, VerifyPolicy
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
@@ -70,6 +71,7 @@ def test_a_drafter_in_float8_costs_less(name):
     assert narrow.proposing.dense < 0.51 * exact.proposing.dense == 0.51 * narrow.head.dense
 
 
+@pytest.mark.few("0.02-1", "0.3-64", "0.6-8", "0.8-1", "0.95-64")
 @pytest.mark.parametrize("slots", [1, 8, 64])
 @pytest.mark.parametrize("chance", [0.02, 0.3, 0.6, 0.8, 0.95])
 def test_chooses_nearly_as_well_as_who_knows_the_chances(cost, slots, chance):
@@ -258,6 +260,8 @@ def test_measured_points_are_given_back():
 def test_lengths_that_load_refuses(length):
     with pytest.raises(ParameterError, match="verify_length must be"):
         dj.load(verify_length=length)
+    with pytest.raises(ParameterError, match="\"auto\" or left out without a drafter; got 'per_request'"):
+        choose_verify_length(None, "per_request")
 
 
 def test_a_fixed_length_is_kept_and_texts_are_the_same():
