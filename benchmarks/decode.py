@@ -42,7 +42,7 @@ from dflash_jax.engine import CYCLES_PER_CHUNK, MAX_CYCLES, Engine, Run
 from dflash_jax.engine.requests import Request
 from dflash_jax.execution import switches
 from dflash_jax.execution.weight_layout import blocks_pay, cycle_rows
-from dflash_jax.models import family_named, fuse_context_projection, init_params
+from dflash_jax.models import family_named, init_params
 from dflash_jax.options import CALIBRATED, DRAFT_WEIGHT_DTYPES, WEIGHT_DTYPES, WeightDtype
 from dflash_jax.quantization.kv_formats import INT8_CALIBRATED_TO
 from dflash_jax.sampling_params import SamplingParams
@@ -72,9 +72,9 @@ def build(
     tables = {"target": (family, target), "draft": ("dflash", draft)}
     weights = {}
     for role, (family, config) in tables.items():
-        table = family_named(family).parameters(config)
-        weights[role] = init_params(table, jax.random.key(len(role)), "bfloat16")
-    weights["draft"] = fuse_context_projection(draft, weights["draft"])
+        known = family_named(family)
+        table = init_params(known.parameters(config), jax.random.key(len(role)), "bfloat16")
+        weights[role] = known.derived(config, table)
     kinds, rows = (weight_dtype, draft_weight_dtype), cycle_rows(batch, draft)
     weights = round_weights(weights, target, draft, jax.numpy.dtype("bfloat16"), *kinds, rows=rows)
     return Engine(

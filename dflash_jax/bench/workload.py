@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from dflash_jax.checkpoints.weights import round_weights, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import reading_bytes, round_weights, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.compile.device import local_device
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for
@@ -20,6 +20,7 @@ from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import (
     DRAFTERS,
+    GPT_OSS_TARGETS,
     HEAD_DRAFTERS,
     HYBRID_TARGETS,
     LLAMA_TARGETS,
@@ -37,6 +38,7 @@ SHAPES: Mapping[str, tuple[str, str, str]] = {
     "qwen3-8b-dspark": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7"),
     "qwen3-8b-dspark-top512": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7_top512"),
     "llama-3.1-8b": ("llama", "Llama-3.1-8B", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    "gpt-oss-20b": ("gpt_oss", "gpt-oss-20b", "gpt-oss-20b-DFlash"),
     "qwen3.5-4b": ("qwen3_5", "Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     "qwen3.5-9b": ("qwen3_5", "Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
     "qwen3.5-27b": ("qwen3_5", "Qwen3.5-27B", "Qwen3.5-27B-DFlash"),
@@ -138,8 +140,8 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target, draft = SHAPES[name]
-    targets, drafters = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS}, {**DRAFTERS, **HEAD_DRAFTERS}
-    return family, targets[target], drafters[draft]
+    targets = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS}
+    return family, targets[target], {**DRAFTERS, **HEAD_DRAFTERS}[draft]
 
 
 def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
@@ -166,7 +168,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window),
     )  # fmt: skip
-    memory = plan_for(engine, weight_bytes(stored), None)
+    memory = plan_for(engine, max(weight_bytes(stored), reading_bytes(stored, kept)), None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype)

@@ -58,13 +58,18 @@ def weight_shapes(
     return shapes
 
 
+def released(stored: Shapes) -> bool:
+    """Whether some weights of a target were released in four bits. `stored`: of `stored_shapes`."""
+    return any(isinstance(one, Mxfp4) for one in stored["target"].values())
+
+
 def check_released(weight_dtype: WeightDtype | None, stored: Shapes) -> None:
     """Raises ParameterError where weights are to be kept in a format that the target was not released in.
 
     Args:
       stored: of `stored_shapes`.
     """
-    if weight_dtype in RELEASED and not any(isinstance(one, Mxfp4) for one in stored["target"].values()):
+    if weight_dtype in RELEASED and not released(stored):
         raise ParameterError(
             f"weight_dtype={weight_dtype!r} leaves experts as they were released, and none of this checkpoint is in MXFP4: leave "
             'it out, or name "int8" or "fp8"'

@@ -173,7 +173,7 @@ def plan_memory(
         )
     if reading > weights and reading + _OVERHEAD_BYTES > free:
         raise CapacityError(
-            f"the device has {size(free)} free; weights take {size(weights)} in eight bits, but {size(reading)} while they are "
+            f"the device has {size(free)} free; weights take {size(weights)} as they are kept, but {size(reading)} while they are "
             f"read, beside {size(_OVERHEAD_BYTES)} for programs: {size(reading + _OVERHEAD_BYTES - free)} too much. Load without a "
             "drafter or in a smaller dtype, or let JAX use more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )

@@ -10,16 +10,23 @@ from jax.typing import DTypeLike
 from dflash_jax.cache import check_cache_dtype
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
-from dflash_jax.checkpoints.weights import check_released, reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import (
+    check_released,
+    reading_bytes,
+    released,
+    stored_shapes,
+    weight_bytes,
+    weight_shapes,
+)
 from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
 from dflash_jax.engine.verify_policy import VerifyLength
-from dflash_jax.errors import ParameterError
+from dflash_jax.errors import CapacityError, ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, LoadOptions, as_integer
+from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:
@@ -53,7 +60,14 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise ParameterError(
             f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
         )
-    memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots)
+    try:
+        memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots)
+    except CapacityError as error:
+        if options.weight_dtype in RELEASED or not released(stored):
+            raise
+        raise CapacityError(
+            f'{error}. With weight_dtype="mxfp4" experts stay in the four bits they were released in'
+        ) from error
     return replace(engine, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots), memory
 
 

@@ -327,6 +327,12 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
             4096, 12_288, 5, _HEADS, (1, 8, 15, 22, 29), 32,
             vocab=128_256, mask=128_002, max_position=131_072, norm_eps=1e-5, block=10, rope=_llama3(8.0),
         ),
+        # Heads, rotary settings and epsilon are its target's, inner width and taps give its published size, 1.46 GiB; the mask id
+        # (the first reserved one) is assumed.
+        "gpt-oss-20b-DFlash": _draft(
+            2880, 7680, 8, (64, 8, 64), (1, 6, 11, 16, 21), 24,
+            vocab=201_088, mask=200_000, max_position=131_072, norm_eps=1e-5, block=8, rope=GPT_OSS_TARGETS["gpt-oss-20b"].rope,
+        ),
         # Rotary settings and epsilon are their targets'.
         "dflash_qwen3_4b_block7": _block7(TARGETS["Qwen3-4B"], (1, 9, 17, 25, 33)),
         "dflash_qwen3_8b_block7": _block7(TARGETS["Qwen3-8B"], (1, 9, 17, 25, 33)),

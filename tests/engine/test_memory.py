@@ -73,7 +73,7 @@ def test_as_many_as_asked_for():
         ({"num_pages": 64 * 91}, "5824 pages 91.0 GiB: 1.0 GiB too much"),
         (
             {"free": 12 * GIB, "weights": 6 * GIB, "reading": 12 * GIB},
-            "12.0 GiB free; weights take 6.0 GiB in eight bits, but 12.0 GiB while they are read, .* 256 MiB too much",
+            "12.0 GiB free; weights take 6.0 GiB as they are kept, but 12.0 GiB while they are read, .* 256 MiB too much",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from dflash_jax.errors import PairError
 from dflash_jax.models import DFlashConfig, count, default_target_layer_ids, family_for, family_named
 from dflash_jax.models.presets import (
     DRAFTERS,
+    GPT_OSS_TARGETS,
     HYBRID_TARGETS,
     LLAMA_TARGETS,
     MISTRAL_TARGETS,
@@ -31,11 +32,10 @@ TARGET_OF = {
     "Qwen3-Coder-30B-A3B-DFlash": "Qwen3-Coder-30B-A3B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat": "Llama-3.1-8B",
     "Qwen2.5-0.5B-DFlash": "Qwen2.5-0.5B", "Qwen3.5-4B-DFlash": "Qwen3.5-4B", "Qwen3.5-9B-DFlash": "Qwen3.5-9B",
     "Qwen3.5-27B-DFlash": "Qwen3.5-27B",
-    "Qwen3.5-35B-A3B-DFlash": "Qwen3.5-35B-A3B",
+    "Qwen3.5-35B-A3B-DFlash": "Qwen3.5-35B-A3B", "gpt-oss-20b-DFlash": "gpt-oss-20b",
 }  # fmt: skip
 # Published drafters whose configuration is not known here; a checkpoint's own file counts anyway.
 UNSEEN = {
-    "gpt-oss-20b-DFlash",
     "gpt-oss-120b-DFlash",
     "Qwen3.6-27B-DFlash",
     "Qwen3.6-35B-A3B-DFlash",
@@ -79,6 +79,7 @@ def test_published_drafters_have_their_published_size() -> None:
     assert parameters(DRAFTERS["Qwen3-4B-DFlash-b16"]) == 537_427_200
     assert parameters(DRAFTERS["Qwen3-8B-DFlash-b16"]) == 1_048_626_432
     assert round(parameters(DRAFTERS["Qwen3.5-27B-DFlash"]) / 1e9, 3) == 1.730
+    assert round(2 * parameters(DRAFTERS["gpt-oss-20b-DFlash"]) / 2**30, 2) == 1.46
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -99,7 +100,7 @@ def test_taps_are_those_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGET_OF)
 def test_drafters_fit_their_targets_and_no_other(name: str) -> None:
-    for target, config in {**DENSE_TARGETS, **MOE_TARGETS, **HYBRID_TARGETS}.items():
+    for target, config in {**DENSE_TARGETS, **MOE_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS}.items():
         # Three targets have one shape to a drafter; which of them it was trained with is not for shapes to say.
         if target == TARGET_OF[name] or {target, TARGET_OF[name]} <= {*MOE_TARGETS, "Qwen3-Coder-Next"}:
             check_pair(config, DRAFTERS[name])
@@ -123,6 +124,9 @@ def as_file(config: Qwen3Config | DFlashConfig) -> dict[str, Any]:
         "rope_type": rope.kind, "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
         "high_freq_factor": rope.high_freq_factor, "original_max_position_embeddings": rope.original_max_position,
     }  # fmt: skip
+    if scaling is not None and rope.kind == "yarn":
+        scaling = {key: value for key, value in scaling.items() if not key.endswith("freq_factor")}
+        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
     return {
         "model_type": "qwen3", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers, "hidden_act": "silu",
