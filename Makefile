@@ -1,5 +1,6 @@
 # make demo    generates code with the pair that ships
 # make test    runs the tests, in two processes (on the CPU; `.venv/bin/pytest -m gpu` runs those that need a GPU)
+# make test-all  the same with every case: `few` marks the tests of which `make test` runs some cases
 # make fuzz    opens 2,000 seeded mutations of a model folder, in two processes: a few minutes
 # make test-jax  lowers every op and the decode loop with the newest JAX that pyproject.toml names, in an environment of its own
 # make lint    ruff check, ruff format --check, pyright
@@ -10,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start many interpreters: a second less for each that finds the sources compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 # On a machine with an NVIDIA driver the demo wants the GPU; the tests run on the CPU either way.
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda13)
@@ -22,7 +25,7 @@ NEWEST := .venv-jax
 COMMA := ,
 EXTRAS := test$(if $(CI),$(COMMA)test-triton)
 
-.PHONY: demo test test-jax fuzz lint clean
+.PHONY: demo test test-all test-jax fuzz lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -30,6 +33,9 @@ demo: $(VENV)/installed-demo
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/installed-test
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --all-cases
 
 test-jax: $(NEWEST)/installed
 	$(NEWEST)/bin/pytest -n 2 tests/kernels/test_cross_lowering.py tests/decoding/test_loop_lowers.py tests/decoding/test_cycle.py

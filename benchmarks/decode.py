@@ -43,7 +43,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.execution import switches
 from dflash_jax.execution.weight_layout import blocks_pay, cycle_rows
 from dflash_jax.models import family_named, fuse_context_projection, init_params
-from dflash_jax.options import CALIBRATED, WEIGHT_DTYPES, WeightDtype
+from dflash_jax.options import CALIBRATED, DRAFT_WEIGHT_DTYPES, WEIGHT_DTYPES, WeightDtype
 from dflash_jax.quantization.kv_formats import INT8_CALIBRATED_TO
 from dflash_jax.sampling_params import SamplingParams
 
@@ -180,7 +180,7 @@ def main() -> None:
         "--weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="large matrices in eight bits"
     )
     parser.add_argument(
-        "--draft-weight-dtype", default=None, choices=list(WEIGHT_DTYPES), help="the same for the drafter alone"
+        "--draft-weight-dtype", default=None, choices=list(DRAFT_WEIGHT_DTYPES), help="the same for the drafter alone"
     )
     parser.add_argument("--draft-window", type=int, default=None, help="tokens of a context that the drafter sees")
     parser.add_argument(

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import tqdm
@@ -69,17 +69,17 @@ def generate(
       chat_options: names for the chat template, for example `{"enable_thinking": False}`.
 
     Returns:
-      One `Completion` for one prompt, otherwise a list in the prompts' order.
+      One `Completion` for one prompt, otherwise a list in the prompts' order, with all `n` of a prompt side by side.
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
     """
     draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
+    check_single(params, single=single)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
     served = _pieces(model, [prompts] if single else list(prompts), params, **options)
-    total = 1 if single else len(prompts)
-    done: list[Completion | None] = [None] * total
+    done, total = dict[int, Completion](), sum(one.n for one in _each(params, 1 if single else len(prompts)))
     # Closed here, not when it is collected: a traceback that somebody keeps would keep the pages too.
     with closing(served) as pieces, tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
         tokens, started = 0, time.perf_counter()
@@ -89,8 +89,7 @@ def generate(
                 done[piece.index] = piece.completion
                 bar.update()
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - started):.0f} tokens/s", refresh=False)
-    completions = cast(list[Completion], done)
-    return completions[0] if single else completions
+    return done[0] if single else [done[place] for place in range(total)]
 
 
 def stream(
@@ -103,7 +102,8 @@ def stream(
     chat_options: Mapping[str, Any] | None = None,
     cycles: int = STREAM_CYCLES,
 ) -> Generator[Piece]:
-    """As `generate`, yielding a `Piece` whenever a prompt gains tokens. Closing it, or leaving it early, gives its pages back.
+    """As `generate`, yielding a `Piece` whenever a text gains tokens; its `index` is the text's among all. Closing it, or
+    leaving it early, gives its pages back.
 
     While nobody asks for the next piece, its prompts go on only where another thread generates with the model, and keep their
     pages. As every generator, it is stepped and closed by one thread at a time: whoever takes its steps in threads of their own,
@@ -141,6 +141,12 @@ def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[b
     return drafting, chatting
 
 
+def check_single(params: Params, *, single: bool) -> None:
+    """Raises ParameterError where one prompt alone, which has one completion, is asked for several."""
+    if single and isinstance(params, SamplingParams) and params.n > 1:
+        raise ParameterError(f"n={params.n} gives a list of completions: give the prompt in a list too")
+
+
 def make_requests(
     model: Model,
     prompts: Sequence[Any],
@@ -149,18 +155,8 @@ def make_requests(
     chat: bool = False,
     chat_options: Mapping[str, Any] | None = None,
 ) -> list[Request]:
-    """Requests as the engine wants them, numbered in order. Arguments and errors are those of `generate`."""
-    if params is None or isinstance(params, SamplingParams):
-        each = [params or SamplingParams()] * len(prompts)
-    else:
-        listed = isinstance(params, Sequence)
-        each = list(params) if listed else []
-        wrong = [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]
-        if wrong or not listed or len(each) != len(prompts):
-            came = f"{len(each)}{f', among them {wrong[0]}' if wrong else ''}" if listed else type(params).__name__
-            raise ParameterError(
-                f"params must be one SamplingParams or one for each of {len(prompts)} prompts, got {came}"
-            )
+    """Requests as the engine wants them, one for each completion, numbered in order. Arguments and errors are `generate`'s."""
+    each = _each(params, len(prompts))
     if chat_options and not chat and not any(is_chat(prompt) for prompt in prompts):
         raise ParameterError("chat_options are for the chat template: pass chat=True, or messages in place of a text")
     if model.engine.imposed_acceptance is not None:
@@ -179,8 +175,22 @@ def make_requests(
             raise PromptError(f"prompts[{place}]: {error}") from None
         refused = refused_ids(model.tokenizer, model.name, one.bad_words)
         ids = one.shortened(ids, model.engine.max_model_len)
-        requests.append(Request(place, ids, one, model.eos_ids, refused=refused))
+        for choice in one.choices():
+            requests.append(Request(len(requests), ids, choice, model.eos_ids, refused=refused))
     return requests
+
+
+def _each(params: Params, count: int) -> list[SamplingParams]:
+    """The parameters of so many prompts. Raises ParameterError where they are for others."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    listed = isinstance(params, Sequence)
+    each = list(params) if listed else []
+    wrong = [type(one).__name__ for one in each if not isinstance(one, SamplingParams)]
+    if wrong or not listed or len(each) != count:
+        came = f"{len(each)}{f', among them {wrong[0]}' if wrong else ''}" if listed else type(params).__name__
+        raise ParameterError(f"params must be one SamplingParams or one for each of {count} prompts, got {came}")
+    return each
 
 
 def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:

@@ -19,10 +19,13 @@ from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
-type WeightDtype = Literal["int8", "fp8", "fp8_dynamic"]
+type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 CacheDtype = Literal["fp8", "fp8_packed", "int8"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
+# Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
+RELEASED = ("mxfp4",)
+DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 PROPOSALS: tuple[str, ...] = get_args(Proposals)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
@@ -101,10 +104,11 @@ FLAGS: dict[str, Flag] = {
         metavar="FILE",
     ),
     "weight_dtype": Flag(
-        "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many",
+        "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many; mxfp4 "
+        "leaves the experts of such a release in four bits",
         choices=WEIGHT_DTYPES,
     ),
-    "draft_weight_dtype": Flag("the same for the drafter alone, which changes no text", choices=WEIGHT_DTYPES),
+    "draft_weight_dtype": Flag("the same for the drafter alone, which changes no text", choices=DRAFT_WEIGHT_DTYPES),
     "verify_length": Flag(
         "tokens verified in a cycle: a number, auto for what pays, or per_request for what pays of each request's block "
         "(default: the whole block)",
@@ -145,7 +149,8 @@ class LoadOptions:
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
-        Texts are those of the rounded target.
+        Texts are those of the rounded target. "mxfp4" leaves experts that were released in MXFP4 in their four bits; other
+        weights, and the drafter's, stay in `dtype`.
       draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. Only proposals change, no text. A drafter that
         proposes with the target's head keeps a copy of it in eight bits.
       verify_length: how many tokens of the block the target verifies in a cycle. None is the whole block, an integer stays, 1 is no
@@ -194,8 +199,8 @@ class LoadOptions:
             if (number := as_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
         _one_of("proposals", self.proposals, PROPOSALS)
-        for name in ("weight_dtype", "draft_weight_dtype"):
-            check_weight_dtype(getattr(self, name), name)
+        check_weight_dtype(self.weight_dtype)
+        check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
         self._check_calibration()
 
     def _check_calibration(self) -> None:
@@ -256,10 +261,12 @@ def taking_options[F: Callable[..., Any]](function: F) -> F:
     return function
 
 
-def check_weight_dtype(weight_dtype: str | None, name: str = "weight_dtype") -> None:
+def check_weight_dtype(
+    weight_dtype: str | None, name: str = "weight_dtype", choices: Sequence[str] = WEIGHT_DTYPES
+) -> None:
     """Raises ParameterError unless weights can be kept in it."""
     if weight_dtype is not None:
-        _one_of(name, weight_dtype, (None, *WEIGHT_DTYPES))
+        _one_of(name, weight_dtype, (None, *choices))
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any, no_type_check
 
 from dflash_jax.errors import ParameterError
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+MAX_CHOICES = 128
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 # What other libraries call a field, where its own name is not the nearest one.
@@ -21,7 +22,7 @@ _OTHER_NAMES = {
     "max_new_tokens": "max_tokens", "max_length": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens",
     "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids", "eos_token_ids": "stop_token_ids", "stop_strings": "stop",
     "do_sample": "temperature", "top_logprobs": "logprobs", "sequence_bias": "logit_bias", "bad_words_ids": "bad_words",
-    "allowed_tokens": "allowed_token_ids",
+    "allowed_tokens": "allowed_token_ids", "num_return_sequences": "n",
 }  # fmt: skip
 
 
@@ -79,6 +80,7 @@ class SamplingParams:
       allowed_token_ids: no other token is chosen; None allows all.
       bad_words: texts, or sequences of ids, that do not come: their last token is not chosen where the text ends with the others. A
         text stands for its tokens at the beginning of a text and after a space; what other tokens may spell it is not looked for.
+      n: completions of each prompt, which is then in a list; the i-th has seed + i. `generate` gives them side by side.
       include_stop_str_in_output: `include_stop` by vLLM's name; ask for it by its own.
 
     Raises:
@@ -106,6 +108,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
+    n: int = 1
     include_stop_str_in_output: InitVar[bool | None] = None
 
     def __post_init__(self, include_stop_str_in_output):
@@ -118,6 +121,7 @@ class SamplingParams:
         self._integer("max_tokens", 1 if self.prompt_logprobs is None else 0, None)
         self._integer("min_tokens", 0, self.max_tokens, limit="max_tokens, which is ")
         self._integer("top_k", 0, None)
+        self._integer("n", 1, MAX_CHOICES)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._integer(name, 0, MAX_LOGPROBS)
@@ -160,6 +164,13 @@ class SamplingParams:
           ParameterError: see `SamplingParams`.
         """
         return cls(**{**model.sampling_defaults, **changes})
+
+    def choices(self) -> list["SamplingParams"]:
+        """Those of each of its `n` completions."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     def shortened(self, ids: Sequence[int], longest: int) -> tuple[int, ...]:
         """A prompt as `truncate_prompt_tokens` has it, for a model that takes `longest` tokens of prompt and text."""

@@ -9,12 +9,14 @@ import functools
 import gc
 import importlib.util
 import inspect
+import itertools
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAliasType, get_args
 
@@ -89,6 +91,7 @@ if importlib.util.find_spec("beartype") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="the cases that the marker `few` leaves out run too")
     parser.addoption("--part", default="1/1", metavar="I/N", help="every N-th of the tests chosen, from the I-th on")
 
 
@@ -96,6 +99,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The long files first; leaves a part of the tests that markers have left: the parts of all I from 1 to N are all of them."""
     items.sort(key=lambda item: item.path.name not in LONG)
+    chosen = few(config, items)
+    kept = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = chosen
     part = config.getoption("part")
     first, _, parts = (int(word) if word.isdecimal() else 0 for word in part.partition("/"))
     if not 1 <= first <= parts:
@@ -104,11 +111,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[first - 1 :: parts]
 
 
+def few(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of a test marked `few` the cases that its patterns match, of others all; on a GPU, by name and on demand, all of both."""
+    if config.getoption("all_cases") or _for_gpu(config) or any("::" in argument for argument in config.args):
+        return items
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        for pattern in getattr(item.get_closest_marker("few"), "args", ("*",)):
+            found = cases.setdefault((item.nodeid.partition("[")[0], pattern), [])
+            if fnmatchcase(item.callspec.id if hasattr(item, "callspec") else "", pattern):
+                found.append(item)
+    if (unmatched := [name for name, found in cases.items() if not found]) and not config.option.keyword:
+        raise pytest.UsageError(f"few: a pattern that names a case was expected, these name none: {unmatched}")
+    chosen = set(map(id, itertools.chain(*cases.values())))
+    return [item for item in items if id(item) in chosen]
+
+
+def _for_gpu(config: pytest.Config) -> bool:
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax
 
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+    if not _for_gpu(config):
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         if QUICK_COMPILING not in (flags := os.environ.get("XLA_FLAGS", "")):  # a process of pytest-xdist inherits them
             os.environ["XLA_FLAGS"] = f"{flags} {QUICK_COMPILING}"
@@ -145,6 +172,12 @@ def few_mappings() -> Iterator[None]:
 
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def all_cases(pytestconfig: pytest.Config) -> bool:
+    """Whether tests that draw their cases draw as many as `make test-all` does."""
+    return pytestconfig.getoption("all_cases") or _for_gpu(pytestconfig)
 
 
 @pytest.fixture(scope="module")

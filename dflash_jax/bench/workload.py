@@ -172,6 +172,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         role: init_params(table, jax.random.key(seed), dtype)
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
+    weights["target"] = families[0].derived(target, weights["target"])
     weights["draft"] = fuse_context_projection(draft, weights["draft"])
     weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = dataclasses.replace(

@@ -18,6 +18,8 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
     "meta-llama/Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
     "meta-llama/Meta-Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+    "openai/gpt-oss-20b": "z-lab/gpt-oss-20b-DFlash",
+    "openai/gpt-oss-120b": "z-lab/gpt-oss-120b-DFlash",
     "Qwen/Qwen3.5-4B": "z-lab/Qwen3.5-4B-DFlash",
     "Qwen/Qwen3.5-9B": "z-lab/Qwen3.5-9B-DFlash",
     "Qwen/Qwen3.5-27B": "z-lab/Qwen3.5-27B-DFlash",

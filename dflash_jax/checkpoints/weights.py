@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ from jaxtyping import Array
 
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.config import DecoderConfig
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.execution.draft_head import head_index, index_pays
 from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.options import WeightDtype
+from dflash_jax.options import RELEASED, WeightDtype
+from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
 from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
@@ -57,6 +58,19 @@ def weight_shapes(
     return shapes
 
 
+def check_released(weight_dtype: WeightDtype | None, stored: Shapes) -> None:
+    """Raises ParameterError where weights are to be kept in a format that the target was not released in.
+
+    Args:
+      stored: of `stored_shapes`.
+    """
+    if weight_dtype in RELEASED and not any(isinstance(one, Mxfp4) for one in stored["target"].values()):
+        raise ParameterError(
+            f"weight_dtype={weight_dtype!r} leaves experts as they were released, and none of this checkpoint is in MXFP4: leave "
+            'it out, or name "int8" or "fp8"'
+        )
+
+
 def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
     """Bytes of weights or of their shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
@@ -65,7 +79,8 @@ def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
 def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     """The most that `read_weights` holds at a time on the device.
 
-    A model is there whole before its matrices are rounded, a drafter beside the rounded target, and one array is made at a time.
+    A model is there whole before its matrices are rounded or dequantised, a drafter beside the target as it is kept, and one array
+    is made at a time.
 
     Args:
       stored: of `stored_shapes`; `kept` of `weight_shapes`.
@@ -73,7 +88,7 @@ def reading_bytes(stored: Shapes, kept: Shapes) -> int:
     held, most = 0, 0
     for role, table in stored.items():
         made = 0 if kept[role] == table else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
-        most = max(most, held + weight_bytes({role: table}) + made)
+        most = max(most, held + max(weight_bytes({role: table}), weight_bytes({role: kept[role]})) + made)
         held += weight_bytes({role: kept[role]})
     return most
 
@@ -111,7 +126,7 @@ def read_weights(
       observe: called with the target's weights as they were read.
       rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
     """
-    params = target.load(dtype.name)
+    params = target.family.derived(target.config, target.load(dtype.name))
     if observe is not None:
         observe(params)
     weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype)}
@@ -147,9 +162,16 @@ def round_weights(
 def _kept(
     config: DecoderConfig, dtype: jnp.dtype, rows: int, params: dict[str, Array], kind: WeightDtype | None
 ) -> dict[str, Weight]:
-    if kind is not None:
+    if kind not in RELEASED:
+        params = dequantise_weights(params)
+    if _rounds(kind):
         return quantise_weights(params, kind)
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
+
+
+def _rounds(kind: WeightDtype | None) -> TypeGuard[WeightDtype]:
+    """Whether matrices are made eight bits of, and not left as they were released."""
+    return kind is not None and kind not in RELEASED
 
 
 def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
@@ -157,7 +179,7 @@ def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: Weigh
     head = _head(target)
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
-    if kind is None:
+    if not _rounds(kind):
         # Only v1's proposals are the best rows alone, which is what an index finds.
         return {HEAD_INDEX: _index(head)} if config.head is None and index_pays(head) else {}
     return quantise_weights({SHARED_HEAD: head}, kind)

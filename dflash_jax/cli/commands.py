@@ -6,6 +6,7 @@
     dflash-jax chat --model Qwen/Qwen3-4B
     dflash-jax bench --concurrency 1 8
     dflash-jax serve --model Qwen/Qwen3-4B
+    dflash-jax train --target Qwen/Qwen3-4B --data answers.jsonl --output drafter
     dflash-jax info
 
 Text goes to stdout, everything else to stderr. Exit codes: 0 done, 1 unexpected, 2 wrong usage or a wrong value of an option, 3
@@ -273,6 +274,23 @@ def run_info(args: argparse.Namespace) -> int:
     return OK
 
 
+def run_train(args: argparse.Namespace) -> int:
+    """`dflash-jax train`: a drafter for any target."""
+    chat_options_of(args)
+    if missing := [name for name in ("optax", "orbax.checkpoint") if not _is_there(name)]:
+        raise UsageError(f"train needs {', '.join(missing)}: pip install 'dflash-jax[train]'")
+    from dflash_jax.cli.train import train
+
+    return train(args)
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
+
+
 def run_version(_: argparse.Namespace) -> int:
     """`dflash-jax --version`."""
     from importlib.metadata import version
@@ -282,7 +300,7 @@ def run_version(_: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "generate": run_generate, "chat": run_chat, "demo": run_demo, "bench": run_bench, "serve": run_serve,
+    "generate": run_generate, "chat": run_chat, "demo": run_demo, "bench": run_bench, "serve": run_serve, "train": run_train,
     "info": run_info, "--version": run_version,
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from dflash_jax.engine.memory import size
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
-from dflash_jax.options import LoadKeywords, read_options
+from dflash_jax.options import RELEASED, LoadKeywords, read_options
 from dflash_jax.quantization.kv_formats import pool_dtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
@@ -205,9 +205,13 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
         return (
             [("", f"{size(index)} of the weights are the target's head in float8, to find proposals")] if index else []
         )
-    which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
-    if ours is not None and theirs not in (ours, None):
-        which += f", the target's in {ours}"
+    if ours in RELEASED:
+        which = f"experts in {ours}, as they were released"
+        which += "" if theirs in (ours, None) else f", the drafter's large matrices in {theirs}"
+    else:
+        which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
+        if ours is not None and theirs not in (ours, None):
+            which += f", the target's in {ours}"
     copy = f", {size(head)} for its copy of the target's head" if head else ""
     return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
 

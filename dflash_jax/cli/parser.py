@@ -4,8 +4,9 @@ import argparse
 from typing import Any
 
 from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
-from dflash_jax.cli.values import chat_option, token_bias, token_ids
+from dflash_jax.cli.values import chat_option, layer_ids, token_bias, token_ids
 from dflash_jax.options import FLAGS
+from dflash_jax.text.answers.choice import REASONING_PARSERS, TOOL_PARSERS
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_chat(commands)
     add_bench(commands)
     add_serve(commands)
+    add_train(commands)
 
     info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
     _add_model(info, "model")
@@ -152,6 +154,15 @@ def add_serve(commands: Any) -> None:
         help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
         "(default: auto, they are)",
     )  # fmt: skip
+    server.add_argument(
+        "--tool-parser",
+        choices=TOOL_PARSERS,
+        default="auto",
+        help="form of calls of tools (default: the chat template's)",
+    )
+    server.add_argument(
+        "--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="form of thoughts (default: likewise)"
+    )
     server.add_argument("--root-path", default="", metavar="PATH", help="where a proxy shows the server")
     server.add_argument("--no-warmup", action="store_true", help="compile programs when requests first need them")
     server.add_argument("--no-metrics", action="store_true", help="leave /metrics out")
@@ -179,6 +190,69 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> Any:
     group.add_argument("--include-stop", action="store_true", help="keep what ended the text in it")
     group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end tokens")
     return group
+
+
+def add_train(commands: Any) -> None:
+    """Arguments of `train`; docs/training.md tells what they do."""
+    train = commands.add_parser("train", help="a drafter for a target of your own (extra: train)")
+    train.add_argument(
+        "--target",
+        metavar="PATH",
+        help="a converted folder, a Hugging Face folder, or a hub id (default: the one that ships)",
+    )
+    train.add_argument(
+        "--data",
+        required=True,
+        type=file_path,
+        metavar="FILE",
+        help="JSON lines: messages, prompt and response, or text",
+    )
+    train.add_argument(
+        "--output", required=True, metavar="DRAFTER", help="the folder to write, which must not be there yet"
+    )
+    train.add_argument(
+        "--work", metavar="PATH", help="keeps answers and checkpoints to go on from (default: DRAFTER.work)"
+    )
+    _add_chat(train)
+    answers = train.add_argument_group("answers")
+    answers.add_argument(
+        "--regenerate", action="store_true", help="have the target answer the prompts: what a drafter must guess"
+    )
+    answers.add_argument("--temperature", type=float, default=0.7, metavar="T", help="of those answers (default: 0.7)")
+    answers.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="of each of them at most (default: 512)"
+    )
+    shape = train.add_argument_group("drafter")
+    shape.add_argument("--kind", choices=["v1", "dflash2", "dspark"], help="(default: dflash2)")
+    shape.add_argument("--head-rank", type=int, metavar="N", help="of its selector or Markov head (default: 256)")
+    shape.add_argument("--mask-id", type=int, metavar="ID", help="the mask's token (default: the vocabulary's last)")
+    shape.add_argument(
+        "--taps", type=layer_ids, metavar="I[,I]", help="layers of the target to read (default: five, spaced)"
+    )
+    for option, value in (("block-size", 16), ("layers", 5)):
+        shape.add_argument(f"--{option}", type=int, metavar="N", help=f"(default: {value})")
+    run = train.add_argument_group("training")
+    for option, about in (
+        ("length", "tokens of a row, longer ones are cut (default: 1024)"), ("rows", "of a step (default: 8)"),
+        ("anchors", "blocks of each row (default: 64)"), ("steps", "(default: 10000)"), ("seed", "(default: 0)"),
+    ):  # fmt: skip
+        run.add_argument(f"--{option}", type=int, metavar="N", help=about)
+    run.add_argument("--rate", type=float, metavar="R", help="peak learning rate (default: 0.0006)")
+    run.add_argument("--optimizer", choices=["adamw", "muon"], help="(default: adamw)")
+    run.add_argument("--loss", choices=["dpace", "decay"], help="weights of a block's places (default: dpace)")
+    run.add_argument(
+        "--teacher",
+        choices=["distribution", "tokens"],
+        help="learn the target's law or the answers' tokens (default: distribution)",
+    )
+    run.add_argument(
+        "--evaluation-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="of each held-out answer; 0 measures nothing (default: 128)",
+    )
+    run.add_argument("--stop-after", type=float, metavar="S", help="save and end with status 75 after S seconds")
 
 
 def _add_law(group: Any) -> None:

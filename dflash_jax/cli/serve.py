@@ -24,7 +24,7 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
     served = ServeOptions(
         names=names, keys=keys, max_queue=args.max_queue, max_body_bytes=int(args.max_body_mb * 2**20),
         request_timeout=args.request_timeout, origins=args.allowed_origins, here=here, metrics=not args.no_metrics,
-        model_defaults=args.generation_config == "auto",
+        model_defaults=args.generation_config == "auto", tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser,
     )  # fmt: skip
 
     def loaded() -> Model:

@@ -71,3 +71,11 @@ def token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(
             f"expected token ids between commas, such as 151645,151643, got {text!r:.80}"
         ) from None
+
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    """Layers of a target between commas; -1 is what its embedding gives."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected layers between commas, such as 1,9,17, got {text!r:.80}") from None

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from dflash_jax.cache import check_cache_dtype
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
-from dflash_jax.checkpoints.weights import reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import check_released, reading_bytes, stored_shapes, weight_bytes, weight_shapes
 from dflash_jax.compile.device import local_device
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
@@ -40,6 +40,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     kind = jnp.dtype(choose_dtype(options.dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
     rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind)
+    check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows)
     engine = Engine(
         target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=options.cache_dtype,

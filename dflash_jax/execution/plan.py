@@ -29,6 +29,7 @@ from dflash_kernels.core.device import target
 
 from dflash_jax.execution import switches
 from dflash_jax.models.traits import LayerTraits
+from dflash_jax.quantization.mxfp4 import Mxfp4
 from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
 
 Runner = Literal["plain", "persistent", "fused_dense", "fused_float8", "fused_moe"]
@@ -78,6 +79,7 @@ class WeightFormat:
       paired: whether columns are interleaved in pairs; None where some matrices are and others not.
       layout: of matrices that are not quantized.
       plain: whether every array of the model is bfloat16, but for those of `dynamic` matrices.
+      experts: how experts are stored, where there are such.
     """
 
     dtype: str
@@ -86,6 +88,7 @@ class WeightFormat:
     paired: bool | None = False
     layout: Layout = "rows"
     plain: bool = False
+    experts: Literal["numbers", "mxfp4"] = "numbers"
 
     @property
     def itemsize(self) -> int:
@@ -98,8 +101,10 @@ def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> Weight
     found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in MATRICES) if name in params]
     others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
     plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
+    packed = any(isinstance(one, Mxfp4) for name, one in params.items() if name.startswith("layers.0."))
+    experts = "mxfp4" if packed else "numbers"
     if not found:
-        return WeightFormat("mixed", plain=plain)
+        return WeightFormat("mixed", plain=plain, experts=experts)
     dtypes = {str(one.values.dtype if isinstance(one, Quantised) else one.dtype) for one in found}
     pairs = {isinstance(one, Quantised) and one.paired for one in found}
     return WeightFormat(
@@ -109,6 +114,7 @@ def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> Weight
         paired=pairs.pop() if len(pairs) == 1 else None,
         layout="column_blocks" if isinstance(found[-1], ColumnBlocks) else "rows",
         plain=plain,
+        experts=experts,
     )
 
 
@@ -301,7 +307,8 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
 
 
 def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
-    del weights  # experts are never quantized
+    if weights.experts == "mxfp4":
+        return "experts are stored in MXFP4, which the kernel of routed experts does not read"
     if (reason := _layers_refusal(traits)) is not None:
         return reason
     experts = traits.experts

@@ -221,6 +221,15 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
 
+class WideNorm(RMSNorm):
+    """RMS norm whose weight is applied in float32, before the cast back, as Hugging Face's gpt-oss does."""
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
 class ZeroCenteredNorm(nnx.Module):
     """RMS norm whose weight is kept as its offset from 1; both are applied in float32, as Hugging Face's Qwen3.5 does."""
 
@@ -344,6 +353,7 @@ class DecoderLayer(nnx.Module):
     Args:
       traits: what the layer has and lacks; those of `decoder_traits(config)` where they are left out.
       feed_forward: in place of the traits' `MLP`.
+      norm: of the stream.
     """
 
     def __init__(
@@ -354,11 +364,12 @@ class DecoderLayer(nnx.Module):
         *,
         causal: bool = True,
         feed_forward: nnx.Module | None = None,
+        norm: type[RMSNorm] = RMSNorm,
     ):
         traits = decoder_traits(config) if traits is None else traits
-        self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_norm = norm(config.hidden_size, config.norm_eps)
         self.attn = Attention(config, index, traits, causal=causal)
-        self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_norm = norm(config.hidden_size, config.norm_eps)
         self.mlp: Any = (
             MLP(config.hidden_size, traits.inner, traits.activation) if feed_forward is None else feed_forward
         )
@@ -389,10 +400,12 @@ def decoder_parameters(
     traits: LayerTraits | None = None,
     *,
     feed_forward: Callable[[int, str, str], list[Parameter]] | None = None,
+    sinks: str = "attention_sink_bias",
 ) -> list[Parameter]:
     """Parameters of `config.num_layers` layers with these traits whose checkpoint names start with `prefix`.
 
-    `feed_forward` declares what stands in place of layer i's `MLP`, given i, our prefix and the checkpoint's.
+    `feed_forward` declares what stands in place of layer i's `MLP`, given i, our prefix and the checkpoint's. `sinks` is the
+    checkpoint's name of attention's.
     """
     traits = decoder_traits(config) if traits is None else traits
     d, h = config.hidden_size, config.head_dim
@@ -415,7 +428,7 @@ def decoder_parameters(
         if traits.bias == "all":
             table.append(single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)))
         if traits.sinks:
-            table.append(single(f"{ours}attn.sinks", f"{attn}attention_sink_bias", (n,)))
+            table.append(single(f"{ours}attn.sinks", f"{attn}{sinks}", (n,)))
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         names = f"{ours}mlp.", f"{theirs}mlp."
         table += mlp_parameters(config, *names) if feed_forward is None else feed_forward(i, *names)

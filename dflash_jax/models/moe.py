@@ -182,8 +182,8 @@ class Experts(nnx.Module):
         gathered weights to memory first.
         """
         gate_up, down = (self._by_expert(matrix)[experts] for matrix in (self.gate_up_proj, self.down_proj))
-        both = _rows_times(gate_up, x[:, None]).astype(x.dtype)
-        out = _rows_times(down, _gated(both)).astype(x.dtype)
+        both = rows_times(gate_up, x[:, None]).astype(x.dtype)
+        out = rows_times(down, _gated(both)).astype(x.dtype)
         return (out.astype(jnp.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
     def grouped(
@@ -256,7 +256,8 @@ def _gated(both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
     return jax.nn.silu(gate) * up
 
 
-def _rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]) -> Float[Array, "T k out"]:
+def rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]) -> Float[Array, "T k out"]:
+    """Products with a matrix for each row, in float32: sums, so that XLA reads each matrix where it was gathered from."""
     return (matrices.astype(jnp.float32) * x[:, :, None].astype(jnp.float32)).sum(axis=-1)
 
 

@@ -67,11 +67,13 @@ class Parameter:
       name: dotted path in the module tree, for example `layers.0.attn.qkv_proj.weight`.
       sources: the tensors it is made of, in row order; all agree on every axis but the first.
       dtype: None for the model's dtype, otherwise the fixed dtype of this array.
+      weights: that one of its numbers stands for: two in a byte of four-bit ones, none in a scale.
     """
 
     name: str
     sources: tuple[Source, ...]
     dtype: str | None = None
+    weights: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,14 +87,14 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None) -> Parameter:
+def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
-    return Parameter(name, (Source(source, shape),), dtype)
+    return Parameter(name, (Source(source, shape),), dtype, weights)
 
 
 def count(parameters: Sequence[Parameter]) -> int:
     """Number of weights, each counted once."""
-    return sum(parameter.size for parameter in parameters)
+    return sum(parameter.size * parameter.weights for parameter in parameters)
 
 
 def to_huggingface(

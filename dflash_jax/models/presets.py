@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.gpt_oss import GptOssConfig
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
@@ -269,6 +270,32 @@ MISTRAL_TARGETS: Mapping[str, MistralConfig] = MappingProxyType(
         "Mistral-7B-v0.1": _mistral(32_000, 1e4, 4096),
         "Mistral-7B-v0.3": _mistral(32_768, 1e6, None),
     }
+)
+
+
+def _gpt_oss(layers: int, experts: int) -> GptOssConfig:
+    """A target of gpt-oss, as released: experts in MXFP4."""
+    return GptOssConfig(
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        norm_eps=1e-5,
+        rope=RopeConfig(kind="yarn", theta=150_000.0, factor=32.0, original_max_position=4096, truncate=False),
+        max_position=131_072,
+        attention_bias=True,
+        windows=(128, None) * (layers // 2),
+        num_experts=experts,
+        experts_per_token=4,
+        mxfp4=True,
+    )
+
+
+GPT_OSS_TARGETS: Mapping[str, GptOssConfig] = MappingProxyType(
+    {"gpt-oss-20b": _gpt_oss(24, 32), "gpt-oss-120b": _gpt_oss(36, 128)}
 )
 
 _HEADS = (32, 8, 128)

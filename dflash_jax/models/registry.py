@@ -27,6 +27,14 @@ from dflash_jax.models.deepseek import (
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.gpt_oss import (
+    GptOss,
+    GptOssConfig,
+    gpt_oss_canonical,
+    gpt_oss_derived,
+    gpt_oss_parameters,
+    gpt_oss_traits,
+)
 from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
 from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
 from dflash_jax.models.parameters import Parameter
@@ -61,7 +69,8 @@ class Family:
       traits: of a configuration's layers.
       model_types: what `model_type` says where `architectures` is absent; None: the family's name.
       surplus: whether a canonical name belongs to a tensor that this configuration leaves out on purpose.
-      derive: flat parameters with the arrays that the module has beside the declared ones, made from those.
+      derive: flat parameters with the arrays that the module has beside declared ones, or in place of some, which it takes out of
+        the dict it is given.
       reads_names: whether `config_class.from_hf` also takes the names of a checkpoint's tensors.
       facts: what `dflash-jax info` tells of a configuration beside its sizes.
     """
@@ -76,7 +85,7 @@ class Family:
     traits: Callable[[Any], LayerTraits] = decoder_traits
     model_types: tuple[str, ...] | None = None
     surplus: Callable[[Any, str], bool] | None = None
-    derive: Callable[[Any, Mapping[str, Any]], dict[str, Any]] | None = None
+    derive: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     reads_names: bool = False
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
 
@@ -108,9 +117,9 @@ class Family:
 
         return canonical
 
-    def derived(self, config: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-        """`params`, which may be shapes, with the arrays that are made from them."""
-        return {**params} if self.derive is None else self.derive(config, params)
+    def derived(self, config: Any, params: dict[str, Any]) -> dict[str, Any]:
+        """`params`, which may be tracers, with the arrays that are made from them; see `derive`."""
+        return params if self.derive is None else self.derive(config, params)
 
 
 def _experts(config: Any) -> dict[str, Any]:
@@ -145,6 +154,10 @@ FAMILIES = (
     Family(
         "mistral", "target", ("MistralForCausalLM",), MistralConfig, Mistral, mistral_parameters, mistral_canonical,
         traits=mistral_traits,
+    ),
+    Family(
+        "gpt_oss", "target", ("GptOssForCausalLM",), GptOssConfig, GptOss, gpt_oss_parameters, gpt_oss_canonical,
+        traits=gpt_oss_traits, derive=gpt_oss_derived, reads_names=True, facts=_experts,
     ),
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,
@@ -239,7 +252,7 @@ def bind(config: DecoderConfig, params: Mapping[str, Weight]) -> Any:
     """
     graph, names = _skeleton(config)
     if not params.keys() >= set(names.values()):
-        params = family_for(config).derived(config, params)
+        params = family_for(config).derived(config, dict(params))
     state = nnx.from_flat_state([(path, nnx.Param(params[name])) for path, name in names.items()])
     return nnx.merge(graph, state)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dflash_jax.config import DecoderConfig
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)

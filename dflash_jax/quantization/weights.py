@@ -28,6 +28,7 @@ from dflash_kernels import (
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.options import WeightDtype
+from dflash_jax.quantization.mxfp4 import Mxfp4
 
 # What a weight becomes, and the largest number of that dtype.
 _FORMATS: Mapping[str, tuple[Any, float]] = {
@@ -76,7 +77,7 @@ class Quantised:
         return wide.astype(self.dtype)
 
 
-type Weight = Array | Quantised | ColumnBlocks
+type Weight = Array | Quantised | ColumnBlocks | Mxfp4
 
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:

@@ -23,10 +23,13 @@ from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.serving.answers import Answer, TokenBytes
 from dflash_jax.serving.async_engine import AsyncEngine, AsyncRun
-from dflash_jax.serving.bodies import Ask, chat_ask, completion_ask, parsed, requests_of, shown
+from dflash_jax.serving.bodies import Ask, completion_ask, parsed, requests_of, shown
+from dflash_jax.serving.chat_answers import ChatAnswer
 from dflash_jax.serving.gate import Gate
 from dflash_jax.serving.metrics import Metrics
 from dflash_jax.serving.problems import Problem, dumped, problem_of, unavailable
+from dflash_jax.serving.tools import ChatAsk, chat_with_tools
+from dflash_jax.text.answers.choice import ReasoningParser, ToolParser
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a stream says that it is alive
 STALLED_S = 60.0  # without a step while there is work: longer than any program compiles
@@ -50,6 +53,8 @@ class ServeOptions:
       here: whether it is reached from this machine alone.
       metrics: whether there is `/metrics`.
       model_defaults: whether what the model's `generation_config.json` says of sampling holds where a request says nothing.
+      tool_parser: the form of calls of tools in answers; "auto" is the chat template's.
+      reasoning_parser: the form of thoughts in answers, likewise.
     """
 
     names: Sequence[str] = ("dflash",)
@@ -61,6 +66,8 @@ class ServeOptions:
     here: bool = False
     metrics: bool = True
     model_defaults: bool = True
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
 
 
 @dataclass
@@ -208,9 +215,8 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`."""
         body, tokenizer = await self._body(request), self.front.ready().model.tokenizer
-        template = None if tokenizer is None else tokenizer.template
         return await self._answer(
-            request, lambda: chat_ask(parsed(body), template, self.front.defaults), body, chat=True
+            request, lambda: chat_with_tools(parsed(body), tokenizer, self.front.defaults), body, chat=True
         )
 
     async def _answer(self, request: Request, read: Callable[[], Ask], body: bytes, *, chat: bool) -> Response:
@@ -236,11 +242,24 @@ class Routes:
     async def _begin(self, engine: AsyncEngine, ask: Ask, *, chat: bool, long: bool) -> "Call":
         model, name = engine.model, self.front.options.names[0]
         made = await asyncio.to_thread(requests_of, model, ask) if chat or long else requests_of(model, ask)
-        answer = Answer(ask, model.tokenizer, chat=chat, model=name)
+        answer = self._form(ask, model, made[0].prompt, chat=chat, name=name)
         for one in made:
             answer.prompt_seen(one.index, one.prompt)
         self.front.ready()  # it may have begun to shut down meanwhile
         return Call(self.front, engine, engine.submit(made), answer, len(made))
+
+    def _form(self, ask: Ask, model: Model, prompt: Sequence[int], *, chat: bool, name: str) -> Answer:
+        if not isinstance(ask, ChatAsk) or model.tokenizer is None:
+            return Answer(ask, model.tokenizer, chat=chat, model=name)
+        options = self.front.options
+        return ChatAnswer(
+            ask,
+            model.tokenizer,
+            prompt,
+            model=name,
+            tool_parser=options.tool_parser,
+            reasoning_parser=options.reasoning_parser,
+        )
 
     async def _whole(self, request: Request, call: "Call") -> Response:
         async def work() -> None:
@@ -299,8 +318,8 @@ class Routes:
         if tokenizer is None:
             raise PromptError("this model has no tokenizer")
         if "messages" in body:
-            names = ("model", "messages", "chat_template_kwargs", "max_tokens")
-            ask = chat_ask({name: field for name, field in body.items() if name in names}, tokenizer.template)
+            names = ("model", "messages", "chat_template_kwargs", "max_tokens", "tools", "tool_choice")
+            ask = chat_with_tools({name: field for name, field in body.items() if name in names}, tokenizer)
             ids = await asyncio.to_thread(tokenizer.encode_chat, ask.prompts[0], **ask.chat_options)
         else:
             text, special = body.get("prompt"), body.get("add_special_tokens", True)

@@ -8,7 +8,15 @@ from typing import Any, TypedDict, Unpack, cast, overload
 from dflash_jax.completion import Completion, Piece
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import DFlashError
-from dflash_jax.generation import GENERATE_CYCLES, STREAM_CYCLES, Params, Writer, check_flags, make_requests
+from dflash_jax.generation import (
+    GENERATE_CYCLES,
+    STREAM_CYCLES,
+    Params,
+    Writer,
+    check_flags,
+    check_single,
+    make_requests,
+)
 from dflash_jax.model import Model
 from dflash_jax.serving.feed import Bell, Feed
 from dflash_jax.text.prompts import Prompt, is_single
@@ -137,12 +145,13 @@ class AsyncEngine:
     ) -> Completion | list[Completion]:
         """`dflash_jax.generate` for coroutines; see there."""
         options: AsyncOptions = {"draft": draft, "chat": chat, "chat_options": chat_options}
+        check_single(params, single=is_single(prompts))
         done: dict[int, Completion] = {}
         async with aclosing(self.stream(prompts, params, **options, cycles=GENERATE_CYCLES)) as pieces:
             async for piece in pieces:
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
-        return done[0] if is_single(prompts) else [done[place] for place in range(len(prompts))]
+        return done[0] if is_single(prompts) else [done[place] for place in range(len(done))]
 
     async def stream(
         self,

@@ -9,12 +9,11 @@ from typing import Any, TypeGuard
 from dflash_jax.engine.requests import Request
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
-from dflash_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from dflash_jax.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
 from dflash_jax.text.prompts import is_chat, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
 
-MAX_CHOICES = 128
 MAX_STOPS = 16
 DEFAULT_COMPLETION_TOKENS = 16
 SHOWN = 80  # characters of a wrong value

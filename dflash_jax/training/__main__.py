@@ -18,6 +18,7 @@ from dflash_jax.training.corpus import TrainingError, build_corpus, heldout_prom
 from dflash_jax.training.drafter import train_drafter
 from dflash_jax.training.evaluate import lines, report_card
 from dflash_jax.training.export import export_pair, write_json
+from dflash_jax.training.kinds import KINDS
 from dflash_jax.training.optimizer import half
 from dflash_jax.training.rollouts import roll_out
 from dflash_jax.training.settings import PRESETS, Settings, with_changes
@@ -41,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--draft-steps", type=int)
     out.add_argument("--target-rate", type=float)
     out.add_argument("--draft-rate", type=float)
+    out.add_argument("--draft-kind", choices=KINDS)
+    out.add_argument("--optimizer", choices=("adamw", "muon"))
     out.add_argument("--loss", choices=("dpace", "decay"))
     out.add_argument(
         "--taps", type=lambda text: tuple(map(int, text.split(","))), help="target layers to tap, such as 1,2,3,4"
@@ -51,14 +54,35 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    names = ("folder", "target_steps", "draft_steps", "target_rate", "draft_rate", "loss", "taps", "seed")
+    names = (
+        "folder",
+        "target_steps",
+        "draft_steps",
+        "target_rate",
+        "draft_rate",
+        "draft_kind",
+        "optimizer",
+        "loss",
+        "taps",
+        "seed",
+    )
     return with_changes(PRESETS[options.preset], **{name: getattr(options, name) for name in names})
 
 
 def reproduction(settings: Settings, preset: str) -> str:
     """The command line that asks for these settings."""
     words = ["python", "-m", "dflash_jax.training", "--out", "DIR", "--work", "WORKDIR", "--preset", preset]
-    for name in ("folder", "target_steps", "draft_steps", "target_rate", "draft_rate", "loss", "seed"):
+    for name in (
+        "folder",
+        "target_steps",
+        "draft_steps",
+        "target_rate",
+        "draft_rate",
+        "draft_kind",
+        "optimizer",
+        "loss",
+        "seed",
+    ):
         if getattr(settings, name) != getattr(PRESETS[preset], name):
             words += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
     if settings.taps != PRESETS[preset].taps:

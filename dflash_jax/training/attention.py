@@ -34,13 +34,15 @@ def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Arr
 def block_attend(
     anchors: Int[Array, "B A"], context: tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]], block: int
 ) -> Attend:
-    """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks."""
+    """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks.
+
+    The layer's rows are whole sequences of blocks, or blocks: `[B, A*G, D]` or `[B*A, G, D]`.
+    """
 
     def attend(layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         q, k, v = layer.heads(qkv, rotary)
         keys, values = context[0][layer.index], context[1][layer.index]
-        b, t, n, h = q.shape
-        heads, a = k.shape[2], anchors.shape[1]
+        (b, a), (n, h), heads = anchors.shape, q.shape[2:], k.shape[2]
         grouped = q.reshape(b, a, block, heads, n // heads, h)
         own_k, own_v = (x.reshape(b, a, block, heads, h) for x in (k, v))
         to_context = jnp.einsum("bagkrh,bskh->bkrags", grouped, keys).astype(jnp.float32)
@@ -54,7 +56,7 @@ def block_attend(
         out = jnp.einsum("bkrags,bskh->bagkrh", on_context, values) + jnp.einsum(
             "bkragj,bajkh->bagkrh", on_block, own_v
         )
-        return out.reshape(b, t, n, h), cache
+        return out.reshape(q.shape), cache
 
     return attend
 

@@ -6,7 +6,15 @@ from dflash_jax.models import count
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.training.evaluate import LOOP_PERIOD, LOOP_TAIL
+from dflash_jax.training.kinds import title
 from dflash_jax.training.settings import Settings
+
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon, AdamW for tables and norms"}
+_METHODS = {
+    "v1": "DFlash, arXiv 2602.06036",
+    "dflash2": "DFlash (arXiv 2602.06036) with block convolutions and a candidate selector",
+    "dspark": "DFlash (arXiv 2602.06036) with DSpark's heads (arXiv 2607.05147)",
+}
 
 
 def cards(settings: Settings, record: dict[str, Any]) -> dict[str, str]:
@@ -84,10 +92,10 @@ def draft_card(s: Settings, record: dict[str, Any]) -> str:
 license: apache-2.0
 tags: [dflash, speculative-decoding, draft-model]
 ---
-# DFlash drafter for the small Python model
+# {title(s.draft_config)} drafter for the small Python model
 
 {weights:.2f} M parameters, {s.draft_layers} layers, block size {s.block_size}, for the target in `../target`,
-whose embeddings and head it uses. Method: DFlash, arXiv 2602.06036. Taps: residual stream after layers
+whose embeddings and head it uses. Method: {_METHODS[s.draft_kind]}. Taps: residual stream after layers
 {list(s.taps)} of {s.target_layers} (0-based; raw, before the final norm). Mask id {s.mask_id}.
 Attention inside a block is bidirectional.
 
@@ -113,7 +121,7 @@ Frozen target; data are its own continuations of passages from files it was not 
 {s.draft_steps:,} steps of {rows} sequences x {s.anchors} anchors, one anchor in each stretch of the
 continuation, all blocks of a sequence in one pass. Greedy continuations are learnt
 from their tokens, sampled ones from the target's distributions. Slot weights: {weighting}.
-AdamW, peak rate {s.draft_rate:g} along a cosine to zero.
+{_OPTIMIZERS[s.optimizer]}, peak rate {s.draft_rate:g} along a cosine to zero.
 Continuations {_seconds(record, "rollouts")}, training {_seconds(record, "drafter")} on {record["device"]}; {record["versions"]}.
 
 {_reproduce(record)}

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models import DFlashConfig, bind, init_params
-from dflash_jax.models.dflash import dflash_parameters
+from dflash_jax.models import DFlashConfig, bind
 from dflash_jax.training.attention import block_attend, causal_attend
-from dflash_jax.training.losses import hard_terms, soft_terms, weighted
+from dflash_jax.training.head_losses import Places, terms
+from dflash_jax.training.kinds import initial_weights, working
+from dflash_jax.training.losses import weighted
 from dflash_jax.training.optimizer import Params, apply, half, optimizer
 from dflash_jax.training.settings import Settings
 from dflash_jax.training.stages import Clock, run_steps
@@ -43,8 +44,8 @@ def block_hidden(
     b, a, g = *anchors.shape, config.block_size
     context = draft.context_kv(draft.context(features), positions_like(ids))
     pending = jnp.take_along_axis(ids, anchors, axis=1)
-    x = draft.block_embeddings(pending.reshape(-1), embed_weight).reshape(b, a * g, -1)
-    positions = (anchors[:, :, None] + jnp.arange(g)).reshape(b, a * g)
+    x = draft.block_embeddings(pending.reshape(-1), embed_weight)  # a row is a block: convolutions end with it
+    positions = (anchors[:, :, None] + jnp.arange(g)).reshape(b * a, g)
     hidden, _ = draft(x, positions, block_attend(anchors, context, g))
     return hidden.reshape(b, a, g, -1)
 
@@ -73,30 +74,34 @@ def block_loss(
       batch: per prompt length, rows of ids with the greedy ones first, and the prompt length.
     """
     config, slots = settings.draft_config, settings.block_size - 1
-    working, head = half(params), target["embed.weight"]
-    drafted = {"greedy": [], "sampled": []}
-    labels, teachers = [], []
+    weights, table = working(config, params), target["embed.weight"]
+    model = bind(settings.target_config, target)
+    parts: dict[str, list[Places]] = {"greedy": [], "sampled": []}
     for (ids, prompt), plan in zip(batch, settings.rollouts, strict=True):
         key, draw = jax.random.split(key)
         anchors = spread_anchors(draw, len(ids), settings.anchors, prompt, ids.shape[1] - slots)
         final, features = target_pass(settings, target, ids)
-        hidden = block_hidden(config, working, head, ids, features, anchors)[:, :, 1:]
-        split = plan.greedy_rows
-        drafted["greedy"].append(hidden[:split].reshape(-1, slots, hidden.shape[-1]))
-        drafted["sampled"].append(hidden[split:].reshape(-1, slots, hidden.shape[-1]))
-        labels.append(gather_slots(ids[:split], anchors[:split], slots, 1))
-        teachers.append(gather_slots(final[split:], anchors[split:], slots, 0))
-    draft, teacher = bind(config, working), bind(settings.target_config, target)
-    greedy, sampled = (jnp.concatenate(drafted[kind]) for kind in ("greedy", "sampled"))
-    hard, hit = hard_terms(draft.logits(greedy, head), jnp.concatenate(labels))
-    soft, shared = soft_terms(draft.logits(sampled, head), teacher.logits(jnp.concatenate(teachers)))
-    total = jnp.concatenate([weighted(hard, hit, settings.loss), weighted(soft, shared, settings.loss)]).mean()
-    return total, {"greedy": hard.mean(), "sampled": soft.mean(), "accept": jnp.cumprod(hit, -1).sum(-1).mean() + 1}
+        hidden = block_hidden(config, weights, table, ids, features, anchors)[:, :, 1:]
+        for kind, rows in (("greedy", slice(plan.greedy_rows)), ("sampled", slice(plan.greedy_rows, None))):
+            at, seen = anchors[rows], ids[rows]
+            states = gather_slots(final[rows], at, slots, 0) if kind == "sampled" else None
+            parts[kind].append(
+                Places(
+                    hidden[rows].reshape(-1, slots, hidden.shape[-1]), gather_slots(seen, at, 1, 0)[:, 0],
+                    gather_slots(seen, at, slots, 1), states,
+                )
+            )  # fmt: skip
+    draft = bind(config, weights)
+    greedy, sampled = (jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *parts[kind]) for kind in parts)
+    hard = terms(draft, greedy, table)
+    soft = terms(draft, sampled._replace(teacher=model.logits(sampled.teacher)), table)
+    total = jnp.concatenate([weighted(kind.loss, kind.match, settings.loss) for kind in (hard, soft)]).mean()
+    accept = jnp.cumprod(hard.match, -1).sum(-1).mean() + 1
+    return total, {"greedy": hard.entropy.mean(), "sampled": soft.entropy.mean(), "accept": accept}
 
 
 def initial_drafter(settings: Settings) -> Params:
-    params = init_params(dflash_parameters(settings.draft_config), jax.random.key(settings.seed + 1))
-    return damped(params, settings.draft_layers)
+    return damped(initial_weights(settings.draft_config, settings.seed + 1), settings.draft_layers)
 
 
 def train_drafter(
@@ -107,7 +112,7 @@ def train_drafter(
     Raises:
       Interrupted: the clock ran out; the state is in `folder`.
     """
-    transform = optimizer(settings.weight_decay)
+    transform = optimizer(settings.weight_decay, settings.optimizer)
 
     def draw(key, plan, parts):
         rows = []

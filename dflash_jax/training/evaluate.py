@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models import bind
+from dflash_jax.models.heads import Pick
 from dflash_jax.training.drafter import block_hidden, target_pass
 from dflash_jax.training.optimizer import Params
 from dflash_jax.training.rollouts import continue_prompts, position_noise
@@ -75,17 +76,17 @@ def replay(ids: np.ndarray, proposals: np.ndarray, prompt: int, new: int) -> Acc
     return Acceptance(rows)
 
 
-@functools.partial(jax.jit, static_argnames="settings")
-def _draft_logits(
-    settings: Settings,
-    target: Params,
-    draft: Params,
-    ids: Int[Array, "n T"],
-    features: Array,
-    anchors: Int[Array, "n A"],
-) -> Float[Array, "n A S V"]:
-    hidden = block_hidden(settings.draft_config, draft, target["embed.weight"], ids, features, anchors)
-    return bind(settings.draft_config, draft).logits(hidden[:, :, 1:], target["embed.weight"])
+def noisy_pick(noise: Float[Array, "B S V"] | None, scale: float = 1.0) -> Pick:
+    """A head's `Pick` of the best score, with `noise` of each place's tokens added to scaled scores."""
+
+    def pick(first: int, scores: Array, tokens: Array | None) -> tuple[Array, Array]:
+        if noise is not None:
+            drawn = noise[:, first : first + scores.shape[1]]
+            drawn = drawn if tokens is None else jnp.take_along_axis(drawn, tokens, axis=-1)
+            scores = scores * scale + drawn[:, :, None]
+        return jnp.argmax(scores, axis=-1), scores
+
+    return pick
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "scales"))
@@ -93,14 +94,31 @@ def _proposals(
     settings: Settings, target: Params, draft: Params, ids: Array, features: Array, at: Array, key: Array, scales: tuple
 ) -> Int[Array, "mode n A S"]:
     """Argmax proposals, then one set with shared noise for each scale, for anchors at positions `at [A]` of every row."""
-    logits = _draft_logits(settings, target, draft, ids, features, jnp.broadcast_to(at, (len(ids), len(at))))
-    modes = [jnp.argmax(logits, -1)]
+    config, table = settings.draft_config, target["embed.weight"]
+    rows, slots, vocab = len(ids), settings.block_size - 1, config.vocab_size
+    anchors = jnp.broadcast_to(at, (rows, len(at)))
+    hidden = block_hidden(config, draft, table, ids, features, anchors).reshape(
+        -1, config.block_size, config.hidden_size
+    )
+    module = bind(config, draft)
+    before = jnp.maximum(anchors - 1, 0)
+    last = jnp.take_along_axis(features, before[..., None], axis=1).reshape(-1, features.shape[-1])
+    pending = jnp.take_along_axis(ids, anchors, axis=1).reshape(-1)
+    block = module.judged(hidden, slots, pending, table, table, last)
+
+    def propose(noise: Array | None, scale: float = 1.0) -> Array:
+        pick = noisy_pick(noise, scale)
+        if module.head is None:
+            return pick(0, block.logits[:, :, None], None)[0][..., 0]
+        return module.head.propose(block, pick)[0]
+
+    modes = [propose(None)]
     if scales:
-        places = at[:, None] + 1 + jnp.arange(logits.shape[2])
-        noise = functools.partial(position_noise, key, rows=len(ids), vocab=logits.shape[-1])
-        drawn = jnp.moveaxis(jax.vmap(jax.vmap(noise))(places), 2, 0)
-        modes += [jnp.argmax(logits * scale + drawn, -1) for scale in scales]
-    return jnp.stack(modes)
+        places = at[:, None] + 1 + jnp.arange(slots)
+        noise = functools.partial(position_noise, key, rows=rows, vocab=vocab)
+        drawn = jnp.moveaxis(jax.vmap(jax.vmap(noise))(places), 2, 0).reshape(-1, slots, vocab)
+        modes += [propose(drawn, scale) for scale in scales]
+    return jnp.stack(modes).reshape(-1, rows, len(at), slots)
 
 
 def measure(

@@ -13,6 +13,7 @@ from dflash_jax.models import to_huggingface
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen3 import qwen3_parameters
+from dflash_jax.training.kinds import kind_keys
 from dflash_jax.training.optimizer import Params
 from dflash_jax.training.settings import EOS, EOS_ID, Settings
 
@@ -48,13 +49,8 @@ def target_json(settings: Settings) -> dict[str, Any]:
 
 
 def draft_json(settings: Settings) -> dict[str, Any]:
-    return {
-        "architectures": ["DFlashDraftModel"],
-        **common_config(settings, settings.draft_layers),
-        "block_size": settings.block_size,
-        "dflash_config": {"mask_token_id": settings.mask_id, "target_layer_ids": list(settings.taps)},
-        "num_target_layers": settings.target_layers,
-    }
+    keys = kind_keys(settings.draft_config)
+    return {"architectures": keys.pop("architectures"), **common_config(settings, settings.draft_layers), **keys}
 
 
 def write_json(path: Path, value: Any) -> None:

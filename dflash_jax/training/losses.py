@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 DPACE_FLOOR = 0.5
 
@@ -12,12 +12,16 @@ def decay_weights(slots: int, gamma: float = 7.0) -> Float[Array, "S"]:
     return jnp.exp(-jnp.arange(slots) / gamma)
 
 
-def dpace_weights(match: Float[Array, "M S"], floor: float = DPACE_FLOOR) -> Float[Array, "M S"]:
+def dpace_weights(
+    match: Float[Array, "M S"], floor: float = DPACE_FLOOR, seen: Bool[Array, "M S"] | None = None
+) -> Float[Array, "M S"]:
     """What slot j adds to the expected accepted length: the sum over m >= j of the chance to get through slot m.
 
     Chances are lifted to `(1 - floor) * match + floor`, so that late slots learn before early ones are right (arXiv 2605.18810).
+    Slots beyond the text's end, those that are not `seen`, add nothing.
     """
     through = jnp.cumprod((1 - floor) * jax.lax.stop_gradient(match) + floor, axis=-1)
+    through = through if seen is None else through * seen
     return jnp.cumsum(through[..., ::-1], axis=-1)[..., ::-1]
 
 
@@ -41,7 +45,9 @@ def soft_terms(
     return -(p * log_q).sum(-1), jnp.minimum(p, jnp.exp(log_q)).sum(-1)
 
 
-def weighted(terms: Float[Array, "M S"], match: Float[Array, "M S"], kind: str) -> Float[Array, "M"]:
-    """Per block: the slots' terms under the weights of `kind`."""
-    weights = dpace_weights(match) if kind == "dpace" else decay_weights(terms.shape[-1])
-    return (weights * terms).mean(-1)
+def weighted(
+    terms: Float[Array, "M S"], match: Float[Array, "M S"], kind: str, seen: Bool[Array, "M S"] | None = None
+) -> Float[Array, "M"]:
+    """Per block: the slots' terms under the weights of `kind`. Slots that are not `seen` have none."""
+    weights = dpace_weights(match, seen=seen) if kind == "dpace" else decay_weights(terms.shape[-1])
+    return (weights * (terms if seen is None else terms * seen)).mean(-1)

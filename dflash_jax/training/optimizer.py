@@ -1,4 +1,4 @@
-"""AdamW whose learning rate is an argument, so that a compiled step does not depend on how long the run is."""
+"""AdamW and Muon whose learning rate is an argument, so that a compiled step does not depend on how long the run is."""
 
 import math
 
@@ -8,20 +8,24 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from dflash_jax.training.muon import scale_by_muon
+
 Params = dict[str, Array]
 
 
-def optimizer(weight_decay: float) -> optax.GradientTransformation:
-    """Clipped AdamW for a learning rate of one; matrices decay, norm weights do not. Updates are scaled by `apply`."""
+def optimizer(weight_decay: float, kind: str = "adamw") -> optax.GradientTransformation:
+    """Clipped AdamW or Muon for a learning rate of one; matrices decay, norm weights do not. Updates are scaled by `apply`."""
+    moments = optax.scale_by_adam(b1=0.9, b2=0.95)
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.95),
+        scale_by_muon(moments) if kind == "muon" else moments,
         optax.add_decayed_weights(weight_decay, mask=matrices),
     )
 
 
 def matrices(params: Params) -> dict[str, bool]:
-    return {name: value.ndim > 1 for name, value in params.items()}
+    """What decays. A convolution's own kernel begins as the identity, and is held to nothing smaller."""
+    return {name: value.ndim > 1 and not name.endswith("base_kernel") for name, value in params.items()}
 
 
 def apply(params: Params, updates: optax.Updates, rate: Float[Array, ""]) -> Params:

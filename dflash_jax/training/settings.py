@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models import DFlashConfig
+from dflash_jax.training.kinds import HeadSizes, with_kind
 
 EOS = "<|endoftext|>"
 EOS_ID = 0
@@ -49,6 +50,8 @@ class Settings:
     Attributes:
       taps: target layers whose residual stream the drafter reads.
       chunk: optimiser steps in one compiled call; also the granularity of checkpoints. Step counts are multiples of it.
+      draft_kind: `v1`, `dflash2` or `dspark`; `head` are the sizes of what the later ones add.
+      optimizer: of the drafter, `adamw` or `muon`.
       loss: `dpace` (arXiv 2605.18810) or `decay` (arXiv 2602.06036: exp(-(k-1)/7)).
       heldout_percent: share of files, by content hash, that no stage trains on.
       prompt_percent: share of files the target does not train on, whose passages are the prompts of the drafter's data.
@@ -66,6 +69,9 @@ class Settings:
     target_layers: int = 4
     draft_layers: int = 5
     taps: tuple[int, ...] = (0, 1, 2, 3)
+    draft_kind: str = "v1"
+    head: HeadSizes = field(default=HeadSizes())
+    optimizer: str = "adamw"
     block_size: int = 16
     max_position: int = 2048
     seed: int = 0
@@ -101,7 +107,7 @@ class Settings:
 
     @property
     def draft_config(self) -> DFlashConfig:
-        return DFlashConfig(
+        plain = DFlashConfig(
             **self._decoder(self.draft_layers),
             block_size=self.block_size,
             mask_token_id=self.mask_id,
@@ -110,6 +116,7 @@ class Settings:
             target_hidden_size=self.hidden_size,
             causal=(False,) * self.draft_layers,
         )
+        return with_kind(plain, self.draft_kind, self.head)
 
     def _decoder(self, layers: int) -> dict:
         return {
@@ -140,6 +147,7 @@ TINY = Settings(
     target_layers=3,
     draft_layers=1,
     taps=(0, 1),
+    head=HeadSizes(rank=8, top_k=4),
     block_size=8,
     max_position=256,
     target_steps=40,

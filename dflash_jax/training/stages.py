@@ -6,17 +6,26 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import orbax.checkpoint as ocp
 
 from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.training.optimizer import learning_rates
-from dflash_jax.training.settings import Settings
 
 _SAVE_EVERY_S = 150.0
 _SHOW_EVERY_S = 10.0
+
+
+@runtime_checkable
+class Pace(Protocol):
+    """Of a run's settings, what its steps go by: how many are one compiled call, and the share of them that warms up."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def warmup(self) -> float: ...
 
 
 class Interrupted(Exception):
@@ -80,7 +89,7 @@ def run_steps(
     *,
     total: int,
     peak: float,
-    settings: Settings,
+    settings: Pace,
 ) -> Any:
     """Steps `0 .. total - 1` in chunks of `settings.chunk`, from the newest checkpoint in `folder` if there is one.
 
@@ -103,12 +112,12 @@ def run_steps(
         state, metrics = chunk(state, first, learning_rates(first, count, total, peak, settings.warmup))
         first += count
         metrics = {name: float(value) for name, value in metrics.items()}
+        history.append({"step": first, **metrics})
         now, stop = clock.elapsed(), clock.expired()
         if now - shown > _SHOW_EVERY_S or first == total or stop:
             values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             pace = (now - began) / (first - began_step) * 1e3
             clock.report(f"{stage}: step {first} of {total}, {values}, {pace:.2f} ms a step")
-            history.append({"step": first, **metrics})
             shown = now
         if first == total or stop or now - saved > _SAVE_EVERY_S:
             save(folder, first, state)

@@ -70,6 +70,7 @@ def run(batch: Batch, t: int, form: LatentForm | None, dtype=np.float32) -> tupl
     return np.asarray(out), pages
 
 
+@pytest.mark.few("absorbed-packed", "chunked-fp8")
 @KINDS
 @FORMS
 def test_every_form_sees_what_the_pool_stands_for(kind, form) -> None:

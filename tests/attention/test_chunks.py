@@ -29,6 +29,7 @@ def test_chunks_agree_with_the_op_for_decoding(sequences: int, causal: bool) -> 
     np.testing.assert_allclose(chunks, expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.few("1-512-bfloat16-True", "64-16-bfloat16-False", "1-512-float32-False")
 @pytest.mark.parametrize(
     ("sequences", "tokens", "dtype", "taken"),
     [

@@ -107,6 +107,7 @@ def test_pictures_of_real_sizes_on_a_gpu(head_dim: int) -> None:
     assert_as_good_as(out, reference, np.concatenate(true).reshape(q.shape))
 
 
+@pytest.mark.few("72")
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 def test_a_kernel_on_an_h200(head_dim: int) -> None:
     x, bounds = jax.ShapeDtypeStruct((2187, 16, head_dim), jnp.bfloat16), jax.ShapeDtypeStruct((6,), jnp.int32)

@@ -78,6 +78,7 @@ def prepared() -> tuple[Pages, np.ndarray]:
     return pages, table
 
 
+@pytest.mark.few("mixed", "all-expanded")
 @pytest.mark.parametrize(
     ("order", "options"),
     [

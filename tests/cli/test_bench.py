@@ -94,6 +94,7 @@ def test_acceptance_is_that_of_generate(model, workload) -> None:
     assert figures.tokens_per_cycle == pytest.approx(np.mean(lengths), abs=1e-3)
 
 
+@pytest.mark.few("2.5")
 @pytest.mark.parametrize("mean", [1.0, 2.5, 4.0])
 def test_imposed_acceptance_is_gained_and_marked(model, mean) -> None:
     work = synthetic(200, 12, 4, 120)

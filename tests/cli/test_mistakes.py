@@ -66,6 +66,7 @@ def test_options_of_the_chat_template_are_names_and_values(text, capsys):
     assert "expected NAME=VALUE" in capsys.readouterr().err
 
 
+@pytest.mark.few("command0")
 @pytest.mark.parametrize("command", [[*GENERATE], [sys.executable, "-m", "dflash_jax.cli.commands", "info"], CONVERT])
 def test_a_device_that_is_not_there(command, target, tmp_path):
     """As a shell has it that was set up for another machine."""
@@ -110,6 +111,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.few("dflash_jax.cli.commands-True", "dflash_convert.command-False")
 @pytest.mark.parametrize("swallowed", [False, True])
 @pytest.mark.parametrize("module", ["dflash_jax.cli.commands", "dflash_convert.command"])
 def test_interrupted_while_jax_is_imported(module, swallowed, target, tmp_path):
@@ -191,6 +193,7 @@ def test_errors_of_orbax_that_are_not_the_systems_stay_what_they_are():
         fail("something else")
 
 
+@pytest.mark.few(">&--False", "<&- >&- 2>&--False")
 @pytest.mark.parametrize(
     ("redirection", "out"), [("<&-", True), ("2>&-", True), (">&-", False), ("<&- >&- 2>&-", False)]
 )

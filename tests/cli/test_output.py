@@ -24,6 +24,7 @@ def command(line: str, **places: object) -> list[str]:
     return [sys.executable, "-m", MODULES[name], *arguments]
 
 
+@pytest.mark.few("dflash-jax --version*", "dflash-jax bench*", "dflash-convert*--quiet*")
 @pytest.mark.parametrize(
     ("line", "said"),
     [

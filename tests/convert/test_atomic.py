@@ -46,6 +46,7 @@ def started(source, output, *options, hangup="SIG_DFL"):
         yield process
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_at_any_moment(hf, bits, overwrite):
     """SIGKILL at random moments of the writing; what is there opens, and a rerun succeeds and leaves nothing else behind."""
@@ -73,6 +74,7 @@ def test_killed_at_any_moment(hf, bits, overwrite):
     assert {name: bits(array) for name, array in open_converted(output, hashes=True).load().items()} == expected
 
 
+@pytest.mark.few("15-*")
 @pytest.mark.parametrize(
     ("number", "told"),
     [

@@ -71,6 +71,7 @@ def test_params_are_an_ordinary_orbax_checkpoint_without_local_paths(hf, bits):
         assert path.is_dir() or not any(name in path.read_bytes() for name in (bytes(hf.root), b"/proc/self")), path
 
 
+@pytest.mark.few("float16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtype(hf, bits, dtype):
     source, output = hf.qwen3(dtype="float32"), hf.root / "out"

@@ -15,6 +15,7 @@ from dflash_jax.engine import STOP_WIDTH
 from dflash_jax.engine.requests import empty_state
 
 
+@pytest.mark.few("True-greedy", "False-sampled")
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("draft", [True, False])
 def test_done_slots_change_nothing_and_live_ones_gain(pair, mode, draft) -> None:

@@ -20,6 +20,7 @@ from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.sampling_params import SamplingParams
 
 
+@pytest.mark.few("sinks", "the last tokens, windows")
 @pytest.mark.parametrize(
     ("changes", "packed", "window"),
     [

@@ -39,6 +39,7 @@ def test_a_table_that_is_no_wider_stays() -> None:
         assert before.tolist() == [0, 0]
 
 
+@pytest.mark.few("params1")
 @pytest.mark.parametrize(
     "params", [SamplingParams(max_tokens=60), SamplingParams(max_tokens=60, temperature=1.0, seed=3)]
 )
@@ -51,6 +52,7 @@ def test_texts_stay_the_targets(make_pair, make_prompts, params: SamplingParams)
     assert drafted == pair.run(prompts, params, draft=False)[0]
 
 
+@pytest.mark.few  # random drafters with windows keep the texts
 def test_shipped_pair_drafts_with_little_of_a_context() -> None:
     """What lies further back helps it to guess, and less than what is near: a few tokens alone cost it proposals."""
     prompts = [

@@ -114,6 +114,7 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
     return carry[2][:, :PLACES], first.mean()
 
 
+@pytest.mark.few("selector-*top_k*", "rnn*", "xpress*")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

@@ -43,6 +43,7 @@ def counts_of(rows: list[list[int]]) -> set[int]:
     return set(np.concatenate(rows).tolist())
 
 
+@pytest.mark.few("dense-greedy", "moe-sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingParams) -> None:
     prompts = random_prompts(LENGTHS)
@@ -54,6 +55,7 @@ def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingPar
         assert counts_of(counts) >= {1, 2, 3, 4}
 
 
+@pytest.mark.few("moe")
 def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
     prompts = random_prompts(LENGTHS[2:5])
     together = hybrid.run(prompts, GREEDY)[0]
@@ -110,6 +112,7 @@ def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.Mo
         assert pair.run(prompts[i : i + 1], each[i])[:2] == (plain[i : i + 1], counts[i : i + 1])
 
 
+@pytest.mark.few("dense")
 def test_other_numbers_of_cycles_lengths_and_slots(hybrid: Pair) -> None:
     """Widths change between cycles, one token alone among them; batches shrink, and slots go to requests that wait."""
     prompts = random_prompts((9, 33, 5, 70, 1, 20, 12), seed=2)

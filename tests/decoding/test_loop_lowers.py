@@ -27,6 +27,7 @@ from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from ..random_pair import draft_config, target_config
 
 
+@pytest.mark.few("NVIDIA A100*True-None", "NVIDIA H200-True-9")
 @pytest.mark.parametrize(("draft", "window"), [(True, None), (True, 9), (False, None)])
 @pytest.mark.parametrize("kind", CALLS)
 def test_loop_lowers(make_pair, kind, draft, window):
@@ -66,6 +67,7 @@ def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):
     assert "qkv_attention" in lowered()
 
 
+@pytest.mark.few("greedy-argmax", "sampled-shared_noise", "full-rejection")
 @pytest.mark.parametrize("proposals", get_args(Proposals))
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_64_bits_change_nothing(pair, mode, proposals):

@@ -15,6 +15,7 @@ def spread_embedding(weights):
             weights["draft"][name] = weights["draft"][name] * 0.0
 
 
+@pytest.mark.few("alone", "filtered")
 @pytest.mark.parametrize(
     ("batch", "params"),
     [
@@ -96,6 +97,7 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
+@pytest.mark.few("windows")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -116,6 +118,7 @@ def test_sliding_target(make_pair, make_prompts, make_config):
     assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
 
 
+@pytest.mark.few("4")
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_page_size_does_not_matter(pair, make_pair, make_prompts, page_size):
     prompts = make_prompts((9, 33, 70))

@@ -166,6 +166,7 @@ def test_how_a_prompt_attends_does_not_matter(plain, changes) -> None:
 PACKABLE = dataclasses.replace(TARGET, kv_lora_rank=128)
 
 
+@pytest.mark.few("config1-fp8_packed")
 @pytest.mark.parametrize(("config", "cache_dtype"), [(TARGET, "fp8"), (PACKABLE, "fp8_packed")])
 def test_pages_in_eight_bits(config, cache_dtype, plain) -> None:
     """Drafting and company change no token. Texts are compared that no border between two roundings divides: float32 differs in its

@@ -22,6 +22,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
     "min_tokens": ("an integer from 0 to max_tokens, which is 256", (-1, 257, *NOT_INTEGERS)),
     "top_k": ("an integer of at least 0", (-2, *NOT_INTEGERS)),
     "logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
+    "n": ("an integer from 1 to 128", (0, 129, *NOT_INTEGERS)),
     "prompt_logprobs": (f"an integer from 0 to {MAX_LOGPROBS}", (-1, MAX_LOGPROBS + 1, 1.0, "1", True)),
     "seed": ("an integer from 0 to 18446744073709551615", (-1, 2**64, 1.0, "1", True)),
     "temperature": ("a number from 0.0 to 10000.0", (-0.1, 1e5, *NOT_NUMBERS)),
@@ -109,8 +110,8 @@ def test_names_of_other_libraries_lead_to_ours() -> None:
     for name, meant in meanings.items():
         with pytest.raises(ParameterError, match=rf"^SamplingParams takes no {name}: did you mean {meant}\?$"):
             SamplingParams(**{"max_tokens": 3, name: 3})
-    with pytest.raises(ParameterError, match=r"^SamplingParams takes no n: it takes max_tokens, temperature, "):
-        SamplingParams(**{"n": 2})
+    with pytest.raises(ParameterError, match=r"^SamplingParams takes no zz: it takes max_tokens, temperature, "):
+        SamplingParams(**{"zz": 2})
 
 
 def test_vllms_spellings_are_taken() -> None:
@@ -141,6 +142,11 @@ def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
         SamplingParams(max_tokens=5, min_tokens=6)
 
 
+def test_choices_have_seeds_of_their_own() -> None:
+    assert [one.seed for one in SamplingParams(n=3, seed=2**64 - 2).choices()] == [2**64 - 2, 2**64 - 1, 0]
+    assert SamplingParams(n=2).choices() == [SamplingParams()] * 2
+
+
 def test_prompts_are_shortened_from_their_beginning() -> None:
     for kept, left in ((None, (1, 2, 3, 4)), (3, (2, 3, 4)), (9, (1, 2, 3, 4)), (-1, (3, 4))):
         assert SamplingParams(max_tokens=6, truncate_prompt_tokens=kept).shortened([1, 2, 3, 4], 8) == left
@@ -157,14 +163,14 @@ NUMPY = {
     "min_p": jnp.float32(0.25), "seed": np.uint64(2**64 - 1), "stop": np.array(["a", "b"]), "stop_token_ids": np.array([3, 4]),
     "ignore_eos": np.True_,
     "min_tokens": np.array(2), "logprobs": jnp.int32(1), "include_stop": np.array([True, False])[1],
-    "prompt_logprobs": np.uint8(3), "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
+    "n": np.int8(2), "prompt_logprobs": np.uint8(3), "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
     "presence_penalty": np.float32(0.5), "frequency_penalty": np.int8(-1), "repetition_penalty": jnp.float32(1.5),
     "logit_bias": {np.int32(7): np.float32(0.5), 3: 1}, "allowed_token_ids": np.array([3, 7]), "bad_words": [np.array([1, 2])],
 }  # fmt: skip
 PYTHON = {
     "max_tokens": 40, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 2**64 - 1, "stop": ("a", "b"),
     "stop_token_ids": (3, 4), "ignore_eos": True, "min_tokens": 2, "logprobs": 1, "include_stop": False,
-    "prompt_logprobs": 3, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
+    "n": 2, "prompt_logprobs": 3, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     "presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": ((3, 1.0), (7, 0.5)),
     "allowed_token_ids": (3, 7), "bad_words": ((1, 2),),
 }  # fmt: skip

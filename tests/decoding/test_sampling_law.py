@@ -184,6 +184,7 @@ def judge(acceptor: Acceptor, proposals: str, parameters: dict[str, Any]) -> tup
     return p_value(count(text, VOCAB), joint_law(parameters)), float(accepted.mean())
 
 
+@pytest.mark.few("shared_noise-temperature", "argmax-filters", "rejection-filters", "independent-matching-temperature")
 @pytest.mark.parametrize("parameters", [PLAIN, FULL], ids=["temperature", "filters"])
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),

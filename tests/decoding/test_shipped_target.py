@@ -34,6 +34,7 @@ def plain(model, prompts) -> list[tuple[int, ...]]:
     return [row.token_ids for row in dj.generate(model, prompts, PARAMS, draft=False)]
 
 
+@pytest.mark.few("always wrong")
 @pytest.mark.parametrize("kind", ["random", "always wrong"])
 def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind):
     """In batches of 1 to 8. The wrong drafter proposes only the mask id, which the target never emits."""

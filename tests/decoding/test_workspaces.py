@@ -7,6 +7,7 @@ import pytest
 from dflash_jax.execution import persistent, plan
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("draft", [True, False])
 def test_made_once_for_all_cycles(make_pair, monkeypatch, draft):
     prompts = [[5, 9, 11]]

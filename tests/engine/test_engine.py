@@ -26,6 +26,7 @@ def test_nan_in_unused_slots_changes_nothing(pair, make_prompts, draft):
     assert pair.run(prompts, draft=draft)[:2] == clean[:2]
 
 
+@pytest.mark.few("False-2")
 @pytest.mark.parametrize(("ahead", "calls"), [(False, 1), (True, 1), (False, 2)])
 def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_prompts, ahead, calls):
     """After cycles that rejected proposals, the drafter's pages equal those computed from the committed text alone.

@@ -33,9 +33,9 @@ time.sleep(float(sys.argv[1]))
 """
 
 
-def test_a_daemon_thread_that_generates_does_not_abort_the_process():
+def test_a_daemon_thread_that_generates_does_not_abort_the_process(all_cases):
     """Without the wait it ends with SIGABRT, most times."""
-    for seconds in ("0", "0.15", "0.4"):
+    for seconds in ("0", "0.15", "0.4") if all_cases else ("0.15",):
         ended = subprocess.run(
             [sys.executable, "-c", SCRIPT, seconds], capture_output=True, text=True, timeout=300, check=False
         )

@@ -82,6 +82,7 @@ def test_what_cannot_fit_is_refused_with_numbers(changes, said):
         plan(**changes)
 
 
+@pytest.mark.few("float32-int8-None", "bfloat16-None-None", "bfloat16-fp8-None", "bfloat16-int8-fp8_dynamic")
 @pytest.mark.parametrize(
     ("kind", "draft_kind"),
     [(None, None), ("int8", None), ("fp8", None), (None, "fp8_dynamic"), ("int8", "fp8_dynamic")],

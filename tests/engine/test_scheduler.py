@@ -211,6 +211,7 @@ def test_a_sink_that_raises_ends_its_request_alone(pair, texts):
     assert [type(one).__name__ for one in got] == ["Update", "Update", "OSError"]
 
 
+@pytest.mark.few("ahead")
 def test_an_interrupt_of_the_thread_that_steps_for_others(pair, texts):
     """At any point: its own requests end, those of others lose their slots and have the same text."""
     engine, interrupted, resumed = pair.engine, 0, 0

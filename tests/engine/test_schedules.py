@@ -44,21 +44,24 @@ def texts(engine, make_prompts) -> list[Text]:
     return make_texts(engine, prompts, tokens=32)
 
 
-def test_random_schedules(engine, texts):
+def test_random_schedules(engine, texts, all_cases):
     """`SCHEDULES` of them. In every other one, another number of tokens is verified whenever somebody looks. Batches that empty
     move."""
-    lengths, count = ((None,), (None, 1, 3)), int(os.environ.get("SCHEDULES", "80"))
+    lengths, count = ((None,), (None, 1, 3)), int(os.environ.get("SCHEDULES", 80 if all_cases else 24))
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=lengths[seed % 2]) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
     least = np.array((50, 500, 50, 25, 50, 0, 25)) * count // 200
     assert all(happened >= least), f"too little happened to show anything: {happened}"
 
 
-def test_random_schedules_with_calls_ahead(engine, texts):
+def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
     """Where the next cycles run already while somebody cancels, ends or interrupts, and while the pool is full."""
-    outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True) for seed in range(80)]
+    count = 80 if all_cases else 32
+    outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (8, 200, 30, 10, 8, 150, 10)), f"too little happened to show anything: {happened}"
+    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10)) * count // 80), (
+        f"too little happened to show anything: {happened}"
+    )
 
 
 def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
@@ -87,11 +90,12 @@ def hybrid(make_prompts) -> tuple[Engine, list[Text]]:
     return engine, make_texts(engine, prompts, tokens=32)
 
 
+@pytest.mark.few("in_turn")
 @pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
-def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
+def test_random_schedules_of_a_hybrid_pair(hybrid, ahead, all_cases):
     """States are restored, kept, moved and given up while others cancel and interrupt. `HYBRID_SCHEDULES` of them."""
     engine, texts = hybrid
-    count = int(os.environ.get("HYBRID_SCHEDULES", "6"))
+    count = int(os.environ.get("HYBRID_SCHEDULES", 6 if all_cases else 4))
     outcomes = [
         play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=(None, 1) if seed % 2 else (None,), ahead=ahead)
         for seed in range(count)
@@ -102,6 +106,7 @@ def test_random_schedules_of_a_hybrid_pair(hybrid, ahead):
     engine.snapshots.check_integrity()
 
 
+@pytest.mark.few  # of random pairs they run
 def test_random_schedules_of_the_shipped_pair():
     model = dj.load(dtype="float32", max_batch=4, max_model_len=128, page_size=8)
     engine = replace(model.engine, max_chunk=32)

@@ -93,6 +93,7 @@ def test_each_as_it_asks_for(pair, make_prompts, calls):
     pair.assert_free()
 
 
+@pytest.mark.few("pages-True", "int8 pages-False")
 @pytest.mark.parametrize("draft", [True, False])
 @pytest.mark.parametrize("options", [{}, {"cache_dtype": "int8"}], ids=["pages", "int8 pages"])
 def test_the_same_text_and_acceptance_as_alone(make_pair, make_prompts, monkeypatch, draft, options):

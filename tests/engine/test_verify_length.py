@@ -71,6 +71,7 @@ def test_a_drafter_in_float8_costs_less(name):
     assert narrow.proposing.dense < 0.51 * exact.proposing.dense == 0.51 * narrow.head.dense
 
 
+@pytest.mark.few("0.02-1", "0.3-64", "0.6-8", "0.8-1", "0.95-64")
 @pytest.mark.parametrize("slots", [1, 8, 64])
 @pytest.mark.parametrize("chance", [0.02, 0.3, 0.6, 0.8, 0.95])
 def test_chooses_nearly_as_well_as_who_knows_the_chances(cost, slots, chance):

@@ -30,6 +30,7 @@ def head_and_rows(rows: int, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, jax.
     return jax.random.normal(keys[0], (3000, 512)).astype(dtype), jax.random.normal(keys[1], (rows, 512)).astype(dtype)
 
 
+@pytest.mark.few("shape1")
 @pytest.mark.parametrize("shape", [(1,), (2, 3), (5, 16)])
 def test_the_best_rows_are_the_heads(shape: tuple[int, ...]) -> None:
     """Of random rows, many of which are nearly as good, one in a hundred may share its group with one that the copy prefers."""

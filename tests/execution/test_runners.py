@@ -44,6 +44,7 @@ def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.few("qwen3_gqa5", "qwen3_moe_plain", "qwen3_rope_llama3", "qwen2_window")
 @pytest.mark.parametrize("case", CASES)
 def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where traits allow them: with sliding windows and partial rotation, but not with biases."""
@@ -80,6 +81,7 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
 
 
+@pytest.mark.few("qwen3_5_moe")
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "shared_among_experts"])
 def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gated delta nets and gated attention, whose norms are zero-centered, with weights of norms that matter."""
@@ -132,6 +134,9 @@ def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     assert "top_k" not in text
 
 
+@pytest.mark.few(
+    "qwen3_gqa14_bias", "qwen3_moe_some_dense", "qwen3_rope_partial_yarn", "llama_published", "mistral_window"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""

@@ -50,6 +50,7 @@ def interpreted(call: dict[str, Any], *, causal: bool = True, ctas: int = 7, **o
     return jax.jit(lambda heads, layer: launch_layer(heads, layer, None, **options))(*arrays(call))
 
 
+@pytest.mark.few("5-seq_lens2*")
 @pytest.mark.parametrize(
     ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
     [
@@ -72,6 +73,7 @@ def test_agrees_with_separate_operations(
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
+@pytest.mark.few("2-*")
 @pytest.mark.parametrize(
     ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
     [
@@ -86,6 +88,7 @@ def test_agrees_over_float8_pages(
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("float8", [False, True])
 def test_agrees_where_heads_are_not_normed(float8: bool) -> None:
     call = without_norms(make(5, [70], [5], TINY, page_size=128))
@@ -110,6 +113,7 @@ def test_last_layer_projects_nothing() -> None:
     check(call, out)
 
 
+@pytest.mark.few("16-1-sizes1*", "2-8-*", "1-1-sizes4*")
 @pytest.mark.parametrize(
     ("tokens", "b", "sizes", "width", "float8", "count"),
     [

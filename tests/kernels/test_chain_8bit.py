@@ -58,6 +58,7 @@ def with_outliers(call: dict[str, Any]) -> dict[str, Any]:
     return call | norms | weights
 
 
+@pytest.mark.few("float8*")
 @pytest.mark.parametrize(("kind", "rows", "ctas"), [(jnp.int8, 3, 9), (jnp.float8_e4m3fn, 11, 6)])
 def test_products(kind: Any, rows: int, ctas: int) -> None:
     small, wide = narrowed(products.make(rows, SMALL), kind)
@@ -79,6 +80,7 @@ def test_what_digits_lose(kind: Any, lost: float, binades: int) -> None:
     assert (found == x)[near].all()
 
 
+@pytest.mark.few  # its products are tested alone, its attention over pages in 16 bits
 def test_with_attention() -> None:
     """Of one kind: how it multiplies is the same code in both chains."""
     small, wide = narrowed(whole.make(3, [70], [3], SMALL_WHOLE), jnp.int8)
@@ -106,6 +108,7 @@ def test_schedule(sizes: dict[str, int]) -> None:
     assert found.kept_bytes + found.stages * found.stage_rows * 128 <= SHARED_MEMORY
 
 
+@pytest.mark.few("int8*")
 @pytest.mark.parametrize(("kind", "rows"), [(jnp.int8, 1), (jnp.float8_e4m3fn, 16)])
 def test_lowers_for_an_h200(kind: Any, rows: int) -> None:
     call = jax.eval_shape(lambda: narrowed(products.make(rows, products.QWEN3_4B), kind)[0])

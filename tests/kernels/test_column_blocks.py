@@ -77,6 +77,7 @@ def test_the_definitions(form: str) -> None:
     same(*(FORMS[form](x, one, implementation="xla") for one in (in_column_blocks(weight), weight)))
 
 
+@pytest.mark.few("swiglu-40*", "split_k-160*", "store-320*")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth"),
     [
@@ -103,6 +104,7 @@ def test_chains_give_the_bits_of_rows_one_after_the_other() -> None:
     same(*(layer_chain(**one, exchange=None, implementation="xla") for one in (in_blocks(call), call)))
 
 
+@pytest.mark.few  # the same of chains without attention follows
 def test_a_layer_in_one_launch_gives_the_bits_of_rows_one_after_the_other() -> None:
     call = make_heads(2, [0, 70], [0, 1], TINY_HEADS, page_size=16)
     same(*(whole_layer.interpreted(one, causal=False, ctas=4) for one in (in_blocks(call), call)))
@@ -125,6 +127,7 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
         assert 128 * made.stages * (made.tile_m + made.tile_w) + results <= SHARED_MEMORY
 
 
+@pytest.mark.few("sizes0-1", "sizes0-96", "sizes1-20", "sizes1-1024")
 @pytest.mark.parametrize("rows", [1, 20, 32, 96, 128, 512, 1024])
 @pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
@@ -140,6 +143,7 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> Non
     assert custom_calls(run, x, qkv, gates, wide, down) == ["mosaic_gpu_v2"] * 4
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("rows", [1, 16])
 def test_chains_lower_for_an_h200(rows: int) -> None:
     call = jax.eval_shape(lambda: in_blocks(chain.make(rows, chain.QWEN3_4B)))

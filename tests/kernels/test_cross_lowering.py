@@ -235,6 +235,7 @@ def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:
     assert lowered(op, "NVIDIA A100-SXM4-80GB") == []
 
 
+@pytest.mark.few("bfloat16-*", "float8_e4m3fn-both", "int8-left")
 @pytest.mark.parametrize(
     "window", [(None, None), (40, None), (None, 3), (40, 3)], ids=["everything", "left", "right", "both"]
 )
@@ -255,6 +256,7 @@ def test_attention_without_a_causal_mask_lowers(stored: Any, window: tuple[int |
     assert set(custom_calls(call, q, pool, pool, table, lengths, *scales.values())) == {"mosaic_gpu_v2"}
 
 
+@pytest.mark.few("paged_attention", "kv_write", "dense_gated", "grouped_linear", "embed_norm")
 @pytest.mark.parametrize("op", ONE_OF_EACH_KIND)
 def test_lowers_where_64_bits_are_enabled(op: str) -> None:
     """Plain numbers have 64 bits then, and tables come in int64; kernels count in 32."""

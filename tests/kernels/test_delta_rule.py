@@ -29,6 +29,7 @@ stepped = jax.jit(functools.partial(delta_step, eps=EPS), static_argnames=("shap
 prefilled = jax.jit(functools.partial(delta_prefill, eps=EPS), static_argnames=("shape", "implementation"))
 
 
+@pytest.mark.few("shape0-16-xla", "shape0-16-reference", "shape1-7-xla", "shape3-1-xla", "shape4-3-reference")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("shape", "tokens"), [(SHAPES[0], 16), (SHAPES[1], 7), (SHAPES[2], 16), (SMALL, 1), (SMALL, 3)]
@@ -140,6 +141,7 @@ class Prompts:
         return prefilled(jnp.asarray(projected), weights, state, self.shape, **told, implementation=name)
 
 
+@pytest.mark.few("100-*")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [64, 100, 2])
 def test_prompts_in_pieces(size: int, name: str) -> None:

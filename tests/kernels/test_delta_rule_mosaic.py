@@ -36,6 +36,7 @@ def check_verify(arguments: tuple[Any, Any, Any], shape: DeltaShape, found: Any)
         close(out[slot], of_slot.out, 0.01 if out.dtype == jnp.bfloat16 else 1e-5)
 
 
+@pytest.mark.few("shape0*")
 @pytest.mark.parametrize(
     ("shape", "slots", "tokens", "dtype"),
     [(DeltaShape(1, 2, 128, 128), 2, 3, jnp.float32), (DeltaShape(2, 2, 128, 128), 1, 16, jnp.bfloat16)],
@@ -62,6 +63,7 @@ def check_fold(arguments: tuple[Any, Any], counts: Any, found: Any) -> None:
             np.testing.assert_array_equal(found.s[slot], state.s[slot])
 
 
+@pytest.mark.few("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_fold(dtype: Any) -> None:
     """Counts of none, fewer tokens than the convolution keeps, and more."""
@@ -79,6 +81,7 @@ def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, fo
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
 
 
+@pytest.mark.few("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_step(dtype: Any) -> None:
     shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
@@ -136,6 +139,7 @@ def test_prefill_lowers_for_an_h200() -> None:
     assert custom_calls(prefill, pieces, *arguments) == ["mosaic_gpu_v2", "mosaic_gpu_v2"]
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lowers_for_an_h200(tokens: int) -> None:
     shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B

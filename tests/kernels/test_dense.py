@@ -69,6 +69,7 @@ def test_the_definitions(form: str, dtype: Any) -> None:
     np.testing.assert_allclose(whole(form, out), truth(form, x, weight), atol=1e-5 if dtype == jnp.float32 else 0.06)
 
 
+@pytest.mark.few("swiglu-128*", "split_k-256-96*", "store-192*")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth", "tiles"),
     [
@@ -115,6 +116,7 @@ def test_first_rows_are_those_of_all(form: Any, live: int) -> None:
     assert np.isnan(whole(form, out)[-(-live // 128) * 128 :]).all()
 
 
+@pytest.mark.few("40")
 @pytest.mark.parametrize("rows", [9, 40, 72])
 def test_best_is_the_first_of_the_largest(rows: int) -> None:
     """Rows that do not fill a tile, equal products in one tile and in several."""

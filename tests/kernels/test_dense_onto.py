@@ -66,6 +66,7 @@ def test_the_definition(dtype: Any) -> None:
         close(found, true, units)
 
 
+@pytest.mark.few("store-64*", "swiglu-512*")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth", "how"),
     [

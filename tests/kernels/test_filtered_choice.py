@@ -69,6 +69,7 @@ def test_agrees_with_float64(dtype: Any) -> None:
     check(filtered_choice(**given), given)
 
 
+@pytest.mark.few("3016")
 @pytest.mark.parametrize("size", [1024, 3016])
 def test_kernel_interpreted(size: int) -> None:
     """Two warpgroups: chunks that end before a row does, and the last one that begins earlier."""

@@ -119,6 +119,7 @@ def test_the_definitions(form: str) -> None:
     np.testing.assert_allclose(np.asarray(wide), truth(form, *call), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few("swiglu-128*", "split_k*", "swiglu-33*")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth"),
     [
@@ -161,6 +162,7 @@ def test_onto_the_stream() -> None:
         assert np.abs(wide - expected).max() <= np.abs(normed).max() / 14
 
 
+@pytest.mark.few("130")
 @pytest.mark.parametrize("rows", [40, 130])
 def test_best_is_the_first_of_the_largest(rows: int) -> None:
     """Equal products in one tile and in several."""

@@ -43,6 +43,7 @@ def check(call: dict[str, Any], found: jax.Array, *, gated: bool) -> None:
     assert (np.abs(np.asarray(found[: used * rows], np.float64) - true) <= 2 * worst + ulp).all()
 
 
+@pytest.mark.few("128-False*", "128-True*")
 @pytest.mark.parametrize(
     ("rows", "gated", "features", "depth", "dtype"),
     [

@@ -20,6 +20,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.few("xla-16-130*", "xla-1-200-f8")
 @pytest.mark.parametrize(
     "dtype", [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.uint8], ids=["f32", "bf16", "f8", "bytes"]
 )

@@ -101,6 +101,7 @@ def check(call: dict[str, Any], out: tuple[Any, Any], zero_centered: bool = Fals
 ODD = {"hidden": 128, "heads_width": 384, "inner": 640, "next_width": 416}
 
 
+@pytest.mark.few("33*")
 @pytest.mark.parametrize(("rows", "sizes", "ctas", "zero_centered"), [(3, ODD, 7, True), (33, TINY, 2, False)])
 def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int, zero_centered: bool) -> None:
     call = make(rows, sizes, zero_centered=zero_centered)
@@ -122,6 +123,7 @@ def test_the_definition(dtype: Any, zero_centered: bool) -> None:
     check(call, layer_chain(**call, exchange=None, **options), zero_centered)
 
 
+@pytest.mark.few("1-sizes0*", "64-sizes1*")
 @pytest.mark.parametrize(
     ("rows", "sizes", "count"),
     [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1), (16, QWEN35_4B, 1), (1, QWEN35_27B, 1)],

@@ -40,6 +40,7 @@ def check(call: Call, out: jax.Array) -> None:
     assert np.abs(np.asarray(out, np.float64) - true).max() <= 8 * float(jnp.finfo(out.dtype).eps) * np.abs(true).max()
 
 
+@pytest.mark.few("3-*")
 @pytest.mark.parametrize(("rows", "depth", "features", "ctas"), [(3, 384, 256, 7), (16, 640, 384, 4)])
 def test_agrees_with_float64(rows: int, depth: int, features: int, ctas: int) -> None:
     call = make(rows, depth=depth, hidden=128, features=features)

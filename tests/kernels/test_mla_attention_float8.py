@@ -44,6 +44,7 @@ CASES = {
 }
 
 
+@pytest.mark.few("interpreted-rows-past-the-live", "interpreted-empty-parts")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     seq_lens, q_lens, t, heads, page_size, causal, splits = CASES[name]
@@ -52,6 +53,7 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(case, Tuning(splits=splits), interpret)
 
 
+@pytest.mark.few("interpreted-few rows")
 @pytest.mark.parametrize("heads", [2, 9], ids=["few rows", "many rows"])
 def test_scores_that_rise_and_fall(heads: int, interpret: Any) -> None:
     """From tile to tile by far more than weights are allowed to grow, so that the base follows and what came before vanishes."""
@@ -64,6 +66,7 @@ def test_scores_that_rise_and_fall(heads: int, interpret: Any) -> None:
     check(case, Tuning(splits=1), interpret)
 
 
+@pytest.mark.few("interpreted-few rows")
 @pytest.mark.parametrize("heads", [3, 9], ids=["few rows", "many rows"])
 def test_nothing_unused_is_read(heads: int, interpret: Any) -> None:
     found = []

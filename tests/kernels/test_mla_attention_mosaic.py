@@ -92,6 +92,7 @@ CASES = {
 ON_GPU = ("q16-two-tiles-of-rows", "full", "page16")
 
 
+@pytest.mark.few("one-head*", "q16-two-tiles*", "page16*")
 @pytest.mark.parametrize(
     ("name", "interpret"),
     [

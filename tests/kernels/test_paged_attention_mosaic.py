@@ -91,6 +91,19 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(
+    "interpreted-q1-split",
+    "interpreted-q16-apart",
+    "interpreted-q4-cluster",
+    "interpreted-page16",
+    "interpreted-two-warpgroups-split",
+    "interpreted-row-blocks",
+    "interpreted-window-both",
+    "interpreted-cap-sinks",
+    "interpreted-head72",
+    "interpreted-chosen",
+    "interpreted-alibi-sqrt",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     t, group, page_size, head_dim, seq_lens, q_lens, mask, tuning = CASES[name]
@@ -99,6 +112,7 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask), tuning, interpret)
 
 
+@pytest.mark.few("interpreted-2")
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nothing_unused_is_read(splits: int, interpret: Any) -> None:
     build = functools.partial(make_case, [33, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=jnp.bfloat16, causal=False, seed=3)
@@ -147,6 +161,7 @@ def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
     assert "race" not in capfd.readouterr().out.lower()
 
 
+@pytest.mark.few("1-16", "64-1")
 @pytest.mark.parametrize("t", [1, 16])
 @pytest.mark.parametrize("b", [1, 8, 64])
 def test_lowers_for_an_h200(b: int, t: int) -> None:
@@ -160,6 +175,7 @@ def test_lowers_for_an_h200(b: int, t: int) -> None:
     assert text.count("@mosaic_gpu_v2") == (2 if b == 1 else 1)
 
 
+@pytest.mark.few("72-16", "128-64", "256-64")
 @pytest.mark.parametrize(
     ("head_dim", "page_size"), [(64, 8), (72, 16), (80, 16), (96, 32), (128, 64), (192, 128), (256, 64)]
 )

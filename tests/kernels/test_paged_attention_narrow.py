@@ -48,6 +48,7 @@ def case_of(name: str):
     return make_case(seq_lens, q_lens, kv_heads=2, stored=stored, **shape, **mask), tuning
 
 
+@pytest.mark.few("interpreted-q16-row-blocks", "interpreted-left", "interpreted-cap-alibi", "interpreted-int8-full")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(*case_of(name), interpret)
@@ -131,6 +132,7 @@ def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     assert np.isnan(found[~spared]).all()
 
 
+@pytest.mark.few("int8*")
 @pytest.mark.parametrize(
     ("stored", "t", "head_dim", "page_size", "dtype"),
     [(FP8, 12, 192, 8, jnp.bfloat16), (INT8, 33, 64, 128, jnp.float16)],

@@ -24,6 +24,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 SHAPES = ((1, 16), (16, 4), (5, 1), (2, 7))  # T and the heads of a group
 
 
+@pytest.mark.few("xla-0-*", "xla-1-1", "xla-2-2", "xla-3-3", "xla-4-4", "xla-5-5", "xla-6-0")
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 @pytest.mark.parametrize("head", range(len(HEAD_DIMS)))
 @pytest.mark.parametrize("candidate", CANDIDATES)

@@ -53,6 +53,7 @@ def check(call: dict[str, Any], found: Any, causal: bool) -> None:
         np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-7, atol=2**-6)
 
 
+@pytest.mark.few("True-2", "False-1", "False-3")
 @pytest.mark.parametrize("splits", [1, 2, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
@@ -66,6 +67,7 @@ def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
     check(call, found, causal)
 
 
+@pytest.mark.few("3")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_agrees_where_heads_are_not_normed(splits: int) -> None:
     call = make([5, 69, 250], [5, 5, 4], tokens=5, kv_heads=1, group=4, width=4) | {"q_norm": None, "k_norm": None}
@@ -135,6 +137,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             qkv_attention(**call, implementation="mosaic_gpu")
 
 
+@pytest.mark.few("3-3")
 @pytest.mark.parametrize(("splits", "parts"), [(1, 1), (2, 1), (3, 3)])
 def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: int) -> None:
     """Whatever is asked for: of three CTAs each leaves a part, in token order."""
@@ -146,6 +149,7 @@ def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: in
     assert (f"tensor<4x8x{parts}x24x128xf32>" in text) == (parts > 1)
 
 
+@pytest.mark.few("2-2-True", "8-1-False")
 @pytest.mark.parametrize(
     ("b", "launches", "normed"), [(2, 2, True), (4, 1, True), (8, 1, True), (32, 1, True), (8, 1, False)]
 )

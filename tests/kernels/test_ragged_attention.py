@@ -45,6 +45,7 @@ CASES: dict[str, tuple[list[int], list[int] | None, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few("*-paged", "prompts-dense", "cap-sinks-dense")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_reference_agrees_with_float64(name: str, form: str) -> None:

@@ -65,6 +65,7 @@ def check(call: dict[str, Any], found: jax.Array) -> None:
     assert (np.abs(np.asarray(found[:, some], np.float64) - true) <= 2 * np.abs(given - true).max() + ulp).all()
 
 
+@pytest.mark.few("odd", "an expert twice")
 @pytest.mark.parametrize(
     ("choices", "count", "hidden", "inner", "dtype"),
     [
@@ -89,6 +90,7 @@ def test_one_token_has_an_item_for_nearly_every_multiprocessor() -> None:
         assert made.gated_tiles * made.gated_rows == 768
 
 
+@pytest.mark.few("True-True")
 @pytest.mark.parametrize(("normed", "shared"), [(True, True), (False, False)])
 def test_the_kernel_chooses(normed: bool, shared: bool) -> None:
     """By the logits, with equal ones among them: weights and order as the definition has them; a shared expert comes last."""
@@ -130,6 +132,7 @@ def test_the_definition(dtype: Any) -> None:
     np.testing.assert_allclose(found, true_values(call), rtol=0, atol=tolerance * float(jnp.abs(found).max()))
 
 
+@pytest.mark.few("1-8-128*", "7-6*", "16-8-256*", "512-8-128*")
 @pytest.mark.parametrize(
     ("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 256, 7168, 2048)]
 )

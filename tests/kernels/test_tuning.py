@@ -99,6 +99,7 @@ CALLS = {
 }
 
 
+@pytest.mark.few("*paged B64 L4096 q1 *", "*D192/128 causal*", "*causal page64*")
 @pytest.mark.parametrize(("op", "device", "entry"), ENTRIES)
 def test_entries_are_valid_and_lower(
     op: str, device: str, entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -164,6 +165,7 @@ def test_tiles_that_do_not_fit() -> None:
         jax.eval_shape(lambda *args: ragged.tuned_dense(*args, **MASK, causal=True, tuning=Tuning(stages=4)), *arrays)
 
 
+@pytest.mark.few("attention/paged")
 @pytest.mark.parametrize("op", ["attention/ragged", "attention/paged", "attention/mla"])
 def test_dry_run(op: str, tune: Any, tmp_path: Path) -> None:
     """The script from end to end: inputs, kernels in the interpreter, checks, the table."""

@@ -125,6 +125,7 @@ def test_what_is_refused(file: dict[str, Any], changes: dict[str, Any], message:
         read(file, **changes)
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_round_trip_keeps_every_bit(seed: int, tmp_path: Path) -> None:
     """One of each family, with biases and without, tied and not."""
@@ -192,6 +193,7 @@ def tensors_of(file: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     return tensors | {"lm_head.weight": head}
 
 
+@pytest.mark.few("0")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_greedy_text_with_a_drafter_is_that_without(seed: int) -> None:
     """Prompts of several lengths, together and alone, in pages: every token is the float64 model's choice."""

@@ -34,7 +34,13 @@ TARGET_OF = {
     "Qwen3.5-35B-A3B-DFlash": "Qwen3.5-35B-A3B",
 }  # fmt: skip
 # Published drafters whose configuration is not known here; a checkpoint's own file counts anyway.
-UNSEEN = {"Qwen3.6-27B-DFlash", "Qwen3.6-35B-A3B-DFlash", "Qwen3-Coder-Next-DFlash"}
+UNSEEN = {
+    "gpt-oss-20b-DFlash",
+    "gpt-oss-120b-DFlash",
+    "Qwen3.6-27B-DFlash",
+    "Qwen3.6-35B-A3B-DFlash",
+    "Qwen3-Coder-Next-DFlash",
+}
 DENSE_TARGETS = {**TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **MISTRAL_TARGETS}
 
 

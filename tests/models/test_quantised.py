@@ -164,6 +164,7 @@ def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
     assert np.abs(np.asarray(multiplied(layer, x)) - rounded - 100 * np.arange(1, 49)).max() < 2
 
 
+@pytest.mark.few("fp8_dynamic")
 @pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic"])
 def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
     """Six sequences: enough rows for the drafter to round them."""
@@ -180,7 +181,9 @@ def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
 def test_a_drafter_that_is_not_there_has_no_weights() -> None:
     with pytest.raises(dj.ParameterError, match="draft_weight_dtype must be left out without a drafter, got 'fp8'"):
         dj.load(draft=False, draft_weight_dtype="fp8")
-    with pytest.raises(dj.ParameterError, match="draft_weight_dtype must be None, int8, fp8 or fp8_dynamic, got 'fp4'"):
+    with pytest.raises(
+        dj.ParameterError, match="draft_weight_dtype must be None, int8, fp8, fp8_dynamic or mxfp4, got 'fp4'"
+    ):
         check_weight_dtype("fp4", "draft_weight_dtype")
 
 
@@ -202,6 +205,7 @@ def exact() -> tuple[int, float]:
     return size(model), mean_length(dj.generate(model, *FEW))
 
 
+@pytest.mark.few("int8", "fp8_dynamic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDtype) -> None:
     model, (whole, before) = dj.load(max_batch=2, max_model_len=128, weight_dtype=kind), exact

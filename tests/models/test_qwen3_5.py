@@ -143,6 +143,7 @@ def random_weights(config: Qwen35Config, seed: int) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize(("config", "tokens"), SIZES, ids=range(len(SIZES)))
 def test_other_sizes_against_float64(config: Qwen35Config, tokens: int) -> None:
     params = random_weights(config, tokens)

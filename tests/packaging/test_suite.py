@@ -96,7 +96,8 @@ def test_parts_of_the_tests_are_all_of_them(request):
         ]
         left_out = []
         hooks = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
-        conftest.pytest_collection_modifyitems(SimpleNamespace(getoption={"part": part}.get, hook=hooks), items)
+        options = {"getoption": {"part": part, "all_cases": True}.get, "hook": hooks}
+        conftest.pytest_collection_modifyitems(SimpleNamespace(**options), items)
         return tuple([item.number for item in some] for some in (items, left_out))
 
     assert split("1/1") == (list(range(10)), [])
@@ -106,6 +107,30 @@ def test_parts_of_the_tests_are_all_of_them(request):
     for wrong in ("0/3", "4/3", "1", "a/b", "-1/3"):
         with pytest.raises(pytest.UsageError, match=f"I from 1 to N was expected, {wrong} came"):
             split(wrong)
+
+
+def test_few_cases_of_marked_tests(request):
+    """Those that patterns name; all of a test named on the command line, of one without the mark, on a GPU and on demand."""
+    conftest = request.config.pluginmanager.getplugin(str(ROOT / "tests" / "conftest.py"))
+    patterns = {"whole": None, "some": ("q1", "*-split"), "none": ()}
+
+    def chosen(args=("tests",), markexpr="not gpu", all_cases=False, keyword="", **changed):
+        items = []
+        for test, some in (patterns | changed).items():
+            mark = None if some is None else SimpleNamespace(args=some)
+            for case in ("q1", "q1-split", "q16"):
+                found = {"nodeid": f"{test}[{case}]", "callspec": SimpleNamespace(id=case)}
+                items.append(SimpleNamespace(**found, get_closest_marker=lambda name, mark=mark: mark))
+        option = SimpleNamespace(markexpr=markexpr, keyword=keyword)
+        config = SimpleNamespace(getoption={"all_cases": all_cases}.get, option=option, args=list(args))
+        return [item.nodeid for item in conftest.few(config, items)]
+
+    some = ["whole[q1]", "whole[q1-split]", "whole[q16]", "some[q1]", "some[q1-split]"]
+    assert chosen() == some
+    assert len(chosen(all_cases=True)) == len(chosen(args=["tests/x.py::some"])) == len(chosen(markexpr="gpu")) == 9
+    with pytest.raises(pytest.UsageError, match=r"these name none: \[\('some', 'q2'\)\]"):
+        chosen(some=("q1", "q2"))
+    assert chosen(some=("q1", "q2"), keyword="q1")[3:] == ["some[q1]"]
 
 
 def test_gpus_are_those_that_are_visible(suite, tmp_path, monkeypatch):

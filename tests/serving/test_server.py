@@ -137,6 +137,11 @@ def test_seeds_choices_and_stops(client, model):
     params = dj.SamplingParams(max_tokens=12, temperature=1.0)
     alone = dj.generate(model, [PROMPT] * 3, [replace(params, seed=7 + i) for i in range(3)])
     assert [choice.text for choice in several.choices] == [row.text for row in alone]
+    assert [row.text for row in dj.generate(model, [PROMPT], replace(params, n=3, seed=7))] == [
+        row.text for row in alone
+    ]
+    with pytest.raises(dj.ParameterError, match="n=3 gives a list of completions"):
+        dj.generate(model, PROMPT, replace(params, n=3))
     assert several.usage.prompt_tokens == 5
     texts = dict.fromkeys(range(3), "")
     for chunk in client.completions.create(**asked, n=3, seed=7, stream=True):
@@ -264,7 +269,7 @@ WRONG = [
     ("/v1/completions", {"prompt": [1] * 300}, 400, "prompt", "context_length_exceeded"),
     ("/v1/completions", {"prompt": "\ud800"}, 400, None, "invalid_value"),
     ("/v1/chat/completions", {"messages": []}, 400, "messages", "invalid_value"),
-    ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "unsupported_parameter"),
+    ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "invalid_value"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 1}, 400, "top_logprobs", "invalid_value"),
     ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "invalid_value"),
     ("/v1/nothing", {}, 404, None, None),

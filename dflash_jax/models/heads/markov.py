@@ -113,8 +113,8 @@ class Markov(nnx.Module):
         return one_by_one(block, self.config.top_k, bias, first, pick)
 
     def latent(
-        self, before: Int[Array, "B"], hidden: Float[Array, "B D"], state: Float[Array, "B r"]
-    ) -> tuple[Float[Array, "B r"], Float[Array, "B r"]]:
+        self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"], state: Float[Array, "*R r"]
+    ) -> tuple[Float[Array, "*R r"], Float[Array, "*R r"]]:
         """What W2 multiplies after these tokens, and the recurrent state, which the form "rnn" alone has a use for."""
         embedded = self.markov_w1.weight[...][before]
         if self.gate_proj is not None:

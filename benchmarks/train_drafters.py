@@ -1,0 +1,205 @@
+"""v1, DFlash 2 and DSpark, trained for the shipped target on the same data with the same steps, and what each is worth.
+
+    python benchmarks/train_drafters.py --kinds v1
+    python benchmarks/train_drafters.py --kinds dflash2
+    python benchmarks/train_drafters.py --kinds dspark
+
+Needs no network: prompts are passages of the Python files that are installed, of those which the target was not trained on, and
+the target continues them. Everything is kept in `--work`: a second call goes on where the first was stopped, one for another kind
+takes the same continuations, and each prints the table of all kinds that are there. Acceptance is that of the engine, on held-out
+prompts, one at a time.
+
+A step is about 4.0e12 floating point operations (v1; `--flops` counts them). v1's took 31 ms on an H200, 0.13 of its peak; the
+others read and write the logits or the block's states more often, which should make 35 to 40 ms. 10,000 steps are then 310 to 400 s
+and a call with continuations, compilation and evaluation 7 to 9 minutes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from tokenizers import Tokenizer
+
+import dflash_jax as dj
+from dflash_jax.checkpoints.opening import open_checkpoint
+from dflash_jax.checkpoints.pair import shipped_pair
+from dflash_jax.engine.acceptance import DraftRecord
+from dflash_jax.models import count
+from dflash_jax.models.dflash import dflash_parameters
+from dflash_jax.models.qwen3 import qwen3_parameters
+from dflash_jax.training.corpus import read_sources
+from dflash_jax.training.drafter import train_drafter
+from dflash_jax.training.export import draft_json, write_json, write_weights
+from dflash_jax.training.kinds import KINDS, HeadSizes, title
+from dflash_jax.training.optimizer import half
+from dflash_jax.training.rollouts import roll_out
+from dflash_jax.training.settings import FULL, Settings, with_changes
+from dflash_jax.training.stages import Clock, Interrupted
+from dflash_jax.training.tokenizer import encode_files
+
+PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "heldout_prompts.json"
+TEMPERATURES = (0.0, 0.7, 1.0)
+SHOWN = (1, 2, 4, 8, 15)
+
+
+def settings_of(options: argparse.Namespace, kind: str) -> Settings:
+    """One kind's run. All kinds draw the same rows and anchors in the same order."""
+    plans = tuple(
+        replace(
+            plan,
+            greedy=max(plan.greedy // options.fewer, plan.greedy_rows),
+            sampled=max(plan.sampled // options.fewer, plan.sampled_rows),
+            batch=max(8, plan.batch // (1 if options.fewer < 100 else 512)),
+        )
+        for plan in FULL.rollouts
+    )
+    if options.small:
+        plans = tuple(replace(plan, prompt=plan.prompt // 8, new=48, greedy_rows=2, sampled_rows=1) for plan in plans)
+    return with_changes(
+        FULL, draft_kind=kind, draft_steps=options.steps, draft_rate=options.rate, loss=options.loss,
+        optimizer=options.optimizer, head=HeadSizes(rank=options.rank), rollouts=plans, seed=options.seed,
+        chunk=min(FULL.chunk, options.steps), anchors=4 if options.small else None,
+    )  # fmt: skip
+
+
+def flops(settings: Settings) -> float:
+    """Floating point operations of one step: two for each weight and row forwards, four backwards, and attention to the context."""
+    draft, target = settings.draft_config, settings.target_config
+    embedding = settings.vocab_size * settings.hidden_size
+    layers = count(dflash_parameters(draft))
+    layers -= 0 if draft.head is None else 2 * settings.vocab_size * settings.head.rank  # tables that are looked up
+    rows = [(plan.greedy_rows + plan.sampled_rows, plan.length) for plan in settings.rollouts]
+    tokens = sum(number * length for number, length in rows)
+    blocks = sum(number for number, _ in rows) * settings.anchors
+    slots = blocks * settings.block_size
+    total = 2 * tokens * (count(qwen3_parameters(target)) - embedding) + 6 * slots * layers
+    width = settings.num_heads * settings.head_dim
+    total += 6 * slots * embedding
+    total += sum(
+        12 * number * settings.anchors * settings.block_size * length * width * settings.draft_layers
+        for number, length in rows
+    )
+    if settings.draft_kind == "dspark":
+        total += 6 * slots * settings.vocab_size * settings.head.rank
+    return float(total)
+
+
+def trained(options: argparse.Namespace, settings: Settings, clock: Clock) -> Path:
+    """The drafter's folder, trained from whatever the work folder holds."""
+    work = options.work
+    checkpoint = open_checkpoint(shipped_pair() / "target")
+    if checkpoint.config != settings.target_config:
+        raise SystemExit(
+            f"the shipped target is {checkpoint.config}, training has settings for {settings.target_config}"
+        )
+    target = checkpoint.load("bfloat16")
+    tokenizer = Tokenizer.from_file(str(shipped_pair() / "target" / "tokenizer.json"))
+    files, _ = read_sources(settings)
+    chosen = [file.text for file in files if file.part(settings) == "prompts"]
+    clock.report(
+        f"{jax.devices()[0].device_kind}; {len(chosen)} of {len(files)} files are prompts'; {flops(settings):.2e} FLOP a step"
+    )
+    data = roll_out(settings, target, encode_files(tokenizer, chosen), work / "rollouts", clock)
+    draft = half(train_drafter(settings, target, data, work / f"drafter-{settings.draft_kind}", clock))
+    folder = work / settings.draft_kind
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", draft_json(settings))
+    write_weights(folder / "model.safetensors", dflash_parameters(settings.draft_config), draft)
+    return folder
+
+
+def judged(options: argparse.Namespace, folder: Path) -> dict:
+    """Tokens per cycle and per second, and acceptance by position, at each temperature, and without a drafter."""
+    model = dj.load(draft=folder, max_batch=1, max_model_len=224)
+    texts = [row["text"] for row in json.loads(PROMPTS.read_text())][: options.prompts]
+    rows = {}
+    for temperature in TEMPERATURES:
+        each = [
+            dj.SamplingParams(max_tokens=options.tokens, temperature=temperature, seed=i, ignore_eos=True)
+            for i in range(len(texts))
+        ]
+        row = {}
+        for draft in (True, False):
+            dj.generate(model, texts[0], dj.SamplingParams(max_tokens=4, temperature=temperature), draft=draft)
+            model.drafting = DraftRecord()
+            done = [dj.generate(model, text, one, draft=draft) for text, one in zip(texts, each, strict=True)]
+            speed = sum(len(one.token_ids) - 1 for one in done) / sum(one.stats.decode_s for one in done)
+            row["tokens_per_s" if draft else "plain_tokens_per_s"] = speed
+            if draft:
+                lengths = [length for one in done for length in one.acceptance_lengths]
+                row |= {
+                    "tokens_per_cycle": sum(lengths) / len(lengths),
+                    "by_position": list(model.acceptance_by_position),
+                }
+        rows[f"{temperature:g}"] = row
+    return rows
+
+
+def table(results: list[dict]) -> str:
+    """All kinds' figures in Markdown."""
+    places = " | ".join(f"{place}" for place in SHOWN)
+    lines = [
+        f"| drafter | M weights | steps | ms a step | T | tokens per cycle | tokens/s | x plain | stands at place {places} |"
+    ]
+    lines.append("| --- " + "| ---: " * (7 + len(SHOWN)) + "|")
+    for result in results:
+        for temperature, row in result["rows"].items():
+            stands = " | ".join(
+                f"{row['by_position'][place - 1]:.2f}" if place <= len(row["by_position"]) else "" for place in SHOWN
+            )
+            lines.append(
+                f"| {result['title']} | {result['weights'] / 1e6:.2f} | {result['steps']:,} | {result['ms']:.1f} | {temperature} | "
+                f"{row['tokens_per_cycle']:.2f} | {row['tokens_per_s']:.0f} | "
+                f"{row['tokens_per_s'] / row['plain_tokens_per_s']:.2f} | {stands} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--work", type=Path, default=Path("/tmp/train_drafters"))
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--loss", choices=("decay", "dpace"), default="dpace")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
+    parser.add_argument("--rank", type=int, default=64, help="of a head's vectors")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fewer", type=int, default=2, help="divides the number of continuations")
+    parser.add_argument("--small", action="store_true", help="few rows, short ones: for a look on a CPU")
+    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="of training; the same call goes on")
+    parser.add_argument("--flops", action="store_true", help="print a step's operations, and end")
+    options = parser.parse_args()
+    if options.flops:
+        for kind in options.kinds:
+            print(f"{kind}: {flops(settings_of(options, kind)):.2e} floating point operations a step")
+        return 0
+    for kind in options.kinds:
+        settings, began = settings_of(options, kind), time.monotonic()
+        clock = Clock(options.work / f"drafter-{kind}", lambda line: print(line, flush=True), options.stop_after)
+        try:
+            folder = trained(options, settings, clock)
+        except Interrupted as stop:
+            print(f"{stop}; the same command goes on", flush=True)
+            return 75
+        took = clock.log["drafter"]["seconds"] / settings.draft_steps * 1e3
+        result = {
+            "title": title(settings.draft_config), "weights": count(dflash_parameters(settings.draft_config)),
+            "steps": settings.draft_steps, "ms": took, "loss": settings.loss, "optimizer": settings.optimizer,
+            "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
+        }  # fmt: skip
+        write_json(options.work / f"{kind}.json", result)
+        clock.report(f"{kind}: {time.monotonic() - began:.0f} s in all")
+    done = [options.work / f"{kind}.json" for kind in KINDS]
+    print(table([json.loads(path.read_text()) for path in done if path.exists()]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

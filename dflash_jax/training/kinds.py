@@ -1,0 +1,102 @@
+"""The kinds of drafter that training knows: v1, DFlash 2 and DSpark. What each adds to v1's configuration, file and first weights.
+
+All kinds have the same backbone, block and taps, and draft one token fewer than a block has slots, so that what a comparison of
+them shows is the convolutions and the heads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.models import DFlashConfig, init_params
+from dflash_jax.models.dflash import dflash_parameters
+from dflash_jax.models.heads import MarkovConfig, SelectorConfig, head_tables
+from dflash_jax.training.optimizer import Params, half
+
+KINDS = ("v1", "dflash2", "dspark")
+_TITLES = {"v1": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of what later kinds add. Published drafters have 2, 16, 256 and 16.
+
+    Attributes:
+      conv_taps, conv_group: of DFlash 2's convolutions: slots that one reaches over, channels that share a weight.
+      rank: width of a token's vector in a selector or in a Markov head.
+      top_k: a selector's candidates of each place.
+    """
+
+    conv_taps: int = 2
+    conv_group: int = 16
+    rank: int = 64
+    top_k: int = 16
+
+
+def with_kind(config: DFlashConfig, kind: str, sizes: HeadSizes) -> DFlashConfig:
+    """v1's configuration as one of `kind`."""
+    if kind == "dflash2":
+        head = SelectorConfig(rank=sizes.rank, top_k=sizes.top_k)
+        return replace(config, conv_taps=sizes.conv_taps, conv_group=sizes.conv_group, head=head)
+    if kind == "dspark":
+        return replace(config, head=MarkovConfig(rank=sizes.rank, confidence="hidden_and_token", confidence_bias=True))
+    return config
+
+
+def kind_of(config: DFlashConfig) -> str:
+    """Which of `KINDS` a configuration made by `with_kind` is."""
+    return "v1" if config.head is None else {"selector": "dflash2", "markov": "dspark"}[config.head.kind]
+
+
+def title(config: DFlashConfig) -> str:
+    """What people call the kind."""
+    return _TITLES[kind_of(config)]
+
+
+def kind_keys(config: DFlashConfig) -> dict[str, Any]:
+    """What the drafter's config.json says beside the decoder's keys. DSpark's names are DeepSpec's, the others' are z-lab's."""
+    block = {"block_size": config.block_size}
+    shared = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    layers = {"num_target_layers": config.num_target_layers}
+    head: Any = config.head
+    if kind_of(config) == "dspark":
+        names = {
+            "markov_rank": head.rank, "markov_head_type": head.form, "enable_confidence_head": True,
+            "confidence_head_with_markov": True, "sample_from_anchor": False,
+        }  # fmt: skip
+        return {"architectures": ["Qwen3DSparkModel"], **block, **shared, **names, **layers}
+    if kind_of(config) == "dflash2":
+        shared |= {"conv_kernel_size": config.conv_taps, "conv_group_size": config.conv_group}
+        shared |= {"selector_rank": head.rank, "selector_top_k": head.top_k}
+        return {"architectures": ["DFlash2DraftModel"], **block, "dflash_config": shared, **layers}
+    return {"architectures": ["DFlashDraftModel"], **block, "dflash_config": shared, **layers}
+
+
+def initial_weights(config: DFlashConfig, seed: int) -> Params:
+    """Random float32 weights that draft as v1's of the same seed do: convolutions pass on what they get, heads add nothing yet."""
+    table = dflash_parameters(config)
+    plain = dflash_parameters(replace(config, conv_taps=0, conv_group=0, head=None))
+    names = {parameter.name for parameter in plain}
+    added = [parameter for parameter in table if parameter.name not in names]
+    params = init_params(plain, jax.random.key(seed)) | init_params(added, jax.random.fold_in(jax.random.key(seed), 1))
+    for name, value in params.items():
+        if name.endswith("_conv.base_kernel"):
+            params[name] = jnp.zeros_like(value).at[:, 0].set(1.0)
+        elif name.endswith("_conv.kernel_projection.weight") or name in _SILENT:
+            params[name] = jnp.zeros_like(value)
+    return params
+
+
+# Of each head, the matrix whose zeros make its scores those of the base logits.
+_SILENT = ("head.successor_codebook", "head.markov_w2.weight", "head.confidence_proj.weight")
+
+
+def working(config: DFlashConfig, params: Params) -> Params:
+    """The bfloat16 copy that computes, but for tables that tokens are looked up in.
+
+    The gradient of a frequent token's row is a sum over thousands of places; taken in bfloat16 it would stop growing.
+    """
+    tables = () if config.head is None else head_tables(config.head)
+    return half(params) | {name: params[name] for name in tables}

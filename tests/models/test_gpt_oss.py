@@ -1,0 +1,265 @@
+"""gpt-oss: what `config.json` means, transformers' logits, MXFP4 bit for bit, conversion both ways, and DFlash over it without a
+changed token."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from dflash_jax.checkpoints.converted import open_converted
+from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS, check_pair
+from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.cli.info import collect, lines
+from dflash_jax.engine.planning import plan_engine
+from dflash_jax.errors import ConfigError, ParameterError
+from dflash_jax.execution.plan import CallShape, choose, weight_format
+from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, layer_traits
+from dflash_jax.models.presets import GPT_OSS_TARGETS
+from dflash_jax.options import LoadOptions
+from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise
+from dflash_jax.sampling_params import SamplingParams
+
+from ..convert.conftest import Folders
+from ..random_pair import Pair, random_prompts
+from .golden_files import GOLDEN, TOLERANCE, difference
+from .gpt_oss_reference import forward, mxfp4, packed, random_file, random_tensors, unpacked
+from .test_parity_llama import logits_and_taps, opened
+
+FOLDER = GOLDEN / "gpt_oss_folder"
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200_002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131_072, "model_type": "gpt_oss",
+    "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+    "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199_999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201_088,
+}  # fmt: skip
+
+
+def read(file: dict[str, Any] = PUBLISHED, /, **changes: Any) -> GptOssConfig:
+    file = {key: value for key, value in (file | changes).items() if value is not ...}
+    config = family_of(file).config(file)
+    assert isinstance(config, GptOssConfig)
+    return config
+
+
+def test_the_published_file_reads_as_its_preset() -> None:
+    preset = GPT_OSS_TARGETS["gpt-oss-20b"]
+    assert read() == preset
+    assert type(preset).from_dict(preset.to_dict()) == preset
+    assert family_of({"model_type": "gpt_oss"}) is family_for(preset)
+    larger = {
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    }
+    assert read(**larger) == GPT_OSS_TARGETS["gpt-oss-120b"]
+
+
+def test_absent_keys_are_those_of_the_larger_one() -> None:
+    kept = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "model_type",
+    )
+    file = {key: PUBLISHED[key] for key in kept} | {
+        "num_hidden_layers": 36,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+    }
+    assert (
+        family_of(file).config(file | {"quantization_config": {"quant_method": "mxfp4"}})
+        == GPT_OSS_TARGETS["gpt-oss-120b"]
+    )
+    assert read(rope_theta=...).rope.theta == 150_000
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    assert read(rope_theta=..., rope_scaling=..., rope_parameters=rope, initial_context_length=...).rope.theta == 1e4
+
+
+@pytest.mark.parametrize("name", GPT_OSS_TARGETS)
+def test_presets_have_their_published_size(name: str) -> None:
+    """Counted as weights in both releases; bytes are 4.25 bits a weight of an expert."""
+    config = GPT_OSS_TARGETS[name]
+    family, half = family_for(config), replace(config, mxfp4=False)
+    sizes = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
+    assert [count(family.parameters(one)) for one in (config, half)] == [sizes[name]] * 2
+    experts = 3 * config.num_layers * config.num_experts * 2880 * 2880
+    stored = stored_shapes([(config, family)], jnp.dtype("bfloat16"))
+    assert weight_bytes(stored) == 2 * (sizes[name] - experts) + experts * 17 // 32
+    kept = weight_shapes([(config, family)], jnp.dtype("bfloat16"))
+    assert weight_bytes(kept) == 2 * sizes[name]
+    assert reading_bytes(stored, kept) > weight_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 16}, "num_local_experts=32 and num_experts=16"), ({"experts_per_token": 2}, "experts_per_token=2"),
+        ({"experts_per_token": 64, "num_experts_per_tok": 64}, "more than num_local_experts=32"),
+        ({"initial_context_length": 8192}, "initial_context_length=8192"), ({"swiglu_limit": 0}, "swiglu_limit must be positive"),
+        ({"layer_types": ["full_attention"]}, "layer_types must list"), ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised .'awq'."), ({"use_sliding_window": True}, "use_sliding"),
+        ({"quantization_config": {"quant_method": "mxfp4", "group": 16}}, "not known of MXFP4: group"),
+        ({"moe_intermediate_size": 64}, "moe_intermediate_size=64"), ({"hidden_size": 2896}, "blocks of 32"),
+        ({"use_qk_norm": True}, "use_qk_norm"), ({"sliding_window": 0}, "sliding_window must be"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(**changes)
+
+
+def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
+    checkpoint = open_checkpoint(FOLDER)
+    with np.load(FOLDER / "expected.npz") as file:
+        ids, theirs, taps = file["ids"], file["logits"], file["taps"]
+    logits, ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
+    assert difference(logits, theirs) <= TOLERANCE
+    assert difference(ours[:-1], taps) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_four_bits_are_read_as_transformers_reads_them(dtype: str) -> None:
+    """Every byte and every scale, numbers that are too large or below the normal ones included."""
+    with np.load(FOLDER / "mxfp4.npz") as file:
+        blocks, scales, bits = file["blocks"][0], file["scales"][0], file["bits"][0].T
+    ours = np.asarray(dequantise(jnp.asarray(blocks), jnp.asarray(scales), dtype))
+    if dtype == "bfloat16":
+        assert np.array_equal(ours.view(np.uint16), bits)
+    else:
+        assert ours.tobytes() == mxfp4(blocks, scales).tobytes()
+
+
+def test_experts_in_four_bits_are_loaded_as_numbers(tmp_path: Path) -> None:
+    """A release in MXFP4 and the same in floating point are one model, and one set of weights."""
+    file = random_file(0) | {"quantization_config": {"quant_method": "mxfp4"}}
+    tensors = packed(random_tensors(file))
+    (tmp_path / "four").mkdir()
+    (tmp_path / "many").mkdir()
+    four, many = opened(tmp_path / "four", file, tensors), opened(tmp_path / "many", file, unpacked(tensors))
+    assert (four.config.mxfp4, many.config.mxfp4) == (True, False)
+    assert not four.notices
+    assert "tells of MXFP4, the experts' tensors are in floating point" in many.notices[0]
+    ours, theirs = (read_weights(one, None, jnp.dtype("float32"))["target"] for one in (four, many))
+    assert ours.keys() == theirs.keys()
+    assert all(np.asarray(ours[name]).tobytes() == np.asarray(theirs[name]).tobytes() for name in theirs)
+    kept = read_weights(four, None, jnp.dtype("float32"), "mxfp4")["target"]
+    assert sum(isinstance(one, Mxfp4) for one in kept.values()) == 2 * four.config.num_layers
+    shapes = weight_shapes([(four.config, four.family)], jnp.dtype("float32"), "mxfp4")
+    assert weight_bytes({"target": kept}) == weight_bytes(shapes) == reading_bytes(shapes, shapes)
+    plan = choose(layer_traits(four.config), CallShape(1, 8, jnp.dtype("bfloat16")), weight_format(kept))
+    assert "stored in MXFP4" in (plan.refused("fused_moe") or "")
+    with pytest.raises(ParameterError, match="none of this checkpoint is in MXFP4"):
+        plan_engine(many, None, LoadOptions(weight_dtype="mxfp4"))
+    assert plan_engine(four, None, LoadOptions(weight_dtype="mxfp4"))[1].weights == weight_bytes(shapes)
+    text = "\n".join(lines(collect(tmp_path / "four", draft=False, weight_dtype="mxfp4")))
+    assert "experts in mxfp4, as they were released" in text
+    assert weight_bytes({"target": ours}) == weight_bytes(
+        weight_shapes([(four.config, four.family)], jnp.dtype("float32"))
+    )
+
+
+@pytest.mark.parametrize("release", ["floating point", "mxfp4"])
+def test_round_trip_keeps_every_bit(release: str, tmp_path: Path) -> None:
+    hf, file = (
+        Folders(tmp_path),
+        random_file(1, num_hidden_layers=2, layer_types=["full_attention", "sliding_attention"]),
+    )
+    tensors = random_tensors(file)
+    if release == "mxfp4":
+        tensors, file = packed(tensors), file | {"quantization_config": {"quant_method": "mxfp4"}}
+    folder = hf.write("target", file, tensors, shards=2)
+    assert hf.convert(folder, "--output", tmp_path / "out", "--verify", "logits") == 0
+    assert open_converted(tmp_path / "out").config == open_checkpoint(folder).config
+    assert hf.convert(tmp_path / "out", "--reverse", "--output", tmp_path / "back") == 0
+    back = {
+        name: value for path in (tmp_path / "back").glob("*.safetensors") for name, value in load_file(path).items()
+    }
+    assert back.keys() == tensors.keys()
+    assert all(back[name].tobytes() == tensors[name].tobytes() for name in tensors)
+    text = "\n".join(lines(collect(folder, draft=None)))
+    assert "gpt_oss from" in text
+    assert f"{file['num_experts_per_tok']} of {file['num_local_experts']} experts a token" in text
+
+
+def test_no_fused_runner_takes_its_layers() -> None:
+    plan = choose(layer_traits(GPT_OSS_TARGETS["gpt-oss-20b"]), CallShape(1, 8, jnp.dtype("bfloat16")))
+    assert plan.runner == "plain"
+    assert "clamped_swiglu" in (plan.refused("fused_moe") or "")
+
+
+def test_the_published_drafter_fits() -> None:
+    """Eight layers and blocks of eight, with its target's rotation; sizes that are not known are like the target's."""
+    target = GPT_OSS_TARGETS["gpt-oss-20b"]
+    same = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
+        "rope_theta", "rope_scaling", "max_position_embeddings",
+    )  # fmt: skip
+    file = {key: PUBLISHED[key] for key in same} | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 8, "block_size": 8,
+        "num_target_layers": 24, "layer_types": ["full_attention"] * 8, "attention_bias": False, "tie_word_embeddings": False,
+        "dflash_config": {"mask_token_id": 200_000, "target_layer_ids": [1, 6, 11, 16, 21]},
+    }  # fmt: skip
+    draft = family_of(file).config(file)
+    assert isinstance(draft, DFlashConfig)
+    assert (draft.num_layers, draft.block_size, draft.rope) == (8, 8, target.rope)
+    check_pair(target, draft)
+    assert KNOWN_DRAFTERS["openai/gpt-oss-20b"] == "z-lab/gpt-oss-20b-DFlash"
+
+
+@functools.cache
+def make_pair() -> tuple[Pair, dict[str, Any], dict[str, np.ndarray]]:
+    """A random target with windows of 9 and experts kept in four bits, whose head knows two tokens, so that a random drafter of
+    blocks of 8 is often right."""
+    file = random_file(2, sliding_window=9, quantization_config={"quant_method": "mxfp4"})
+    config: Any = read(file)
+    tensors = packed(random_tensors(file, 2, scale=2.0))
+    head = np.zeros_like(tensors["lm_head.weight"])
+    head[[3, 40]] = tensors["lm_head.weight"][[3, 40]]
+    tensors["lm_head.weight"] = head
+    draft = DFlashConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        windows=(None,) * 2, causal=(False,) * 2, block_size=8, mask_token_id=96, target_layer_ids=(0, 2), target_hidden_size=32,
+    )  # fmt: skip
+    family = family_for(config)
+    stored = {
+        parameter.name: jnp.asarray(
+            np.concatenate([tensors[source.name].reshape(source.taken) for source in parameter.sources])
+        )
+        for parameter in family.parameters(config)
+    }
+    pair = Pair(config, draft, edit=lambda weights: weights.update(target=family.derived(config, stored)))
+    return pair, file, tensors
+
+
+def test_greedy_text_with_a_drafter_is_that_without() -> None:
+    """Prompts of several lengths in pages, across windows and with sinks: every token is the float64 model's choice."""
+    pair, file, tensors = make_pair()
+    prompts, params = random_prompts([1, 5, 33, 70]), SamplingParams(max_tokens=40)
+    drafted, counts, _ = pair.run(prompts, params)
+    plain, _, _ = pair.run(prompts, params, draft=False)
+    assert drafted == plain
+    assert {count for each in counts for count in each} >= {1, 2, 3}
+    for prompt, tokens in zip(prompts, plain, strict=True):
+        logits = forward(file, tensors, [*prompt, *tokens])[0][len(prompt) - 1 : -1]
+        assert tokens == np.argmax(logits, axis=-1).tolist()
