@@ -79,7 +79,10 @@ def generate(
     check_single(params, single=single)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
     served = _pieces(model, [prompts] if single else list(prompts), params, **options)
-    done, total = dict[int, Completion](), sum(one.n for one in _each(params, 1 if single else len(prompts)))
+    done, total = (
+        dict[int, Completion](),
+        sum(one.n for one in params_of_prompts(params, 1 if single else len(prompts))),
+    )
     # Closed here, not when it is collected: a traceback that somebody keeps would keep the pages too.
     with closing(served) as pieces, tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
         tokens, started = 0, time.perf_counter()
@@ -156,7 +159,7 @@ def make_requests(
     chat_options: Mapping[str, Any] | None = None,
 ) -> list[Request]:
     """Requests as the engine wants them, one for each completion, numbered in order. Arguments and errors are `generate`'s."""
-    each = _each(params, len(prompts))
+    each = params_of_prompts(params, len(prompts))
     if chat_options and not chat and not any(is_chat(prompt) for prompt in prompts):
         raise ParameterError("chat_options are for the chat template: pass chat=True, or messages in place of a text")
     if model.engine.imposed_acceptance is not None:
@@ -180,7 +183,7 @@ def make_requests(
     return requests
 
 
-def _each(params: Params, count: int) -> list[SamplingParams]:
+def params_of_prompts(params: Params, count: int) -> list[SamplingParams]:
     """The parameters of so many prompts. Raises ParameterError where they are for others."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count

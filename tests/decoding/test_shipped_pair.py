@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import dflash_jax as dj
-from dflash_jax.generation import make_requests
+from dflash_jax.generation import params_of_prompts
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 TOKENS = 64
@@ -62,10 +62,10 @@ def test_greedy_text_is_the_targets_own(model, prompts):
 @pytest.mark.parametrize(
     ("params", "came"), [({"max_tokens": 4}, "dict"), (["greedy"], "1, among them str"), (5, "int"), ([], "0")]
 )
-def test_bad_params_are_named_errors(model, params, came):
-    make = inspect.unwrap(make_requests)  # the test run checks annotations first
+def test_bad_params_are_named_errors(params, came):
+    checked = inspect.unwrap(params_of_prompts)  # the test run checks annotations first
     with pytest.raises(dj.ParameterError, match=f"one for each of 1 prompts, got {came}$"):
-        make(model, ["x"], params)
+        checked(params, 1)
 
 
 def test_sampled_text_is_the_seeds_own(model, prompts):
