@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dflash_jax.cli.info import plan
     from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
     from dflash_jax.errors import (
         CapacityError,
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     )
     from dflash_jax.generation import generate, stream
     from dflash_jax.interactive.chat import Chat
+    from dflash_jax.interactive.show import show
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
 
 _HOME = {
+    "cli.info": ("plan",),
     "completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
     "errors": (
         "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "DeviceError", "PairError", "ParameterError",
@@ -38,6 +41,7 @@ _HOME = {
     ),
     "generation": ("generate", "stream"),
     "interactive.chat": ("Chat",),
+    "interactive.show": ("show",),
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams",),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
@@ -47,7 +51,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 __all__ = [
     "AsyncEngine", "CapacityError", "Chat", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
     "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
-    "UnsupportedModelError", "agenerate", "astream", "generate", "load", "stream",
+    "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
 ]  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+_SHOWN = 60  # characters of a text where it is named
+
 
 @dataclass(frozen=True)
 class Stats:
@@ -61,6 +63,7 @@ class Completion:
       stats: where the time went.
       logprobs: one for each token where they were asked for, None otherwise.
       prompt_logprobs: where they were asked for, one for each token of the prompt, the first of which is None; None otherwise.
+      text_ends: for each token, how many characters of `text` were there with it: one that ends inside a character adds none.
 
     What has an entry for each token or cycle is not in its `repr`.
     """
@@ -76,6 +79,19 @@ class Completion:
     stats: Stats
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
+    text_ends: list[int] = field(default_factory=list, repr=False)
+
+    def __str__(self) -> str:
+        shown = repr(self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}...")
+        return (
+            f"{shown} ({len(self.token_ids)} tokens, {self.stats.tokens_per_cycle:.2f} per cycle, {self.finish_reason})"
+        )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: tokens coloured by where they came from, and what each cycle gained."""
+        from dflash_jax.text.completion_html import completion_html
+
+        return completion_html(self)
 
 
 @dataclass(frozen=True)

@@ -225,6 +225,7 @@ class Writer:
         p = request.params
         self.text = TextStream(model.tokenizer, p.stop, include_stop=p.include_stop, special=not p.skip_special_tokens)
         self.tokens: list[int] = []
+        self.ends: list[int] = []
         self.from_draft: list[bool] = []
         self.counts: list[int] = []
         self.drafts: list[tuple[int, int]] = []
@@ -255,7 +256,9 @@ class Writer:
             if params.logprobs is not None:
                 self.logprobs.append(TokenLogprob(token, update.logprobs[place][0], tuple(update.logprobs[place][1])))
             silent = silent_end and place == len(update.tokens) - 1
-            if not silent and self.text.add(token, watch=len(self.tokens) > params.min_tokens):
+            stopped = not silent and self.text.add(token, watch=len(self.tokens) > params.min_tokens)
+            self.ends.append(len(self.text.text))
+            if stopped:
                 reason, stop, self.stopped_by_text = "stop", self.text.found, True
                 break
         if reason is not None and self.text.finish(watch=len(self.tokens) > params.min_tokens):
@@ -294,11 +297,16 @@ class Writer:
             cached_tokens=self.cached,
             acceptance_by_position=acceptance_by_position(Counter(self.drafts)),
         )
+        whole = len(
+            self.text.text
+        )  # the last token has what waited for its end; a stop string takes back what others had
+        ends = [min(end, whole) for end in self.ends[:-1]] + [whole] * bool(self.ends)
         return Completion(
             text=self.text.text, token_ids=self.tokens, finish_reason=reason, stop_reason=stop,
             prompt_token_ids=list(self.request.prompt), acceptance_lengths=self.counts, from_draft=self.from_draft,
             seed=self.request.seed, stats=stats, logprobs=self.logprobs if self.request.params.logprobs is not None else None,
             prompt_logprobs=self.prompt_logprobs if self.request.params.prompt_logprobs is not None else None,
+            text_ends=ends,
         )  # fmt: skip
 
 

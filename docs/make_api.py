@@ -10,7 +10,7 @@ import dflash_kernels
 import dflash_jax as dj
 
 HERE = Path(__file__).parent
-FUNCTIONS = ("load", "generate", "stream", "agenerate", "astream")
+FUNCTIONS = ("load", "plan", "generate", "stream", "show", "agenerate", "astream")
 CLASSES = ("SamplingParams", "Model", "Chat", "AsyncEngine", "Completion", "Piece", "Stats", "TokenLogprob")
 HEAD = """# API
 

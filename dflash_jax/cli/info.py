@@ -23,6 +23,28 @@ from dflash_jax.text.tokenizer import tokenizer_notices
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
 
 
+class Plan(dict[str, Any]):
+    """Facts about what `load` would load: versions, device, models, pages, memory, how cycles run. As text they are what
+    `dflash-jax info` prints."""
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+
+def plan(path: str | Path | None = None, *, hashes: bool = False, **options: Unpack[LoadKeywords]) -> Plan:
+    """What `load` would do with these arguments, before a weight is read: a mapping that prints as `dflash-jax info` does.
+
+    Args:
+      path: as `load` takes it.
+      hashes: read every file of converted folders and compare it with what its conversion recorded.
+      **options: fields of `LoadOptions`.
+
+    Raises:
+      CheckpointError: a file is not what was recorded; otherwise what `load` raises before it reads weights.
+    """
+    return Plan(collect(path, hashes=hashes, **options))
+
+
 def collect(path: str | Path | None = None, *, hashes: bool = False, **options: Unpack[LoadKeywords]) -> dict[str, Any]:
     """Facts about what `dflash_jax.load` would load with these arguments. Raises what `load` raises before it reads weights.
 

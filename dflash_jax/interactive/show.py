@@ -1,0 +1,80 @@
+"""A text while it is made, where somebody looks: in place in a notebook, on stdout elsewhere."""
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from html import escape
+from typing import Any
+
+from dflash_jax.completion import Completion
+from dflash_jax.generation import stream
+from dflash_jax.model import Model
+from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.prompts import Prompt
+
+UPDATE_S = 0.05  # between two updates of a notebook's output
+
+
+def show(
+    model: Model,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    draft: bool = True,
+    chat: bool = False,
+    chat_options: Mapping[str, Any] | None = None,
+) -> Completion | None:
+    """Shows one prompt's text while it is made: in a notebook in place, with tokens coloured at the end, elsewhere on stdout.
+
+    Args:
+      as those of `generate`, for one prompt.
+
+    Returns:
+      The completion; None where an interrupt (Ctrl-C, a notebook's stop button) ended it, whose text stays as far as it was shown.
+
+    Raises:
+      PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
+    """
+    pieces = stream(model, [prompt], params, draft=draft, chat=chat, chat_options=chat_options)
+    update = _notebook()
+    text, shown = "", 0.0
+    try:
+        with closing(pieces):
+            for piece in pieces:
+                text += piece.text
+                if update is None:
+                    print(piece.text, end="", flush=True)
+                elif (now := time.monotonic()) - shown >= UPDATE_S and piece.completion is None:
+                    update(_plain(text))
+                    shown = now
+                if piece.completion is not None:
+                    if update is None:
+                        print(flush=True)
+                    else:
+                        update(piece.completion._repr_html_())
+                    return piece.completion
+    except KeyboardInterrupt:
+        if update is None:
+            print(flush=True)
+        else:
+            update(_plain(text))
+    return None
+
+
+def _plain(text: str) -> str:
+    return f'<pre style="white-space: pre-wrap">{escape(text)}</pre>'
+
+
+def _notebook() -> Callable[[str], None] | None:
+    """What replaces the output of a notebook's cell, by HTML; None where there is no notebook."""
+    if "IPython" not in sys.modules:  # a kernel has it
+        return None
+    from IPython import get_ipython
+    from IPython.display import HTML, display
+
+    shell = get_ipython()
+    if shell is None or getattr(shell, "kernel", None) is None:
+        return None
+    handle = display(HTML(""), display_id=True)
+    return None if handle is None else lambda html: handle.update(HTML(html))
