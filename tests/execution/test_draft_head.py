@@ -166,5 +166,7 @@ def test_published_pairs_that_are_measured_have_one(name: str) -> None:
         tables = weight_shapes(
             [(target, family_named(family)), (draft, family_named("dflash"))], jnp.dtype(jnp.bfloat16)
         )
-    # Only v1's proposals are the best rows of the target's head, and nothing else.
-    assert (HEAD_INDEX in tables["draft"]) == (draft.head is None and not draft.own_head)
+    # Only v1's proposals are the best rows of the target's head, and nothing else; gpt-oss is 2880 wide, no multiple of 128.
+    best_rows = draft.head is None and not draft.own_head
+    assert (HEAD_INDEX in tables["draft"]) == (best_rows and target.hidden_size % 128 == 0)
+    assert target.hidden_size % 128 == 0 or name == "gpt-oss-20b"
