@@ -68,7 +68,7 @@ def cycle(
     noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
 
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
-    lengths, odds, pack = jnp.where(live, setup.width, 0), None, None
+    lengths, odds, pack = None, None, None
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
         draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
@@ -104,6 +104,7 @@ def cycle(
 
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + places
+        lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         attend = PagedAttend(page_table, positions, lengths, pages.page_size, heads=heads)
         attend, cache = verifying(attend, pages, state.recurrent, live)

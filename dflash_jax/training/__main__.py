@@ -53,36 +53,20 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
+# Settings that a command line says by name, as it comes; taps are written in a form of their own.
+_SAID = (
+    "folder", "target_steps", "draft_steps", "target_rate", "draft_rate", "draft_kind", "optimizer", "loss", "seed",
+)  # fmt: skip
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
-    names = (
-        "folder",
-        "target_steps",
-        "draft_steps",
-        "target_rate",
-        "draft_rate",
-        "draft_kind",
-        "optimizer",
-        "loss",
-        "taps",
-        "seed",
-    )
-    return with_changes(PRESETS[options.preset], **{name: getattr(options, name) for name in names})
+    return with_changes(PRESETS[options.preset], **{name: getattr(options, name) for name in (*_SAID, "taps")})
 
 
 def reproduction(settings: Settings, preset: str) -> str:
     """The command line that asks for these settings."""
     words = ["python", "-m", "dflash_jax.training", "--out", "DIR", "--work", "WORKDIR", "--preset", preset]
-    for name in (
-        "folder",
-        "target_steps",
-        "draft_steps",
-        "target_rate",
-        "draft_rate",
-        "draft_kind",
-        "optimizer",
-        "loss",
-        "seed",
-    ):
+    for name in _SAID:
         if getattr(settings, name) != getattr(PRESETS[preset], name):
             words += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
     if settings.taps != PRESETS[preset].taps:
