@@ -75,6 +75,15 @@ def make_pages(
     return Pages(k, v, k_scale, v_scale)
 
 
+def pool_axes(pages: Pages) -> Pages:
+    """Along which axis each array of the pools holds key heads; -1 for latent rows, which are all heads'."""
+    if not pages.v:
+        return jax.tree.map(lambda _: -1, pages)
+    scales = 1 if pages.k_scale and pages.k_scale[0].ndim > 1 else 0
+    axes = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
+    return Pages(**{name: (axis,) * len(getattr(pages, name)) for name, axis in axes.items()})
+
+
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
     """Bytes one page takes over all layers of `config`, keys and values, and the scales of int8 keys."""
     specs = layer_specs(config, cache_dtype)

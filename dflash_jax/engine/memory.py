@@ -6,9 +6,10 @@ What cannot fit is refused with the numbers.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from dflash_jax.models.registry import layer_traits
 
 # Programs, libraries' handles, buffers between host and device, and what fragmentation wastes.
 _OVERHEAD_BYTES = 256 << 20
+# What NCCL keeps on each GPU for its channels to the others.
+_LINKS_BYTES = 1 << 30
 # Arrays of logits that are alive at a time in a sampling cycle: raw, scaled, noise, their sum, and the random bits behind them.
 _LOGITS = 6
 
@@ -65,12 +68,17 @@ class MemoryPlan:
         return self.free - self.weights - self.workspace - self.states - self.snapshots - self.pools
 
 
-def free_memory() -> int:
-    """Bytes that this process may still use on its first device; on a CPU the machine's memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_memory(devices: Sequence[Any] | None = None) -> int:
+    """Bytes that this process may still use on each of `devices`, of which None is the first; on a CPU the machine's memory.
+
+    Of several devices, what the fullest has, less what they need to reach one another.
+    """
+    devices = jax.local_devices()[:1] if devices is None else devices
+    found = [one.memory_stats() or {} for one in devices]
+    if all("bytes_limit" in stats for stats in found):
+        free = min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
+        return free - (_LINKS_BYTES if len(devices) > 1 else 0)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
 
 
 def workspace_bytes(

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.parallel.cut import Cut
+
 
 @dataclass(frozen=True)
 class Source:
@@ -68,12 +70,14 @@ class Parameter:
       sources: the tensors it is made of, in row order; all agree on every axis but the first.
       dtype: None for the model's dtype, otherwise the fixed dtype of this array.
       weights: that one of its numbers stands for: two in a byte of four-bit ones, none in a scale.
+      cut: what of it goes to which of several GPUs; None where each has all of it.
     """
 
     name: str
     sources: tuple[Source, ...]
     dtype: str | None = None
     weights: int = 1
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,9 +91,11 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1) -> Parameter:
+def single(
+    name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1, cut: Cut | None = None
+) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
-    return Parameter(name, (Source(source, shape),), dtype, weights)
+    return Parameter(name, (Source(source, shape),), dtype, weights, cut)
 
 
 def count(parameters: Sequence[Parameter]) -> int:
