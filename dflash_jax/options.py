@@ -118,7 +118,9 @@ FLAGS: dict[str, Flag] = {
     "draft_window": Flag(
         "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
     ),
-    "tp": Flag("GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int),
+    "tp": Flag(
+        "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }

@@ -44,9 +44,7 @@ class Incoming:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def place(
-    arrays: Iterable[Incoming], send: Callable[[str, np.ndarray], Any] | None = None
-) -> dict[str, jax.Array]:
+def place(arrays: Iterable[Incoming], send: Callable[[str, np.ndarray], Any] | None = None) -> dict[str, jax.Array]:
     """Fills all arrays and places them on the default device. Takes at most twice the largest array's bytes on the host.
 
     Raises whatever a part raises.

@@ -116,16 +116,16 @@ def shared_weights(
     return result
 
 
-def _derived(
-    config: DecoderConfig, family: Family, params: dict[str, Any], ranks: Ranks | None
-) -> dict[str, Any]:
+def _derived(config: DecoderConfig, family: Family, params: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
     """See `Family.derived`; ranks make theirs of what they have."""
     if ranks is None or family.derive is None:
         return family.derived(config, params)
     derive = partial(family.derived, _share(config, ranks))
     named = jax.eval_shape(derive, held(params))
     new = [name for name in named if name not in params]
-    made = ranks.each(lambda own: {name: array for name, array in derive(dict(own)).items() if name in new}, params, axis=0)
+    made = ranks.each(
+        lambda own: {name: array for name, array in derive(dict(own)).items() if name in new}, params, axis=0
+    )
     return {name: array for name, array in params.items() if name in named} | made
 
 
@@ -273,7 +273,8 @@ def _copied_head(
             return {}
         if ranks is None:
             return {HEAD_INDEX: _index(head)}
-        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=None if len(head) == config.vocab_size else 0)
+        axis = None if len(head) == config.vocab_size else 0
+        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
     return quantise_weights({SHARED_HEAD: head}, kind)
 
 

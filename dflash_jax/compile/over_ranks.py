@@ -1,7 +1,7 @@
 """A program over several GPUs: every rank runs it on its share, all in one `shard_map`.
 
-Weights are cut as their shardings say, page pools by key heads, and everything else is the same on every rank. Inside, a `Setup` is a
-rank's. What is donated comes back first, at the places where it was.
+Weights are cut as their shardings say, page pools by key heads, and everything else is the same on every rank. Inside, a `Setup` is
+a rank's. What is donated comes back first, at the places where it was.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,12 @@ def static_of_rank(static: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def over_ranks(
-    ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple, options: dict[str, Any] | None
+    ranks: Ranks,
+    function: Callable,
+    static: tuple,
+    donate: tuple[int, ...],
+    args: tuple,
+    options: dict[str, Any] | None,
 ) -> Any:
     """`jax.jit` of `function(*static, *args)` in which every rank runs it.
 

@@ -87,7 +87,7 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
     Raises:
       CapacityError: see `plan_memory`.
     """
-    ranks = engine.programs.ranks
+    free = free_memory(None if engine.programs.ranks is None else engine.programs.ranks.devices)
     target, draft = (one and share_config(one, engine.tp) for one in (engine.target, engine.draft))
     workspace = workspace_bytes(
         target, draft, engine.dtype,
@@ -95,7 +95,7 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
     )  # fmt: skip
     return plan_memory(
         weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
-        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(None if ranks is None else ranks.devices),
+        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free,
         state=engine.state_bytes, snapshots=state_snapshots,
     )  # fmt: skip
 

@@ -82,7 +82,9 @@ def _onto(
     """The stream with a product added, and its norm; the product of all ranks' shares."""
     if ranks_here() > 1:
         product = reduced(jnp.sum(dense_parts(x, projection.weight[...], **named), axis=0).astype(x.dtype))
-        return add_norm(product[None], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named)
+        return add_norm(
+            product[None], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
+        )
     return dense_onto(
         x, projection.weight[...], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
     )  # fmt: skip

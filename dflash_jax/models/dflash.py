@@ -155,7 +155,7 @@ class DFlash(nnx.Module):
         return scaled
 
     def logits(
-        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised
+        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised
     ) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
         out, targets = self._rows(hidden, head_weight)
@@ -168,7 +168,7 @@ class DFlash(nnx.Module):
         slots: Float[Array, "B G D"],
         places: int,
         anchor: Int[Array, "B"],
-        head_weight: Float[Array, "V Dt"] | Quantised,
+        head_weight: Float[Array, "F Dt"] | Quantised,
         embed_weight: Float[Array, "V Dt"] | Quantised,
         features: Float[Array, "B nD"],
     ) -> Block:
@@ -201,7 +201,7 @@ class DFlash(nnx.Module):
             out = jnp.tanh(out / c.logit_softcap) * c.logit_softcap
         return out, None if self.d2t is None else jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
 
-    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
+    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised) -> Int[Array, "..."]:
         """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
         rows = best_of_head(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...], self.head_rows)
         return rows if self.d2t is None else rows + self.d2t[...][rows]

@@ -83,7 +83,9 @@ def best_of_head(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantis
         return best_rows(x, weight)
     if x.dtype == jnp.float32:
         products = linear(x, weight)
-        return best_of_ranks(jnp.max(products, axis=-1), jnp.argmax(products, axis=-1).astype(jnp.int32), weight.shape[0])
+        return best_of_ranks(
+            jnp.max(products, axis=-1), jnp.argmax(products, axis=-1).astype(jnp.int32), weight.shape[0]
+        )
     rows = best_rows(x, weight)
     # Compared as rounded as within a rank: of equal ones the first is taken.
     products = jnp.sum(weight[rows].astype(jnp.float32) * x.astype(jnp.float32), axis=-1).astype(x.dtype)
@@ -441,7 +443,9 @@ def decoder_parameters(
         table += [
             single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)),
             Parameter(
-                f"{ours}attn.qkv_proj.weight", tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows), cut=heads
+                f"{ours}attn.qkv_proj.weight",
+                tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows),
+                cut=heads,
             ),
             single(f"{ours}attn.o_proj.weight", f"{attn}o_proj.weight", (d, n * h), cut=by_columns((n * h, n))),
         ]

@@ -92,7 +92,13 @@ class Parameter:
 
 
 def single(
-    name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1, cut: Cut | None = None
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    dtype: str | None = None,
+    *,
+    weights: int = 1,
+    cut: Cut | None = None,
 ) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
     return Parameter(name, (Source(source, shape),), dtype, weights, cut)

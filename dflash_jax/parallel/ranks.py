@@ -90,7 +90,10 @@ class Ranks:
 
     def each(self, function: Callable[[Any], Any], arrays: Any, *, axis: int | None) -> Any:
         """What every rank makes of its share of `arrays`, put side by side along `axis`; the same on all for None."""
-        inputs, result = jax.tree.map(lambda leaf: leaf.sharding.spec, arrays), self.whole if axis is None else self.along(axis)
+        inputs, result = (
+            jax.tree.map(lambda leaf: leaf.sharding.spec, arrays),
+            self.whole if axis is None else self.along(axis),
+        )
         shared = jax.shard_map(function, mesh=self.mesh, in_specs=(inputs,), out_specs=result.spec, check_vma=False)
         return jax.jit(shared)(arrays)
 
@@ -119,7 +122,7 @@ def local_ranks(count: int) -> Ranks | None:
 
 
 def share_config[C: DecoderConfig](config: C, ranks: int) -> C:
-    """A rank's share of a model: heads and the width of dense feed-forwards. Vocabulary, hidden width and experts are the whole's."""
+    """A rank's share of a model: of heads and of dense feed-forwards' width. All else, experts too, is as of the whole."""
     if ranks == 1:
         return config
     return replace(
