@@ -83,8 +83,7 @@ def spread(models: Sequence[tuple[DecoderConfig, Family]], shapes: Shapes, ranks
     for config, family in models:
         axes = _axes(config, family, shapes, ranks)
         result[family.role] = {
-            name: jax.tree.map(lambda leaf, axis=axes[name]: ranks.over(leaf.shape, leaf.dtype, axis), one)
-            for name, one in shapes[family.role].items()
+            name: jax.tree.map(partial(ranks.over, axis=axes[name]), one) for name, one in shapes[family.role].items()
         }
     return result
 
@@ -95,7 +94,7 @@ def _axes(
     """Along which axis each array is cut. What is made of others is made of cut rows, and has rows of its own."""
     cuts = {one.name: ranks.cut_of(one) for one in family.parameters(config)}
     axes: dict[str, int | None] = {name: None if cut is None else cut.axis for name, cut in cuts.items()}
-    made = dict.fromkeys(weights[family.role].keys() - axes.keys(), 0)
+    made: dict[str, int | None] = dict.fromkeys(weights[family.role].keys() - axes.keys(), 0)
     if HEAD_INDEX in made and _head(weights["target"]).shape[0] == config.vocab_size:
         made[HEAD_INDEX] = None
     return axes | made
@@ -104,13 +103,23 @@ def _axes(
 def shared_weights(
     models: Sequence[tuple[DecoderConfig, Family]], weights: Mapping[str, Mapping[str, Any]], ranks: Ranks
 ) -> dict[str, dict[str, Weight]]:
-    """A pair's declared arrays, whole and on the host, as `read_weights` gives them to ranks."""
-    result: dict[str, dict[str, Weight]] = {}
-    for config, family in models:
-        placed = {
+    """Declared arrays of a target and perhaps its drafter, whole and on the host, as `read_weights` gives them to ranks."""
+    placed = {
+        family.role: {
             one.name: ranks.placed(one, np.asarray(weights[family.role][one.name])) for one in family.parameters(config)
         }
-        result[family.role] = _derived(config, family, placed, ranks)
+        for config, family in models
+    }
+    return completed(models, placed, ranks)
+
+
+def completed(
+    models: Sequence[tuple[DecoderConfig, Family]], placed: Mapping[str, dict[str, Any]], ranks: Ranks
+) -> dict[str, dict[str, Weight]]:
+    """Declared arrays, cut for ranks, with what is made of them."""
+    result: dict[str, dict[str, Weight]] = {}
+    for config, family in models:
+        result[family.role] = _derived(config, family, placed[family.role], ranks)
         if family.role == "draft":
             result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], None, ranks)
     return result

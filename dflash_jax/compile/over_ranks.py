@@ -66,8 +66,8 @@ def over_ranks(
             return [], results
         alone = jax.tree.structure(results) == back_tree
         first, *rest = (results,) if alone else results
-        leaves = jax.tree.leaves(first)
-        return [leaves[place] for place in real_back], tuple(rest)
+        given_back = jax.tree.leaves(first)
+        return [given_back[place] for place in real_back], tuple(rest)
 
     # One name for programs of one function, as `jax.jit` gives it.
     shared = jax.shard_map(

@@ -68,17 +68,24 @@ class MemoryPlan:
         return self.free - self.weights - self.workspace - self.states - self.snapshots - self.pools
 
 
-def free_memory(devices: Sequence[Any] | None = None) -> int:
-    """Bytes that this process may still use on each of `devices`, of which None is the first; on a CPU the machine's memory.
+def free_memory() -> int:
+    """Bytes that this process may still use on its first device; on a CPU the machine's memory."""
+    return _free(jax.local_devices()[0])
 
-    Of several devices, what the fullest has, less what they need to reach one another.
-    """
-    devices = jax.local_devices()[:1] if devices is None else devices
-    found = [one.memory_stats() or {} for one in devices]
-    if all("bytes_limit" in stats for stats in found):
-        free = min(stats["bytes_limit"] - stats.get("bytes_in_use", 0) for stats in found)
-        return free - (_LINKS_BYTES if len(devices) > 1 else 0)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+
+def free_on_each(devices: Sequence[Any]) -> int:
+    """Bytes that this process may still use on each of several devices, as many as on the fullest, less what links them; on a CPU
+    the machine's memory in equal parts."""
+    if devices[0].platform == "cpu":
+        return _free(devices[0]) // len(devices)
+    return min(map(_free, devices)) - _LINKS_BYTES
+
+
+def _free(device: Any) -> int:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def workspace_bytes(

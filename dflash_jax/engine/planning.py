@@ -23,7 +23,7 @@ from dflash_jax.compile.device import local_device
 from dflash_jax.compile.programs import Programs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.engine.memory import MemoryPlan, free_memory, free_on_each, plan_memory, workspace_bytes
 from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import CapacityError, ParameterError
@@ -87,10 +87,11 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
     Raises:
       CapacityError: see `plan_memory`.
     """
-    free = free_memory(None if engine.programs.ranks is None else engine.programs.ranks.devices)
-    target, draft = (one and share_config(one, engine.tp) for one in (engine.target, engine.draft))
+    ranks = engine.programs.ranks
+    free = free_memory() if ranks is None else free_on_each(ranks.devices)
+    draft = None if engine.draft is None else share_config(engine.draft, engine.tp)
     workspace = workspace_bytes(
-        target, draft, engine.dtype,
+        share_config(engine.target, engine.tp), draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
     return plan_memory(

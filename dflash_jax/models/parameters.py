@@ -8,6 +8,7 @@ fused projection is its sources' rows one after the other and nothing is ever tr
 several projections in one tensor, each takes its runs of rows.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.parallel.cut import Cut
+from dflash_jax.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,11 @@ def to_huggingface(
 
 
 def init_params(
-    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32"
+    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32", *, ranks: Ranks | None = None
 ) -> dict[str, jax.Array]:
     """Random weights in the declared shapes, for training from scratch, tests and timing.
+
+    `ranks`: devices that share them; each draws its share, so that none has room for all of them.
 
     Norm weights are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
 
@@ -140,13 +144,20 @@ def init_params(
     params = {}
     for index, parameter in enumerate(parameters):
         kind = jnp.dtype(parameter.dtype or dtype)
-        leaf = parameter.name.rsplit(".", 1)[-1]
-        if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
-            params[parameter.name] = jnp.zeros(parameter.shape, kind)
-        elif len(parameter.shape) == 1 and leaf == "weight":
-            params[parameter.name] = jnp.ones(parameter.shape, kind)
-        else:
-            scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
-            normal = jax.random.normal(jax.random.fold_in(key, index), parameter.shape, kind)
-            params[parameter.name] = normal * jnp.asarray(scale, kind)
+        if ranks is None:
+            params[parameter.name] = _drawn(jax.random.fold_in(key, index), parameter, parameter.shape, kind)
+            continue
+        made = ranks.share_of(parameter, kind)
+        draw = functools.partial(_drawn, parameter=parameter, shape=made.shape, kind=kind)
+        params[parameter.name] = jax.jit(draw, out_shardings=made.sharding)(jax.random.fold_in(key, index))
     return params
+
+
+def _drawn(key: jax.Array, parameter: Parameter, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+    leaf = parameter.name.rsplit(".", 1)[-1]
+    if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
+        return jnp.zeros(shape, kind)
+    if len(parameter.shape) == 1 and leaf == "weight":
+        return jnp.ones(shape, kind)
+    scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
+    return jax.random.normal(key, shape, kind) * jnp.asarray(scale, kind)

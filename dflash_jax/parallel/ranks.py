@@ -1,14 +1,14 @@
 """The GPUs that share a model, and what each of them holds of its arrays."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
@@ -34,10 +34,10 @@ class Ranks:
     """Devices of one process that share a model: a mesh of one axis, whose programs are `compile.over_ranks`'s.
 
     Attributes:
-      mesh: of all of them, along `AXIS`.
+      mesh: of all of them, along `AXIS`; an abstract one of devices that are not here.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
     @property
     def count(self) -> int:
@@ -45,6 +45,7 @@ class Ranks:
 
     @property
     def devices(self) -> tuple[Any, ...]:
+        assert isinstance(self.mesh, Mesh), "an abstract mesh has no devices"
         return tuple(self.mesh.devices.flat)
 
     @cached_property
@@ -68,6 +69,12 @@ class Ranks:
             shape[cut.axis] = cut.width(self.count)
         return tuple(shape)
 
+    def share_of(self, parameter: Declared, dtype: Any) -> jax.ShapeDtypeStruct:
+        """The shape over all ranks of an array, with its sharding."""
+        cut = self.cut_of(parameter)
+        own = jax.ShapeDtypeStruct(self.own_shape(parameter), dtype)
+        return self.over(own, None if cut is None else cut.axis)
+
     def placed(self, parameter: Declared, array: np.ndarray) -> jax.Array:
         """An array of the host, cut, each rank's share on its device. It must not change while it travels."""
         cut = self.cut_of(parameter)
@@ -81,12 +88,11 @@ class Ranks:
         shape[cut.axis] *= self.count
         return jax.make_array_from_single_device_arrays(tuple(shape), self.along(cut.axis), shares)
 
-    def over(self, shape: Sequence[int], dtype: Any, axis: int | None) -> jax.ShapeDtypeStruct:
-        """The shape over all ranks of arrays that have `shape` on each, cut along `axis`."""
-        if axis is None:
-            return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=self.whole)
-        wide = [size * (self.count if at == axis else 1) for at, size in enumerate(shape)]
-        return jax.ShapeDtypeStruct(tuple(wide), dtype, sharding=self.along(axis))
+    def over(self, share: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+        """The shape over all ranks of arrays that have this one on each, cut along `axis`; None: all have all of it."""
+        wide = [size * (self.count if at == axis else 1) for at, size in enumerate(share.shape)]
+        sharding = self.whole if axis is None else self.along(axis)
+        return jax.ShapeDtypeStruct(tuple(wide), share.dtype, sharding=sharding)
 
     def each(self, function: Callable[[Any], Any], arrays: Any, *, axis: int | None) -> Any:
         """What every rank makes of its share of `arrays`, put side by side along `axis`; the same on all for None."""
