@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
+    from dflash_jax.structured import Structured
 
 _HOME = {
     "cli.info": ("plan",),
@@ -45,13 +46,14 @@ _HOME = {
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams",),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
+    "structured": ("Structured",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AsyncEngine", "CapacityError", "Chat", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
-    "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
-    "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
+    "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "Structured", "TokenLogprob",
+    "TokenizerError", "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
 ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, no_type_check
 
 from dflash_jax.errors import ParameterError
 from dflash_jax.options import as_flag, as_integer, as_number
+from dflash_jax.structured import Structured
 
 if TYPE_CHECKING:
     from dflash_jax.model import Model
@@ -22,7 +23,8 @@ _OTHER_NAMES = {
     "max_new_tokens": "max_tokens", "max_length": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens",
     "min_new_tokens": "min_tokens", "eos_token_id": "stop_token_ids", "eos_token_ids": "stop_token_ids", "stop_strings": "stop",
     "do_sample": "temperature", "top_logprobs": "logprobs", "sequence_bias": "logit_bias", "bad_words_ids": "bad_words",
-    "allowed_tokens": "allowed_token_ids", "num_return_sequences": "n",
+    "allowed_tokens": "allowed_token_ids", "num_return_sequences": "n", "response_format": "structured",
+    "guided_json": "structured", "guided_regex": "structured", "guided_choice": "structured", "guided_grammar": "structured",
 }  # fmt: skip
 
 
@@ -81,6 +83,8 @@ class SamplingParams:
       bad_words: texts, or sequences of ids, that do not come: their last token is not chosen where the text ends with the others. A
         text stands for its tokens at the beginning of a text and after a space; what other tokens may spell it is not looked for.
       n: completions of each prompt, which is then in a list; the i-th has seed + i. `generate` gives them side by side.
+      structured: what the text has to be, a `Structured` or a mapping with one of its names; None for anything.
+      structured_outputs: `structured` by vLLM's name.
       include_stop_str_in_output: `include_stop` by vLLM's name; ask for it by its own.
 
     Raises:
@@ -109,9 +113,11 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     n: int = 1
+    structured: Structured | Mapping[str, Any] | None = None
+    structured_outputs: InitVar[Structured | Mapping[str, Any] | None] = None
     include_stop_str_in_output: InitVar[bool | None] = None
 
-    def __post_init__(self, include_stop_str_in_output):
+    def __post_init__(self, structured_outputs, include_stop_str_in_output):
         if include_stop_str_in_output is not None:
             self._include(include_stop_str_in_output)
         if as_integer(self.top_k) == -1:
@@ -154,6 +160,7 @@ class SamplingParams:
             if (flag := as_flag(getattr(self, name))) is None:
                 raise ParameterError(f"{name} must be True or False, got {getattr(self, name)!r}")
             object.__setattr__(self, name, flag)
+        self._structure(structured_outputs)
 
     @classmethod
     def from_model(cls, model: "Model", **changes) -> "SamplingParams":
@@ -224,6 +231,23 @@ class SamplingParams:
             "bad_words must be a list of texts that are not empty, or of lists of token ids of at least 0, "
             f"got {self.bad_words!r:.200}"
         )
+
+    def _structure(self, named) -> None:
+        """Takes `structured`, be it by vLLM's name, and refuses what could leave no token of its grammar's."""
+        if named is not None and self.structured is not None:
+            raise ParameterError("structured and structured_outputs are one thing: give one of them")
+        given = self.structured if named is None else named
+        if given is None:
+            return
+        object.__setattr__(self, "structured", Structured.of(given))
+        besides = {
+            "min_tokens": self.min_tokens > 0, "ignore_eos": self.ignore_eos, "bad_words": bool(self.bad_words),
+            "allowed_token_ids": self.allowed_token_ids is not None,
+        }  # fmt: skip
+        if wrong := [name for name, there in besides.items() if there]:
+            raise ParameterError(
+                f"{wrong[0]} cannot be beside structured: its text is what it says, and ends where it says"
+            )
 
     def _include(self, value) -> None:
         """Takes `include_stop` by vLLM's name."""

@@ -175,6 +175,10 @@ class Resources:
             )
         if request.adjusts:
             self._check_adjustments(request)
+        if params.structured is not None and request.grammar is None:
+            raise ParameterError(
+                "structured needs a grammar over the model's tokens: give the request model.grammars.compiled of it"
+            )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
