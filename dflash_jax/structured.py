@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from dflash_jax.errors import ParameterError
 
@@ -66,7 +66,7 @@ class Structured:
         return f"Structured({self.form.kind}={self.form.text!r:.80})"
 
     @classmethod
-    def of(cls, value: Any) -> Self:
+    def of(cls, value: Any) -> "Structured":
         """From one of these, or from a mapping with one of their names, as it comes from JSON. Raises ParameterError."""
         if isinstance(value, cls):
             return value
