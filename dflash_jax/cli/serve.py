@@ -9,6 +9,7 @@ from dflash_jax.engine.requests import MODES
 from dflash_jax.model import Model, load
 from dflash_jax.serving.app import ServeOptions
 from dflash_jax.serving.server import serve
+from dflash_jax.text.grammars import installed
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -32,7 +33,8 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
         for notice in model.notices:
             note(notice)
         if not args.no_warmup:
-            model.warmup(modes=MODES, draft=(model.draft is not None,))
+            # Nobody can ask for the last mode without llguidance.
+            model.warmup(modes=MODES if installed() else MODES[:-1], draft=(model.draft is not None,))
         return model
 
     serve(
