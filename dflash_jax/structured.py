@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, no_type_check
 
 from dflash_jax.errors import ParameterError
 
@@ -13,6 +13,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 64  # of a schema's objects and lists within each other
 MAX_CHOICES = 1024
+# Between the parts of a JSON document: a model that writes nothing else would never come to an end.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class _Form:
     text: str
 
 
+@no_type_check  # it checks what it is given: what is wrong is a ParameterError, whoever else watches types
 @dataclass(frozen=True, init=False)
 class Structured:
     """What a text has to be, by exactly one of the names that vLLM's `StructuredOutputsParams` has.

@@ -16,7 +16,6 @@ from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import FIELDS as STRUCTURE_FIELDS
 from dflash_jax.serving.structure import refused as structure_refused
 from dflash_jax.serving.structure import structure_of
-from dflash_jax.structured import Structured
 from dflash_jax.text.prompts import is_chat, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
 
@@ -198,7 +197,7 @@ def _grammar(model: Model, ask: Ask) -> Grammar | None:
     if ask.params.structured is None:
         return None
     try:
-        return model.grammars.compiled(Structured.of(ask.params.structured))
+        return model.grammars.compiled(ask.params.structured)
     except ParameterError as error:
         raise structure_refused(ask.structured_by or "structured_outputs", error) from None
 
@@ -232,18 +231,8 @@ def _ask(
     usage = "end" if _flag(told, "include_usage") else None
     usage = "always" if usage and _flag(told, "continuous_usage_stats") else usage
     ids = _flag(body, "return_tokens_as_token_ids")
-    return Ask(
-        prompts,
-        params,
-        most,
-        None if seed is None else seed % 2**64,
-        n,
-        stream,
-        usage,
-        ids,
-        options or {},
-        structured_by=by,
-    )
+    seed = None if seed is None else seed % 2**64
+    return Ask(prompts, params, most, seed, n, stream, usage, ids, options or {}, structured_by=by)
 
 
 def _messages(value: Any, template: str) -> list[dict[str, Any]]:

@@ -47,12 +47,13 @@ def chat_with_tools(
         )  # fmt: skip
     ask = chat_ask({name: value for name, value in body.items() if name not in _FIELDS}, template or None, defaults)
     if (functions := functions_of(tools, body.get("tool_choice", "auto"))) is not None:
-        ask = _calling(ask, tool_parser_of(tool_parser, template), functions, one_call=one_call)
+        several = not one_call and body["tool_choice"] == "required"
+        ask = _calling(ask, tool_parser_of(tool_parser, template), functions, several=several)
     told: dict[str, Any] = vars(ask) | {"chat_options": ask.chat_options | ({"tools": tools} if tools else {})}
     return ChatAsk(**told, tools=tools, one_call=one_call)
 
 
-def _calling(ask: Ask, form: str, functions: Sequence[Mapping[str, Any]], *, one_call: bool) -> Ask:
+def _calling(ask: Ask, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool) -> Ask:
     """`ask` with an answer that has to be a call of one of these functions, or several of them."""
     if form == "none":
         raise Problem(
@@ -64,7 +65,7 @@ def _calling(ask: Ask, form: str, functions: Sequence[Mapping[str, Any]], *, one
             400, f"tool_choice and {ask.structured_by} both say what the text is: give one of them", param="tool_choice",
             code="invalid_value",
         )  # fmt: skip
-    grammar = call_grammar(form, functions, several=not one_call and len(functions) > 1)
+    grammar = call_grammar(form, functions, several=several)
     try:
         params = replace(ask.params, structured=Structured(grammar=grammar))
     except ParameterError as error:

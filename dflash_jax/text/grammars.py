@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -11,12 +11,10 @@ import jax
 
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.errors import ParameterError, TokenizerError
-from dflash_jax.structured import Structured
+from dflash_jax.structured import WHITE_SPACE, Structured
 from dflash_jax.text.tokenizer import Tokenizer
 
 MOST_KEPT = 128
-# A model that writes nothing but white space would never come to an end.
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
 class Grammars:
@@ -34,14 +32,14 @@ class Grammars:
         self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
         self._lock = Lock()
 
-    def compiled(self, wanted: Structured) -> Grammar:
+    def compiled(self, given: Structured | Mapping[str, Any]) -> Grammar:
         """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second.
 
         Raises:
           ParameterError: llguidance is not installed, or takes no such grammar, with what it says of it.
           TokenizerError: the model has no tokenizer, or one that llguidance cannot read.
         """
-        llguidance = _installed()
+        llguidance, wanted = _installed(), Structured.of(given)
         with self._lock:
             if (found := self._kept.get(wanted)) is not None:
                 self._kept.move_to_end(wanted)

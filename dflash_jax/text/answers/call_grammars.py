@@ -1,11 +1,12 @@
-"""Grammars of answers that have to call a tool, in the forms that the parsers beside this file read. As texts in llguidance's form of
-Lark, where `%json` is a document of a schema."""
+"""Grammars of answers that have to call a tool, in the forms that the parsers beside this file read. They are texts in llguidance's
+form of Lark, where `%json` is a document of a schema."""
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.structured import quoted
+from dflash_jax.structured import WHITE_SPACE, quoted
+from dflash_jax.text.answers.qwen3_xml import kind_of
 
 _TEXT_END = "\n</parameter>\n"
 
@@ -56,10 +57,11 @@ def _value(told: Any, shared: Mapping[str, Any]) -> str:
     listed = schema.get("enum")
     if isinstance(listed, list) and listed and all(isinstance(one, str) and one for one in listed):
         return f"({' | '.join(map(quoted, listed))}) {quoted(_TEXT_END)}"
-    if schema.get("type", "string") == "string" and not {"anyOf", "oneOf", "allOf", "$ref"} & schema.keys():
+    if kind_of(told) == "string" and "$ref" not in schema:
         return "text_value"
-    return f"{_json(dict(schema) | shared)} {quoted(_TEXT_END)}"
+    return f"{_json({**schema, **shared})} {quoted(_TEXT_END)}"
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
+    bounded = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    return f"%json {json.dumps(bounded, ensure_ascii=False)}"
