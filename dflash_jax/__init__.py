@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
-    from dflash_jax.structured import Structured
+    from dflash_jax.text.structured import Structured
 
 _HOME = {
     "cli.info": ("plan",),
@@ -46,7 +46,7 @@ _HOME = {
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams",),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
-    "structured": ("Structured",),
+    "text.structured": ("Structured",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, no_type_check
 
 from dflash_jax.errors import ParameterError
 from dflash_jax.options import as_flag, as_integer, as_number
-from dflash_jax.structured import Structured
+from dflash_jax.text.structured import Structured
 
 if TYPE_CHECKING:
     from dflash_jax.model import Model

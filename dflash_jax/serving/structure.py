@@ -6,7 +6,7 @@ from typing import Any
 
 from dflash_jax.errors import ParameterError
 from dflash_jax.serving.problems import Problem
-from dflash_jax.structured import Structured
+from dflash_jax.text.structured import Structured
 
 # vLLM's older names, each with the one that it has become.
 _OLDER = {

@@ -9,9 +9,9 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.serving.bodies import Ask, chat_ask, shown
 from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import functions_of, refused
-from dflash_jax.structured import Structured
 from dflash_jax.text.answers.call_grammars import call_grammar
 from dflash_jax.text.answers.choice import ToolParser, tool_parser_of
+from dflash_jax.text.structured import Structured
 from dflash_jax.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
