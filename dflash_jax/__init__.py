@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from dflash_jax.interactive.chat import Chat
     from dflash_jax.interactive.show import show
     from dflash_jax.model import Model, load
-    from dflash_jax.sampling_params import SamplingParams
+    from dflash_jax.sampling_params import SamplingParams, Structured
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
-    from dflash_jax.text.structured import Structured
 
 _HOME = {
     "cli.info": ("plan",),
@@ -44,9 +43,9 @@ _HOME = {
     "interactive.chat": ("Chat",),
     "interactive.show": ("show",),
     "model": ("Model", "load"),
-    "sampling_params": ("SamplingParams",),
+    "sampling_params": ("SamplingParams", "Structured"),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
-    "text.structured": ("Structured",),
+
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

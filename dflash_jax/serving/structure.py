@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.errors import ParameterError
+from dflash_jax.sampling_params import Structured
 from dflash_jax.serving.problems import Problem
-from dflash_jax.text.structured import Structured
 
 # vLLM's older names, each with the one that it has become.
 _OLDER = {

@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from dflash_jax.errors import ParameterError
+from dflash_jax.sampling_params import Structured
 from dflash_jax.serving.bodies import Ask, chat_ask, shown
 from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import functions_of, refused
 from dflash_jax.text.answers.call_grammars import call_grammar
 from dflash_jax.text.answers.choice import ToolParser, tool_parser_of
-from dflash_jax.text.structured import Structured
 from dflash_jax.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128

@@ -11,7 +11,7 @@ import jax
 
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.errors import ParameterError, TokenizerError
-from dflash_jax.text.structured import WHITE_SPACE, Structured
+from dflash_jax.sampling_params import WHITE_SPACE, Structured
 from dflash_jax.text.tokenizer import Tokenizer
 
 MOST_KEPT = 128

@@ -5,8 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_jax.sampling_params import WHITE_SPACE, quoted
 from dflash_jax.text.answers.qwen3_xml import kind_of
-from dflash_jax.text.structured import WHITE_SPACE, quoted
 
 _TEXT_END = "\n</parameter>\n"
 
