@@ -1,7 +1,7 @@
 """What grammars and penalties cost a cycle: the same users with and without them.
 
     python benchmarks/structured.py                     # the shipped pair: real texts under a JSON schema
-    python benchmarks/structured.py --shapes qwen3-4b-b16
+    python benchmarks/structured.py --shapes qwen3-4b
 
 Greedy requests of one length, the whole block verified, time of the device's calls over their cycles, compilation excluded. Random
 weights follow no grammar: with `--shapes` cycles are told what they gain, and the host walks along a path that is valid to its end
