@@ -3,6 +3,9 @@
     python benchmarks/train_drafters.py --kinds v1
     python benchmarks/train_drafters.py --kinds dflash2
     python benchmarks/train_drafters.py --kinds dspark
+    python benchmarks/train_drafters.py --start shipped --rate 1e-3 --seed 1
+
+The last goes on from the weights of the drafter that ships: what a kind adds begins silent, so that all begin with its drafts.
 
 Needs no network: prompts are passages of the Python files that are installed, of those which the target was not trained on, and
 the target continues them. Everything is kept in `--work`: a second call goes on where the first was stopped, one for another kind
@@ -104,7 +107,8 @@ def trained(options: argparse.Namespace, settings: Settings, clock: Clock) -> Pa
         f"{jax.devices()[0].device_kind}; {len(chosen)} of {len(files)} files are prompts'; {flops(settings):.2e} FLOP a step"
     )
     data = roll_out(settings, target, encode_files(tokenizer, chosen), work / "rollouts", clock)
-    draft = half(train_drafter(settings, target, data, work / f"drafter-{settings.draft_kind}", clock))
+    start = open_checkpoint(shipped_pair() / "draft").load("float32") if options.start == "shipped" else {}
+    draft = half(train_drafter(settings, target, data, work / f"drafter-{settings.draft_kind}", clock, start=start))
     folder = work / settings.draft_kind
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", draft_json(settings))
@@ -168,6 +172,9 @@ def main() -> int:
     parser.add_argument("--loss", choices=("decay", "dpace"), default="dpace")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rank", type=int, default=64, help="of a head's vectors")
+    parser.add_argument(
+        "--start", choices=("random", "shipped"), default="random", help="of weights that v1 has as well"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fewer", type=int, default=2, help="divides the number of continuations")
     parser.add_argument("--small", action="store_true", help="few rows, short ones: for a look on a CPU")
@@ -192,6 +199,7 @@ def main() -> int:
         result = {
             "title": title(settings.draft_config), "weights": count(dflash_parameters(settings.draft_config)),
             "steps": settings.draft_steps, "ms": took, "loss": settings.loss, "optimizer": settings.optimizer,
+            "start": options.start,
             "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
         }  # fmt: skip
         write_json(options.work / f"{kind}.json", result)

@@ -62,7 +62,10 @@ class Model:
         drafter = "no drafter" if self.draft is None else f"a drafter with blocks of {self.draft.block_size}"
         requests = "1 request" if self.engine.max_batch == 1 else f"{self.engine.max_batch} requests"
         most = f"up to {requests} of {self.engine.max_model_len} tokens"
-        return f"Model({self.name!r}: {self.engine.dtype}, {size(self.memory.weights)} of weights, {drafter}, {most})"
+        weights = f"{size(self.memory.weights)} of weights"
+        if self.engine.tp > 1:
+            weights += f" on each of {self.engine.tp} devices"
+        return f"Model({self.name!r}: {self.engine.dtype}, {weights}, {drafter}, {most})"
 
     @property
     def target(self) -> DecoderConfig:
@@ -199,7 +202,7 @@ def load(
         with named_memory_errors("weights were loaded"):
             engine.weights = read_weights(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
-                rows=cycle_rows(asked.max_batch, engine.draft),
+                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks,
             )  # fmt: skip
     except BaseException:
         drop(compiled)

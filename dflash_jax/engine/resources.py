@@ -14,6 +14,7 @@ from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
 from dflash_jax.cache.recurrent import make_states, state_bytes
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
+from dflash_jax.compile.over_ranks import share_pools
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -26,6 +27,7 @@ from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.parallel.ranks import pool_config, share_config
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -116,10 +118,17 @@ class Resources:
         return replace(self)
 
     @property
+    def tp(self) -> int:
+        """Devices that share the models."""
+        return 1 if self.programs.ranks is None else self.programs.ranks.count
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page of both models."""
-        target = page_bytes(self.target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
-        return target + (0 if self.draft is None else page_bytes(self.draft, self.page_size, self.dtype))
+        """Bytes of one page of both models, of what each device holds of it."""
+        target, draft = self.target, self.draft
+        theirs = 0 if draft is None else page_bytes(share_config(draft, self.tp), self.page_size, self.dtype)
+        target = share_config(target, self.tp)
+        return theirs + page_bytes(target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -229,7 +238,7 @@ class Resources:
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
-            imposed_acceptance=None if drafter is None else self.imposed_acceptance,
+            imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
         )  # fmt: skip
 
     @property
@@ -302,13 +311,23 @@ class Resources:
 
     def pool_shapes(self) -> tuple[Pages, Pages]:
         """The page pools' shapes in place of the arrays."""
-        return jax.eval_shape(self._make_pools)
+        return jax.eval_shape(self._zeroed_pools)
 
     def _make_pools(self) -> tuple[Pages, Pages]:
+        if self.programs.ranks is None:
+            return self._zeroed_pools()
+        # Made where they stay: no device has room for all.
+        shardings = share_pools(self.programs.ranks, self.pool_shapes())
+        return jax.jit(self._zeroed_pools, out_shardings=shardings)()
+
+    def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
+        target, draft = pool_config(self.target, self.tp), self.draft
         return (
-            make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
-            Pages((), ()) if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
+            make_pages(target, self.num_pages, self.page_size, self.dtype, **options),
+            Pages((), ())
+            if draft is None
+            else make_pages(pool_config(draft, self.tp), self.num_pages, self.page_size, self.dtype),
         )
 
     def lose_pools(self) -> None:

@@ -8,6 +8,7 @@ fused projection is its sources' rows one after the other and nothing is ever tr
 several projections in one tensor, each takes its runs of rows.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from dflash_jax.parallel.cut import Cut
+from dflash_jax.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,14 @@ class Parameter:
       sources: the tensors it is made of, in row order; all agree on every axis but the first.
       dtype: None for the model's dtype, otherwise the fixed dtype of this array.
       weights: that one of its numbers stands for: two in a byte of four-bit ones, none in a scale.
+      cut: what of it goes to which of several GPUs; None where each has all of it.
     """
 
     name: str
     sources: tuple[Source, ...]
     dtype: str | None = None
     weights: int = 1
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,9 +93,17 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1) -> Parameter:
+def single(
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    dtype: str | None = None,
+    *,
+    weights: int = 1,
+    cut: Cut | None = None,
+) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
-    return Parameter(name, (Source(source, shape),), dtype, weights)
+    return Parameter(name, (Source(source, shape),), dtype, weights, cut)
 
 
 def count(parameters: Sequence[Parameter]) -> int:
@@ -117,9 +131,11 @@ def to_huggingface(
 
 
 def init_params(
-    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32"
+    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32", *, ranks: Ranks | None = None
 ) -> dict[str, jax.Array]:
     """Random weights in the declared shapes, for training from scratch, tests and timing.
+
+    `ranks`: devices that share them; each draws its share, so that none has room for all of them.
 
     Norm weights are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
 
@@ -128,13 +144,20 @@ def init_params(
     params = {}
     for index, parameter in enumerate(parameters):
         kind = jnp.dtype(parameter.dtype or dtype)
-        leaf = parameter.name.rsplit(".", 1)[-1]
-        if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
-            params[parameter.name] = jnp.zeros(parameter.shape, kind)
-        elif len(parameter.shape) == 1 and leaf == "weight":
-            params[parameter.name] = jnp.ones(parameter.shape, kind)
-        else:
-            scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
-            normal = jax.random.normal(jax.random.fold_in(key, index), parameter.shape, kind)
-            params[parameter.name] = normal * jnp.asarray(scale, kind)
+        if ranks is None:
+            params[parameter.name] = _drawn(jax.random.fold_in(key, index), parameter, parameter.shape, kind)
+            continue
+        made = ranks.share_of(parameter, kind)
+        draw = functools.partial(_drawn, parameter=parameter, shape=made.shape, kind=kind)
+        params[parameter.name] = jax.jit(draw, out_shardings=made.sharding)(jax.random.fold_in(key, index))
     return params
+
+
+def _drawn(key: jax.Array, parameter: Parameter, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+    leaf = parameter.name.rsplit(".", 1)[-1]
+    if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
+        return jnp.zeros(shape, kind)
+    if len(parameter.shape) == 1 and leaf == "weight":
+        return jnp.ones(shape, kind)
+    scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
+    return jax.random.normal(key, shape, kind) * jnp.asarray(scale, kind)

@@ -105,9 +105,18 @@ def initial_drafter(settings: Settings) -> Params:
 
 
 def train_drafter(
-    settings: Settings, target: Params, data: list[dict[str, np.ndarray]], folder: Path, clock: Clock
+    settings: Settings,
+    target: Params,
+    data: list[dict[str, np.ndarray]],
+    folder: Path,
+    clock: Clock,
+    *,
+    start: Params | None = None,
 ) -> Params:
     """Trains to `settings.draft_steps` from whatever `folder` holds; returns float32 weights.
+
+    Args:
+      start: weights to begin with where `folder` is empty, by name; those that it lacks are `initial_drafter`'s.
 
     Raises:
       Interrupted: the clock ran out; the state is in `folder`.
@@ -135,7 +144,7 @@ def train_drafter(
         state, metrics = jax.lax.scan(step, state, (first + jnp.arange(rates.shape[0]), rates))
         return state, jax.tree.map(jnp.mean, metrics)
 
-    params = initial_drafter(settings)
+    params = initial_drafter(settings) | {name: jnp.asarray(value) for name, value in (start or {}).items()}
     state = {"params": params, "moments": transform.init(params)}
     frozen, on_device = half(target), jax.tree.map(jnp.asarray, data)
     key = jax.random.fold_in(jax.random.key(settings.seed), 2)
