@@ -33,8 +33,9 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
         for notice in model.notices:
             note(notice)
         if not args.no_warmup:
-            # Nobody can ask for the last mode without llguidance.
-            model.warmup(modes=MODES if installed() else MODES[:-1], draft=(model.draft is not None,))
+            # Nobody can ask for the last mode without llguidance, nor where several GPUs share a model.
+            modes = MODES if installed() and model.engine.tp == 1 else MODES[:-1]
+            model.warmup(modes=modes, draft=(model.draft is not None,))
         return model
 
     serve(
