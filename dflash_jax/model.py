@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, cast, get_args
 
@@ -28,6 +29,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
 from dflash_jax.options import LoadKeywords, as_flag, as_integer, read_options, taking_options
+from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
@@ -73,6 +75,11 @@ class Model:
     def draft(self) -> DFlashConfig | None:
         return self.engine.draft
 
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What its texts may have to be; see `dflash_jax.Structured`."""
+        return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids)
+
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
         """`Stats.acceptance_by_position` over all requests so far."""
@@ -92,7 +99,7 @@ class Model:
 
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
-            logit_bias, allowed_token_ids and bad_words.
+            logit_bias, allowed_token_ids and bad_words; structured adds grammars.
           draft: with the drafter, without it, or both.
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.

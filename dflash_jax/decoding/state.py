@@ -47,7 +47,8 @@ class Setup:
 
     Attributes:
       target, draft: configurations; draft None is plain decoding.
-      mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words.
+      mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words;
+        structured adds grammars.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -195,7 +196,7 @@ class DecodeState:
       remaining: tokens that may still be emitted.
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
-      adjust: in mode adjusted what changes logits; None elsewhere.
+      adjust: in modes adjusted and structured what changes logits; None elsewhere.
     """
 
     pending: Int[Array, "B"]

@@ -184,6 +184,14 @@ class Resources:
             )
         if request.adjusts:
             self._check_adjustments(request)
+        if request.grammar is not None and self.tp > 1:
+            raise ParameterError(
+                f"structured asks the host in every cycle, which tp={self.tp} does not do: load with tp=1"
+            )
+        if params.structured is not None and request.grammar is None:
+            raise ParameterError(
+                "structured needs a grammar over the model's tokens: give the request model.grammars.compiled of it"
+            )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
