@@ -21,13 +21,13 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
-from dflash_jax.engine.cycle_costs import cycle_cost
+from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
-from dflash_jax.parallel.ranks import pool_config, share_config
+from dflash_jax.parallel.ranks import held, pool_config, share_config
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -252,13 +252,20 @@ class Resources:
             return VerifyPolicy(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
             chosen = self.verify_length in ("auto", "per_request")
-            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if chosen else None
+            cost = self._cycle_cost(self.draft) if chosen else None
             offered = self.draft.num_drafts + 1
             if self.verify_length == "per_request" and cost is not None:
                 self._lengths = PerRequestPolicy(offered, cost)
             else:
                 self._lengths = VerifyPolicy(offered, cost, self.verify_length)
         return self._lengths
+
+    def _cycle_cost(self, draft: DFlashConfig) -> CycleCost:
+        """What cycles cost each of the devices that share the models."""
+        if self.tp == 1:
+            return cycle_cost(self.target, draft, self.weights, self.draft_window)
+        own = {role: held(table) for role, table in self.weights.items()}
+        return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
 
     def verifying(self, setup: Setup, length: int) -> Setup:
         """What cycles are compiled for that verify so many tokens of each slot, or on average."""

@@ -9,13 +9,17 @@ from dflash_jax.models.registry import family_for, layer_traits
 from dflash_jax.options import LoadOptions
 
 
+def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: int) -> list[str]:
+    """Why so many devices cannot share a target and its drafter; none where they can."""
+    reasons = [f"the target: {reason}" for reason in _refusals(target, ranks)]
+    return reasons + ([] if draft is None else [f"the drafter: {reason}" for reason in _refusals(draft, ranks)])
+
+
 def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
     """Raises ParameterError, with every reason, where `options.tp` devices cannot share a target and its drafter."""
     if options.tp == 1:
         return
-    reasons = [f"the target: {reason}" for reason in _refusals(target, options.tp)]
-    if draft is not None:
-        reasons += [f"the drafter: {reason}" for reason in _refusals(draft, options.tp)]
+    reasons = sharing_refusals(target, draft, options.tp)
     kinds = (options.weight_dtype, options.draft_weight_dtype)
     if any(kind is not None for kind in kinds):
         reasons.append("weight_dtype and draft_weight_dtype are not there for several devices yet: leave them out")
@@ -31,15 +35,14 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     if traits.delta is not None:
         yield f"layers of {name} are gated delta nets, which no two devices share yet"
         return
-    if traits.attention == "latent":
-        yield f"attention of {name} keeps latent rows, which no two devices share yet"
-        return
-    if traits.experts is not None:
-        yield f"layers of {name} have experts, which no two devices share yet"
+    if traits.activation == "clamped_swiglu":
+        yield f"experts of {name} have biases, which no two devices share yet"
         return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
-    if traits.kv_heads % ranks and ranks % traits.kv_heads:
+    if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
         yield f"{traits.kv_heads} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
+    if traits.experts is not None and traits.experts.count % ranks:
+        yield f"{traits.experts.count} experts are no multiple of {ranks}"

@@ -11,7 +11,7 @@ call's shape, the stored weights and the device that is traced for. The plan kee
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -211,6 +211,8 @@ def choose(
       ranks: devices that share the weights; traits and call are those of a rank then.
     """
     refusals: list[Refusal] = []
+    if ranks > 1 and traits.experts is not None:
+        traits = replace(traits, experts=replace(traits.experts, count=traits.experts.count // ranks))
     if weights is None:
         reason = _blocks_refusal(traits, call, ranks)
         refusals += [] if reason is None else [Refusal("column_blocks", reason)]

@@ -10,8 +10,9 @@ several projections in one tensor, each takes its runs of rows.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -145,19 +146,35 @@ def init_params(
     for index, parameter in enumerate(parameters):
         kind = jnp.dtype(parameter.dtype or dtype)
         if ranks is None:
-            params[parameter.name] = _drawn(jax.random.fold_in(key, index), parameter, parameter.shape, kind)
+            params[parameter.name] = _drawn(
+                jax.random.fold_in(key, index), _law(parameter, kind), parameter.shape, kind
+            )
             continue
         made = ranks.share_of(parameter, kind)
-        draw = functools.partial(_drawn, parameter=parameter, shape=made.shape, kind=kind)
-        params[parameter.name] = jax.jit(draw, out_shardings=made.sharding)(jax.random.fold_in(key, index))
+        draw = _jitted_draw(_law(parameter, kind), made.shape, kind, made.sharding)
+        params[parameter.name] = draw(jax.random.fold_in(key, index))
     return params
 
 
-def _drawn(key: jax.Array, parameter: Parameter, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+@functools.cache
+def _jitted_draw(
+    law: float | str, shape: tuple[int, ...], kind: jnp.dtype, sharding: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """What draws each device's share: one program for all arrays that are alike."""
+    return jax.jit(functools.partial(_drawn, law=law, shape=shape, kind=kind), out_shardings=sharding)
+
+
+def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "ones"]:
+    """The deviation of a random array, or what it is all of."""
     leaf = parameter.name.rsplit(".", 1)[-1]
     if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
-        return jnp.zeros(shape, kind)
+        return "zeros"
     if len(parameter.shape) == 1 and leaf == "weight":
-        return jnp.ones(shape, kind)
-    scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
-    return jax.random.normal(key, shape, kind) * jnp.asarray(scale, kind)
+        return "ones"
+    return 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
+
+
+def _drawn(key: jax.Array, law: float | str, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+    if isinstance(law, str):
+        return jnp.zeros(shape, kind) if law == "zeros" else jnp.ones(shape, kind)
+    return jax.random.normal(key, shape, kind) * jnp.asarray(law, kind)

@@ -20,7 +20,7 @@ from dflash_jax.decoding.prefill import Caches, prefill_chunk
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.requests import empty_state
 from dflash_jax.models import family_named
-from dflash_jax.models.presets import DRAFTERS, TARGETS
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.parallel.collectives import AXIS
 from dflash_jax.parallel.ranks import Ranks
 
@@ -29,17 +29,23 @@ KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 MEETINGS = ("all_reduce", "all_gather")
 
 
-def pair(name: str) -> tuple[Any, Any]:
-    """A published target and drafter with two layers and one."""
-    target = replace(TARGETS[name], num_layers=2, windows=(None,) * 2)
-    drafter = replace(
-        DRAFTERS[f"{name}-DFlash-b16"], num_layers=1, windows=(None,), causal=(False,), target_layer_ids=(0, 1), num_target_layers=2
-    )  # fmt: skip
-    return target, drafter
+def cut_short(target: Any, draft: Any) -> tuple[Any, Any]:
+    """A published target and its drafter with two layers and one."""
+    target = replace(target, num_layers=2, windows=(None,) * 2)
+    taps: dict[str, Any] = {"target_layer_ids": (0, 1), "num_target_layers": 2}
+    return target, replace(draft, num_layers=1, windows=(None,), causal=(False,), **taps)
 
 
-def engine_of(target: Any, draft: Any, ranks: Ranks, slots: int) -> Engine:
-    models = [(target, family_named("qwen3")), (draft, family_named("dflash"))]
+# Family, target and drafter.
+MODELS: dict[str, tuple[str, Any, Any]] = {
+    "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
+    "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
+}  # fmt: skip
+
+
+def engine_of(name: str, ranks: Ranks, slots: int) -> Engine:
+    family, target, draft = MODELS[name]
+    models = [(target, family_named(family)), (draft, family_named("dflash"))]
     weights = spread(models, weight_shapes(models, BFLOAT16, rows=16 * slots, ranks=ranks), ranks)
     return Engine(target, draft, weights, BFLOAT16, max_model_len=512, max_batch=slots, programs=Programs(ranks=ranks))
 
@@ -53,15 +59,16 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     )
 
 
-@pytest.mark.few("1-2")
-@pytest.mark.parametrize("count", [2, 8])
-@pytest.mark.parametrize("slots", [1, 8])
-def test_programs_lower(slots, count):
+@pytest.mark.few("dense-1-2")
+@pytest.mark.parametrize(
+    ("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4)]
+)
+def test_programs_lower(name, slots, count):
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     ranks = Ranks(jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device))
     name_values_once()
     with jax.sharding.use_abstract_mesh(ranks.mesh):
-        engine = engine_of(*pair("Qwen3-8B"), ranks, slots)
+        engine = engine_of(name, ranks, slots)
         setup = engine.setup(mode="greedy", draft=True)
         state = jax.eval_shape(partial(empty_state, setup, slots, STOP_WIDTH, BFLOAT16), engine.pool_shapes())
         table, number = jax.ShapeDtypeStruct((slots, 8), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
