@@ -85,6 +85,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dflash-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if "DFLASH_JAX_TEST_PROGRAMS" not in os.environ:
+    os.environ["DFLASH_JAX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash-jax-test-programs-")
+    atexit.register(shutil.rmtree, os.environ["DFLASH_JAX_TEST_PROGRAMS"], ignore_errors=True)
 if importlib.util.find_spec("beartype") is not None:
     install_import_hook(CHECKED, "beartype.beartype")
     jaxtyping.jaxtyped = check_annotations
@@ -155,11 +158,37 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def programs_of_one_test() -> Iterator[None]:
-    """A command called in this process has programs kept on disk: the next test would not trace what it traces alone."""
+def programs_of_one_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are shared by all tests on a CPU but those of what keeps programs.
+
+    A command called in this process has programs kept in a folder of its own: the next test's are not.
+    """
+    module = sys.modules.get("dflash_jax.compile.programs")
+    if module is not None and request.path.parent.name != "compile" and not _for_gpu(request.config):
+        from .shared_programs import shared
+
+        module.Programs.stored = shared()
     yield
     if (module := sys.modules.get("dflash_jax.compile.programs")) is not None:
         module.Programs.stored = None
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """pytest's. A test that replaces what may be traced gets programs of its own from then on: nothing else tells them apart."""
+    replace = monkeypatch.setattr
+
+    def setattr_(target: Any, *rest: Any, **options: Any) -> None:
+        module = sys.modules.get("dflash_jax.compile.programs")
+        if module is not None and module.Programs.stored is not None:
+            from .shared_programs import traced
+
+            if traced(target):
+                module.Programs.stored = None
+        replace(target, *rest, **options)
+
+    monkeypatch.setattr = setattr_
+    return monkeypatch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -170,6 +199,10 @@ def few_mappings() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPPINGS:
         import jax
 
+        if (module := sys.modules.get("dflash_jax.compile.programs")) is not None:
+            from .shared_programs import shared
+
+            shared().called.clear()
         jax.clear_caches()
         gc.collect()
 
