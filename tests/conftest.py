@@ -199,7 +199,7 @@ def few_mappings() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPPINGS:
         import jax
 
-        if (module := sys.modules.get("dflash_jax.compile.programs")) is not None:
+        if "dflash_jax.compile.programs" in sys.modules:
             from .shared_programs import shared
 
             shared().called.clear()

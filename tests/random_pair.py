@@ -1,4 +1,7 @@
-"""Small random pairs: real architectures, sizes that compile in a second. Every layer is compiled in every program, so two and one."""
+"""Small random pairs: real architectures, sizes that compile in a second.
+
+Two layers and one: each is compiled again in every program.
+"""
 
 from dataclasses import replace
 

@@ -19,7 +19,6 @@ from dflash_jax.models import bind
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.sampling_params import SamplingParams
 
-
 WINDOWS = {"num_layers": 2, "windows": (4, 30), "causal": (True, False)}
 
 
