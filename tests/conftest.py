@@ -44,6 +44,8 @@ QUICK_COMPILING = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_optimization_level=1"
 )
+# Folders of tests that share programs.
+SHARING = ("decoding", "engine", "execution", "models")
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -159,12 +161,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def programs_of_one_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Programs are shared by all tests on a CPU but those of what keeps programs.
+    """Programs are shared by tests of engines and what they decode, on a CPU.
 
     A command called in this process has programs kept in a folder of its own: the next test's are not.
     """
     module = sys.modules.get("dflash_jax.compile.programs")
-    if module is not None and request.path.parent.name != "compile" and not _for_gpu(request.config):
+    if module is not None and request.path.parent.name in SHARING and not _for_gpu(request.config):
         from .shared_programs import shared
 
         module.Programs.stored = shared()
