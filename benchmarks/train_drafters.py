@@ -172,7 +172,9 @@ def main() -> int:
     parser.add_argument("--loss", choices=("decay", "dpace"), default="dpace")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rank", type=int, default=64, help="of a head's vectors")
-    parser.add_argument("--start", choices=("random", "shipped"), default="random", help="of weights that v1 has as well")
+    parser.add_argument(
+        "--start", choices=("random", "shipped"), default="random", help="of weights that v1 has as well"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fewer", type=int, default=2, help="divides the number of continuations")
     parser.add_argument("--small", action="store_true", help="few rows, short ones: for a look on a CPU")
@@ -196,8 +198,8 @@ def main() -> int:
         took = clock.log["drafter"]["seconds"] / settings.draft_steps * 1e3
         result = {
             "title": title(settings.draft_config), "weights": count(dflash_parameters(settings.draft_config)),
-            "steps": settings.draft_steps, "ms": took, "loss": settings.loss, "optimizer": settings.optimizer, "start": options.start,
-            "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
+            "steps": settings.draft_steps, "ms": took, "loss": settings.loss, "optimizer": settings.optimizer,
+            "start": options.start, "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
         }  # fmt: skip
         write_json(options.work / f"{kind}.json", result)
         clock.report(f"{kind}: {time.monotonic() - began:.0f} s in all")

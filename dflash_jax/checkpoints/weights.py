@@ -13,7 +13,7 @@ from jaxtyping import Array
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
-from dflash_jax.execution.draft_head import head_index, index_pays
+from dflash_jax.execution.draft_head import head_index, index_pays, lists
 from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
@@ -185,8 +185,7 @@ def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: Weigh
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if not _rounds(kind):
-        # Only v1's proposals are the best rows alone, which is what an index finds.
-        return {HEAD_INDEX: _index(head)} if config.head is None and index_pays(head) else {}
+        return {HEAD_INDEX: _index(head)} if lists(config.head) and index_pays(head) else {}
     return quantise_weights({SHARED_HEAD: head}, kind)
 
 

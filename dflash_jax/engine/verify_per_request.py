@@ -2,10 +2,12 @@
 each millisecond that so many rows are expected to take.
 
 Which proposals those are is settled on the device, cycle by cycle (`decoding.verify_budget`). Here only their number is chosen,
-from what the last cycles' proposals were worth, as a mean length: so many rows for each slot.
+from what the last cycles' proposals were worth, as a mean length: so many rows for each slot. Only cycles in which slots share rows
+say what a single proposal is worth: the whole block of all slots is verified as ever, and where nothing in between can pay, lengths
+are chosen as for `verify_length="auto"`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +17,13 @@ from dflash_jax.compile.programs import Status
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, Decision, Kind, VerifyPolicy
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice, Decision, Kind, VerifyPolicy
 
 # Cycles of a request that are looked back at, and cycles after which half of what they say of a proposal is forgotten.
 REMEMBERED = 8
 FORGETTING = 512.0
+# Cycles of whole blocks after which a request is looked at again.
+LOOK_AGAIN = 128
 
 
 class Recent(NamedTuple):
@@ -47,6 +51,7 @@ class PerRequestPolicy(VerifyPolicy):
         self.recent: dict[int, Recent] = {}
         self.running: Sequence[int] = ()
         self.now = 0
+        self.looking = False
 
     @property
     def shorter(self) -> Sequence[int]:
@@ -64,6 +69,8 @@ class PerRequestPolicy(VerifyPolicy):
 
     def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
         """See `VerifyPolicy.rates`."""
+        if not self.shared(costs):
+            return super().rates(kinds, costs, slots)
         count = sum(kinds.values())
         gains = best_gains(self._worths(count))
         most = len(gains) - 1
@@ -72,6 +79,32 @@ class PerRequestPolicy(VerifyPolicy):
             return 0.0 if length == 1 else float(gains[min(max(slots * length - count, 0), most)])
 
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
+
+    def shared(self, lengths: Iterable[int]) -> list[int]:
+        """Those of some lengths at which slots share rows."""
+        return [length for length in lengths if 1 < length < self.offered]
+
+    def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
+        """See `VerifyPolicy.choose`. Where a request is to be looked at, as many rows are shared as may be."""
+        costs = self.costs(slots, context)
+        chosen, shared = super().choose(kinds, slots, context, status), self.shared(costs)
+        self.looking = False
+        if not shared or not self._unseen(chosen.length):
+            return chosen
+        look = max(shared)
+        self.looking = status(look) == "compiled"
+        if self.looking:
+            self.current = look
+            return Choice(look, look)
+        at_most = costs[self.offered] - min(costs[length] for length in shared)
+        return chosen if chosen.wanted in shared else Choice(chosen.length, look, at_most / 1e3)
+
+    def _unseen(self, length: int) -> bool:
+        """Whether nothing is known of a running request, or nothing of late where so many tokens are whole blocks, which would not
+        tell."""
+        if any(ticket not in self.recent for ticket in self.running):
+            return True
+        return length == self.offered and any(self.now - recent.at >= LOOK_AGAIN for recent in self.recent.values())
 
     def next(
         self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status],
@@ -84,12 +117,14 @@ class PerRequestPolicy(VerifyPolicy):
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
         """See `VerifyPolicy.patience`: few where a request has not been seen, or not for long."""
+        if not 1 < self.current < self.offered:
+            return cycles if self.recent else super().patience(kinds, cycles)
         known = sum(self.now - recent.at < FORGETTING / 8 for recent in self.recent.values())
-        return min(cycles, FIRST_CYCLES) if self.current > 1 and known < sum(kinds.values()) else cycles
+        return min(cycles, FIRST_CYCLES) if self.looking or known < sum(kinds.values()) else cycles
 
     def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
-        """Counts cycles; of proposals `observe_drafts` is told."""
-        self.cycles[verified] += cycles
+        """See `VerifyPolicy.observe`; of proposals `observe_drafts` is told."""
+        super().observe(verified, accepted, cycles)
         self.now += cycles
 
     def observe_drafts(self, tickets: Mapping[int, int], emitted: Emitted) -> None:

@@ -9,7 +9,7 @@ from dflash_jax.decoding import cycle
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_per_request import PerRequestPolicy, best_gains
+from dflash_jax.engine.verify_per_request import LOOK_AGAIN, PerRequestPolicy, best_gains
 from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
     policy, rng = PerRequestPolicy(16, Rows()), np.random.default_rng(2)
     mixed = np.where(np.arange(32)[:, None] % 2, 4.0, -5.0) * np.ones(15)
     tickets = list(range(32))
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (16, FIRST_CYCLES)
+    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (12, FIRST_CYCLES)
     for _ in range(60):
         length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets).length
         gained = told(policy, mixed, length, rng)
@@ -188,3 +188,31 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
     estimate = pair.engine.verify_policy.estimate
     assert estimate is not None
     assert pair.engine.verify_policy.cycles.keys() == {3}
+
+
+def test_whole_blocks_are_plain_ones_and_requests_are_looked_at_before() -> None:
+    """Requests whose proposals all stand get whole blocks, which say nothing of single proposals, after a look and until the next;
+    where no length between pays, lengths are those of acceptance alone."""
+    policy, rng, tickets = PerRequestPolicy(16, Rows()), np.random.default_rng(3), [0, 1, 2, 3]
+    sure, stood = np.full((4, 15), 9.0), {"greedy": np.full(32, 15)}
+
+    def following(status=compiled):
+        return policy.next({"greedy": 4}, 4, 100.0, 32, status, tickets)
+
+    for _ in range(3):
+        assert (following().length in (12, 16)) and policy.current == (16 if policy.recent else 12)
+        told(policy, sure, 12, rng)
+    assert following()[:2] == (16, 32)
+    for _ in range(LOOK_AGAIN // 32):
+        policy.observe(16, stood, 32)
+    assert following()[:2] == (12, FIRST_CYCLES)
+    assert following(lambda length: "compiled" if length == 16 else "missing").length == 16
+
+    class Flat(Rows):
+        def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
+            return 3.0 if verified > 1 else 2.5
+
+    flat = PerRequestPolicy(16, Flat())
+    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 16
+    flat.observe(16, {"greedy": np.zeros(64, int)}, 64)
+    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 1
