@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-CHUNK = 32
-LONG = 1024  # shorter rows are compared as they are; so many candidates at most are compared, more are sorted
+CHUNK, LONG_CHUNK = 16, 64
+FEW = 512  # that are compared with each other at most; more are sorted
 
 
 def largest(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
@@ -15,38 +15,30 @@ def largest(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"
     No number can be among them whose chunk is not among the `count` chunks of the largest maxima, the first of equal ones: each of
     those holds one that comes before it.
     """
-    size = rows.shape[-1]
-    if count * CHUNK > LONG:
-        values, places = jax.lax.top_k(rows, count) if size <= count * CHUNK else _among_chunks(rows, count)
-        return values, places
-    if size <= LONG:
-        return _by_rank(rows, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), rows.shape), count)
-    return _among_chunks(rows, count)
-
-
-def _among_chunks(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
-    ends = [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % CHUNK)]
-    chunks = jnp.pad(rows, ends, constant_values=-jnp.inf).reshape(*rows.shape[:-1], -1, CHUNK)
+    size, chunk = rows.shape[-1], CHUNK if count * CHUNK <= FEW else LONG_CHUNK
+    if size <= max(FEW, 2 * count * chunk if chunk == LONG_CHUNK else 0):
+        return _ordered(rows, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), rows.shape), count)
+    ends = [(0, 0)] * (rows.ndim - 1) + [(0, -size % chunk)]
+    chunks = jnp.pad(rows, ends, constant_values=-jnp.inf).reshape(*rows.shape[:-1], -1, chunk)
     _, best = largest(jnp.max(chunks, axis=-1), count)
     inside = jnp.take_along_axis(chunks, best[..., None], axis=-2).reshape(*rows.shape[:-1], -1)
-    places = (best[..., None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)).reshape(inside.shape)
-    return _by_rank(inside, places, count)
+    places = (best[..., None] * chunk + jnp.arange(chunk, dtype=jnp.int32)).reshape(inside.shape)
+    return _ordered(inside, places, count)
 
 
-def _by_rank(
+def _ordered(
     values: Float[Array, "*R N"], places: Int[Array, "*R N"], count: int
 ) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
     """The largest values and their places, of equal ones those with the lower place."""
-    if values.shape[-1] > LONG:
+    if values.shape[-1] > FEW:
         # In the order of places, for sorts keep it.
         order = jnp.argsort(places, axis=-1)
-        values, places = (jnp.take_along_axis(each, order, axis=-1) for each in (values, places))
-        values, chosen = jax.lax.top_k(values, count)
-        return values, jnp.take_along_axis(places, chosen, axis=-1)
+        values, chosen = jax.lax.top_k(jnp.take_along_axis(values, order, axis=-1), count)
+        return values, jnp.take_along_axis(jnp.take_along_axis(places, order, axis=-1), chosen, axis=-1)
     other, its = values[..., None, :], places[..., None, :]
     ahead = (other > values[..., None]) | ((other == values[..., None]) & (its < places[..., None]))
     rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
     taken = rank[..., None, :] == jnp.arange(count)[:, None]
     # Of columns, not of values: NaN would be in every sum.
     columns = jnp.max(jnp.where(taken, jnp.arange(values.shape[-1], dtype=jnp.int32), 0), axis=-1)
-    return tuple(jnp.take_along_axis(each, columns, axis=-1) for each in (values, places))  # type: ignore[return-value]
+    return jnp.take_along_axis(values, columns, axis=-1), jnp.take_along_axis(places, columns, axis=-1)
