@@ -1,5 +1,7 @@
 """What a decode step or cycle takes at least on a GPU of this kind: bytes from memory, or products, whichever is longer."""
 
+import math
+
 import jax
 from card import card
 
@@ -9,12 +11,13 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import head_tables
+from dflash_jax.parallel.ranks import held_bytes, held_shape, share_config
 from dflash_jax.quantization.weights import rounds
 
 
 def stored(weights: object) -> int:
-    """Bytes of all arrays."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    """Bytes of all arrays, on each of the GPUs that share them."""
+    return held_bytes(weights)
 
 
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
@@ -23,7 +26,8 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
     Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals
     read. None with experts: how many of them tokens of random weights take is not known.
     """
-    target, drafter = engine.target, engine.draft
+    target = share_config(engine.target, engine.tp)
+    drafter = None if engine.draft is None else share_config(engine.draft, engine.tp)
     if getattr(target, "num_experts", 0):
         return None
     read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
@@ -50,7 +54,7 @@ def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, c
     # Matrix units multiply float8 by float8 at twice the rate, where weights round as many rows.
     halves = [1 if rounds(weight, rows) else 2 for weight in weights]
     matrices = sum(
-        leaf.size * half / 2
+        math.prod(held_shape(leaf)) * half / 2
         for weight, half in zip(weights, halves, strict=True)
         for leaf in jax.tree.leaves(weight)
         if leaf.ndim > 1

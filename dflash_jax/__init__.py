@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dflash_jax.interactive.chat import Chat
     from dflash_jax.interactive.show import show
     from dflash_jax.model import Model, load
-    from dflash_jax.sampling_params import SamplingParams
+    from dflash_jax.sampling_params import SamplingParams, Structured
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
 
 _HOME = {
@@ -43,15 +43,16 @@ _HOME = {
     "interactive.chat": ("Chat",),
     "interactive.show": ("show",),
     "model": ("Model", "load"),
-    "sampling_params": ("SamplingParams",),
+    "sampling_params": ("SamplingParams", "Structured"),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
+
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AsyncEngine", "CapacityError", "Chat", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
-    "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "TokenLogprob", "TokenizerError",
-    "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
+    "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "Structured", "TokenLogprob",
+    "TokenizerError", "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
 ]  # fmt: skip
 
 

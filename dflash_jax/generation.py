@@ -178,8 +178,9 @@ def make_requests(
             raise PromptError(f"prompts[{place}]: {error}") from None
         refused = refused_ids(model.tokenizer, model.name, one.bad_words)
         ids = one.shortened(ids, model.engine.max_model_len)
+        grammar = None if one.structured is None else model.grammars.compiled(one.structured)
         for choice in one.choices():
-            requests.append(Request(len(requests), ids, choice, model.eos_ids, refused=refused))
+            requests.append(Request(len(requests), ids, choice, model.eos_ids, refused=refused, grammar=grammar))
     return requests
 
 

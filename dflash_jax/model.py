@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, cast, get_args
 
@@ -28,6 +29,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
 from dflash_jax.options import LoadKeywords, as_flag, as_integer, read_options, taking_options
+from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
@@ -60,7 +62,10 @@ class Model:
         drafter = "no drafter" if self.draft is None else f"a drafter with blocks of {self.draft.block_size}"
         requests = "1 request" if self.engine.max_batch == 1 else f"{self.engine.max_batch} requests"
         most = f"up to {requests} of {self.engine.max_model_len} tokens"
-        return f"Model({self.name!r}: {self.engine.dtype}, {size(self.memory.weights)} of weights, {drafter}, {most})"
+        weights = f"{size(self.memory.weights)} of weights"
+        if self.engine.tp > 1:
+            weights += f" on each of {self.engine.tp} devices"
+        return f"Model({self.name!r}: {self.engine.dtype}, {weights}, {drafter}, {most})"
 
     @property
     def target(self) -> DecoderConfig:
@@ -69,6 +74,11 @@ class Model:
     @property
     def draft(self) -> DFlashConfig | None:
         return self.engine.draft
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What its texts may have to be; see `dflash_jax.Structured`."""
+        return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids)
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
@@ -89,7 +99,7 @@ class Model:
 
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
-            logit_bias, allowed_token_ids and bad_words.
+            logit_bias, allowed_token_ids and bad_words; structured adds grammars.
           draft: with the drafter, without it, or both.
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.
@@ -192,7 +202,7 @@ def load(
         with named_memory_errors("weights were loaded"):
             engine.weights = read_weights(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
-                rows=cycle_rows(asked.max_batch, engine.draft),
+                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks,
             )  # fmt: skip
     except BaseException:
         drop(compiled)

@@ -19,6 +19,7 @@ from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
+MOST_RANKS = 8
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 CacheDtype = Literal["fp8", "fp8_packed", "int8"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -117,6 +118,9 @@ FLAGS: dict[str, Flag] = {
     "draft_window": Flag(
         "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
     ),
+    "tp": Flag(
+        "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }
@@ -158,6 +162,9 @@ class LoadOptions:
         what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
+      tp: GPUs of this machine that share target and drafter (tensor parallelism); each holds its heads, its part of feed-forwards
+        and of the vocabulary, and keys of its heads. For models that do not fit one. With float32 weights drafting changes no text
+        for a given number; another number adds in another order.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -179,11 +186,12 @@ class LoadOptions:
     draft_weight_dtype: WeightDtype | None = None
     verify_length: int | str | None = None
     draft_window: int | None = None
+    tp: int = 1
     revision: str | None = None
     draft_revision: str | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("max_batch", 4096), ("page_size", 4096), ("num_pages", 2**31 - 1)):
+        for name, most in (("max_batch", 4096), ("page_size", 4096), ("num_pages", 2**31 - 1), ("tp", MOST_RANKS)):
             value = getattr(self, name)
             if not (name == "num_pages" and value is None):
                 object.__setattr__(self, name, _count(name, value, most))
@@ -232,6 +240,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_weight_dtype: WeightDtype | None
     verify_length: int | str | None
     draft_window: int | None
+    tp: int
     revision: str | None
     draft_revision: str | None
 

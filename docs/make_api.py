@@ -11,7 +11,17 @@ import dflash_jax as dj
 
 HERE = Path(__file__).parent
 FUNCTIONS = ("load", "plan", "generate", "stream", "show", "agenerate", "astream")
-CLASSES = ("SamplingParams", "Model", "Chat", "AsyncEngine", "Completion", "Piece", "Stats", "TokenLogprob")
+CLASSES = (
+    "SamplingParams",
+    "Structured",
+    "Model",
+    "Chat",
+    "AsyncEngine",
+    "Completion",
+    "Piece",
+    "Stats",
+    "TokenLogprob",
+)
 HEAD = """# API
 
 Written by `python docs/make_api.py` from the docstrings. `import dflash_jax as dj` is cheap and starts no device; names load what

@@ -44,6 +44,8 @@ QUICK_COMPILING = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1 "
     "--xla_backend_optimization_level=1"
 )
+# Devices that a CPU is taken for, by tests of several.
+RANKS = 8
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -141,6 +143,7 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["XLA_FLAGS"] = f"{flags} {QUICK_COMPILING}"
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
+        jax.config.update("jax_num_cpu_devices", RANKS)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,10 +10,20 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from dflash_jax.checkpoints.weights import reading_bytes, round_weights, stored_shapes, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import (
+    completed,
+    reading_bytes,
+    round_weights,
+    spread,
+    stored_shapes,
+    weight_bytes,
+    weight_shapes,
+)
 from dflash_jax.compile.device import local_device
+from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for
+from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.model import Model
@@ -28,6 +38,7 @@ from dflash_jax.models.presets import (
     TARGETS,
 )
 from dflash_jax.options import LoadKeywords, read_options
+from dflash_jax.parallel.ranks import local_ranks
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -160,10 +171,12 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     families = family_named(family), family_named("dflash")
     dtype = asked.dtype or "bfloat16"
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
-    rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind)
-    kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
+    check_sharing(target, draft, asked)
+    ranks = local_ranks(asked.tp)
+    rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
+    kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     engine = Engine(
-        target=target, draft=draft, weights=kept, dtype=kind,
+        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=Programs(ranks=ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window),
@@ -171,12 +184,15 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     memory = plan_for(engine, max(weight_bytes(stored), reading_bytes(stored, kept)), None)
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
-        role: init_params(table, jax.random.key(seed), dtype)
+        role: init_params(table, jax.random.key(seed), dtype, ranks=ranks)
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
-    weights["target"] = families[0].derived(target, weights["target"])
-    weights["draft"] = fuse_context_projection(draft, weights["draft"])
-    weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
+    if ranks is not None:
+        weights = completed(pair, weights, ranks)
+    else:
+        weights["target"] = families[0].derived(target, weights["target"])
+        weights["draft"] = fuse_context_projection(draft, weights["draft"])
+        weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = dataclasses.replace(
         engine, weights=weights, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots
     )

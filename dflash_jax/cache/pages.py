@@ -1,7 +1,7 @@
 """Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
 
 from dataclasses import dataclass, replace
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,15 @@ def make_pages(
     if cache_dtype == "int8":
         k_scale = tuple(jax.device_put(jnp.zeros(pool.shape[:3], jnp.float32)) for pool in k)
     return Pages(k, v, k_scale, v_scale)
+
+
+def pool_axes(pages: Pages) -> Any:
+    """`Pages` with, in place of each array, the axis that key heads are on; -1 for latent rows, which are all heads'."""
+    if not pages.v:
+        return jax.tree.map(lambda _: -1, pages)
+    scales = 1 if pages.k_scale and pages.k_scale[0].ndim > 1 else 0
+    axes: dict[str, Any] = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
+    return Pages(**{name: (axis,) * len(getattr(pages, name)) for name, axis in axes.items()})
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:

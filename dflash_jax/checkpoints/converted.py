@@ -29,6 +29,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.models import Family, family_named
 from dflash_jax.options import FLOAT_DTYPES
+from dflash_jax.parallel.ranks import Ranks
 
 MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
 FORMAT = 1
@@ -55,11 +56,12 @@ class Checkpoint(Protocol):
         """Tells that `load` will follow: the system may begin to read."""
         ...
 
-    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
         """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
 
         Args:
           dtype: what parameters without a fixed dtype become; None keeps the stored one.
+          ranks: devices that share them: each gets its share alone. Host memory stays below three times the largest array then.
         """
         ...
 
@@ -117,18 +119,20 @@ class Converted:
         """See `Checkpoint.expect`."""
         read_ahead([self.folder / name for name in self.marker["outputs"] if name.startswith(f"{PARAMS}/")])
 
-    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
         """See `Checkpoint.load`."""
         check_dtype(dtype)
         params: dict[str, jax.Array] = {}
-        fixed = {parameter.name: parameter.dtype for parameter in self.parameters}
+        declared = {parameter.name: parameter for parameter in self.parameters}
         for arrays in self.groups():
             for name in list(arrays):
                 array = arrays.pop(name)
-                params[name] = jax.device_put(self._checked(name, array, fixed[name] or dtype or array.dtype))
+                one = declared[name]
+                checked = self._checked(name, array, one.dtype or dtype or array.dtype)
+                params[name] = jax.device_put(checked) if ranks is None else ranks.placed(one, checked)
                 # Frees the host's copy before the next array needs room for its own.
                 params[name].block_until_ready()
-                del array
+                del array, checked
         return params
 
     def _checked(self, name: str, array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -29,6 +29,7 @@ from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
+from dflash_jax.parallel.ranks import Ranks
 
 _MOST_NOTICES = 8
 # What one thread reads and checks at a time, and what it converts at a time of that. Threads that check each 1 MiB wait for one
@@ -59,12 +60,14 @@ class HuggingFaceCheckpoint:
                 f"{len(others)} of {len(free)} arrays are not stored in {self.dtype}; a model has all in one type"
             )
 
-    def load(self, dtype: str | None = None) -> dict[str, jax.Array]:
+    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
         """See `dflash_jax.checkpoints.converted.Checkpoint.load`."""
         check_dtype(dtype)
-        return place(
-            _incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps
-        )
+        arrays = [_incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
+        if ranks is None:
+            return place(arrays)
+        parameters = {step.parameter.name: step.parameter for step in self.plan.steps}
+        return place(arrays, lambda name, array: ranks.placed(parameters[name], array))
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""

@@ -44,19 +44,22 @@ class Incoming:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def place(arrays: Iterable[Incoming]) -> dict[str, jax.Array]:
+def place(arrays: Iterable[Incoming], send: Callable[[str, np.ndarray], Any] | None = None) -> dict[str, jax.Array]:
     """Fills all arrays and places them on the default device. Takes at most twice the largest array's bytes on the host.
 
     Raises whatever a part raises.
+
+    Args:
+      send: starts the way of an array, given by name, to where it belongs; what it copies on the host is beside that.
     """
     waiting = list(arrays)
     threads = min(THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="read") as readers, short_turns():
         # A CPU's arrays may be the very memory they were made from, so there each needs its own.
         if jax.default_backend() == "cpu":
-            return _Pipeline(readers, _Fresh()).run(waiting)
+            return _Pipeline(readers, _Fresh(), send).run(waiting)
         with _ring(ring_bytes(waiting), readers) as ring:
-            return _Pipeline(readers, ring).run(waiting)
+            return _Pipeline(readers, ring, send).run(waiting)
 
 
 def ring_bytes(arrays: Sequence[Incoming]) -> int:
@@ -145,11 +148,14 @@ class _Pipeline:
     """Arrays on their way: first being filled, then travelling, in one order.
 
     Args:
-      send: starts an array's way to the device.
+      send: starts the way of an array, given by name, to where it belongs.
     """
 
     def __init__(
-        self, readers: ThreadPoolExecutor, memory: _Ring | _Fresh, send: Callable[[np.ndarray], Any] = jax.device_put
+        self,
+        readers: ThreadPoolExecutor,
+        memory: _Ring | _Fresh,
+        send: Callable[[str, np.ndarray], Any] | None = None,
     ):
         self.readers, self.memory, self.send = readers, memory, send
         self.filling: deque[tuple[Incoming, np.ndarray, list[Future]]] = deque()
@@ -180,7 +186,8 @@ class _Pipeline:
         for part in parts:
             part.result()
         self.filling.popleft()
-        sent = self.send(array.reshape(incoming.shape))
+        whole = array.reshape(incoming.shape)
+        sent = jax.device_put(whole) if self.send is None else self.send(incoming.name, whole)
         self.placed[incoming.name] = sent
         self.travelling.append(sent)
 

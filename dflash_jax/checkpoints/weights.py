@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import ColumnBlocks
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from dflash_jax.checkpoints.converted import Checkpoint
@@ -18,6 +19,7 @@ from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blo
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
+from dflash_jax.parallel.ranks import Ranks, held, held_bytes, share_config
 from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
 from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
 
@@ -26,16 +28,26 @@ type Shapes = dict[str, dict[str, Any]]
 _index = jax.jit(head_index)
 
 
-def stored_shapes(models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype) -> Shapes:
-    """The weights of a target and perhaps its drafter in shapes, before any is rounded or copied."""
+def stored_shapes(
+    models: Sequence[tuple[DecoderConfig, Family]], dtype: jnp.dtype, *, ranks: Ranks | None = None
+) -> Shapes:
+    """The weights of a target and perhaps its drafter in shapes, before any is rounded or copied.
+
+    `ranks`: devices that share them; shapes are those of a rank's share.
+    """
     shapes: Shapes = {}
     for config, family in models:
         declared = family.parameters(config)
-        table = {one.name: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype or dtype)) for one in declared}
+        own = {one.name: one.shape if ranks is None else ranks.own_shape(one) for one in declared}
+        table = {one.name: jax.ShapeDtypeStruct(own[one.name], jnp.dtype(one.dtype or dtype)) for one in declared}
         if family.derive is not None:
-            table = jax.eval_shape(partial(family.derived, config), table)
+            table = jax.eval_shape(partial(family.derived, _share(config, ranks)), table)
         shapes[family.role] = table
     return shapes
+
+
+def _share(config: DecoderConfig, ranks: Ranks | None) -> Any:
+    return config if ranks is None else share_config(config, ranks.count)
 
 
 def weight_shapes(
@@ -45,17 +57,85 @@ def weight_shapes(
     draft_weight_dtype: WeightDtype | None = None,
     *,
     rows: int = 1,
+    ranks: Ranks | None = None,
 ) -> Shapes:
-    """The weights of a target and perhaps its drafter in shapes, as `read_weights` gives them for the same arguments."""
-    shapes = stored_shapes(models, dtype)
+    """The weights of a target and perhaps its drafter in shapes, as `read_weights` gives them for the same arguments.
+
+    `ranks`: see `stored_shapes`; `spread` makes of them what `read_weights` gives.
+    """
+    shapes = stored_shapes(models, dtype, ranks=ranks)
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
-        shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
+        if ranks is None:
+            shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
         if family.role == "draft":
             shapes[family.role] |= jax.eval_shape(
                 partial(_copied_head, cast(DFlashConfig, config), kind=kind), shapes.get("target", {})
             )
     return shapes
+
+
+def spread(models: Sequence[tuple[DecoderConfig, Family]], shapes: Shapes, ranks: Ranks | None) -> Shapes:
+    """Shapes over all ranks of shapes of a rank's share, with the shardings of what is read."""
+    if ranks is None:
+        return shapes
+    result: Shapes = {}
+    for config, family in models:
+        axes = _axes(config, family, shapes, ranks)
+        result[family.role] = {
+            name: jax.tree.map(partial(ranks.over, axis=axes[name]), one) for name, one in shapes[family.role].items()
+        }
+    return result
+
+
+def _axes(
+    config: DecoderConfig, family: Family, weights: Mapping[str, Mapping[str, Any]], ranks: Ranks
+) -> dict[str, int | None]:
+    """Along which axis each array is cut. What is made of others is made of cut rows, and has rows of its own."""
+    cuts = {one.name: ranks.cut_of(one) for one in family.parameters(config)}
+    axes: dict[str, int | None] = {name: None if cut is None else cut.axis for name, cut in cuts.items()}
+    made: dict[str, int | None] = dict.fromkeys(weights[family.role].keys() - axes.keys(), 0)
+    if HEAD_INDEX in made and _head(weights["target"]).shape[0] == config.vocab_size:
+        made[HEAD_INDEX] = None
+    return axes | made
+
+
+def shared_weights(
+    models: Sequence[tuple[DecoderConfig, Family]], weights: Mapping[str, Mapping[str, Any]], ranks: Ranks
+) -> dict[str, dict[str, Weight]]:
+    """Declared arrays of a target and perhaps its drafter, whole and on the host, as `read_weights` gives them to ranks."""
+    placed = {
+        family.role: {
+            one.name: ranks.placed(one, np.asarray(weights[family.role][one.name])) for one in family.parameters(config)
+        }
+        for config, family in models
+    }
+    return completed(models, placed, ranks)
+
+
+def completed(
+    models: Sequence[tuple[DecoderConfig, Family]], placed: Mapping[str, dict[str, Any]], ranks: Ranks
+) -> dict[str, dict[str, Weight]]:
+    """Declared arrays, cut for ranks, with what is made of them."""
+    result: dict[str, dict[str, Weight]] = {}
+    for config, family in models:
+        result[family.role] = _derived(config, family, placed[family.role], ranks)
+        if family.role == "draft":
+            result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], None, ranks)
+    return result
+
+
+def _derived(config: DecoderConfig, family: Family, params: dict[str, Any], ranks: Ranks | None) -> dict[str, Any]:
+    """See `Family.derived`; ranks make theirs of what they have."""
+    if ranks is None or family.derive is None:
+        return family.derived(config, params)
+    derive = partial(family.derived, _share(config, ranks))
+    named = jax.eval_shape(derive, held(params))
+    new = [name for name in named if name not in params]
+    made = ranks.each(
+        lambda own: {name: array for name, array in derive(dict(own)).items() if name in new}, params, axis=0
+    )
+    return {name: array for name, array in params.items() if name in named} | made
 
 
 def released(stored: Shapes) -> bool:
@@ -77,8 +157,8 @@ def check_released(weight_dtype: WeightDtype | None, stored: Shapes) -> None:
 
 
 def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
-    """Bytes of weights or of their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weights))
+    """Bytes of weights or of their shapes that one device holds."""
+    return held_bytes(weights)
 
 
 def reading_bytes(stored: Shapes, kept: Shapes) -> int:
@@ -107,7 +187,8 @@ def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any
     jobs = blocking_jobs(kept)
     if HEAD_INDEX in kept.get("draft", {}):
         head = _head(kept["target"])
-        jobs.append(lambda: _index.lower(jax.ShapeDtypeStruct(head.shape, head.dtype)).compile())
+        if not isinstance(head.sharding, NamedSharding):
+            jobs.append(lambda: _index.lower(jax.ShapeDtypeStruct(head.shape, head.dtype)).compile())
     return jobs
 
 
@@ -120,6 +201,7 @@ def read_weights(
     observe: Callable[[Mapping[str, Array]], None] | None = None,
     *,
     rows: int = 1,
+    ranks: Ranks | None = None,
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
@@ -130,19 +212,27 @@ def read_weights(
         it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
       rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
+      ranks: devices that share the weights, each of which gets its share alone. They share none that are rounded.
     """
-    params = target.family.derived(target.config, target.load(dtype.name))
+    kept = partial(_kept, rows=rows) if ranks is None else _as_read
+    params = _derived(target.config, target.family, target.load(dtype.name, ranks), ranks)
     if observe is not None:
         observe(params)
-    weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype)}
+    weights = {"target": kept(target.config, dtype, params=params, kind=weight_dtype)}
     if drafter is not None:
-        params = drafter.load(dtype.name)
+        params = drafter.load(dtype.name, ranks)
         check_draft_vocabulary(drafter.config, params)
-        params = drafter.family.derived(drafter.config, params)
+        params = _derived(drafter.config, drafter.family, params, ranks)
         kind = draft_weight_dtype or weight_dtype
-        kept = _kept(drafter.config, dtype, rows, params, kind)
-        weights["draft"] = kept | _copied_head(drafter.config, weights["target"], kind)
+        own = kept(drafter.config, dtype, params=params, kind=kind)
+        weights["draft"] = own | _copied_head(drafter.config, weights["target"], kind, ranks)
     return weights
+
+
+def _as_read(config: DecoderConfig, dtype: jnp.dtype, params: dict[str, Array], kind: WeightDtype | None) -> Any:
+    """What ranks keep of what was read."""
+    del config, dtype, kind
+    return params
 
 
 def round_weights(
@@ -179,13 +269,22 @@ def _rounds(kind: WeightDtype | None) -> TypeGuard[WeightDtype]:
     return kind is not None and kind not in RELEASED
 
 
-def _copied_head(config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None) -> dict[str, Weight]:
+def _copied_head(
+    config: DFlashConfig, target: Mapping[str, Weight], kind: WeightDtype | None, ranks: Ranks | None = None
+) -> dict[str, Weight]:
     """The target's head in eight bits for a drafter that proposes with it, or its index; nothing where it reads another one."""
     head = _head(target)
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if not _rounds(kind):
-        return {HEAD_INDEX: _index(head)} if lists(config.head) and index_pays(head) else {}
+        # Some draft heads read more than the best few rows, and over ranks all read the whole logits.
+        wanted = lists(config.head) if ranks is None else config.head is None
+        if not wanted or not index_pays(held({"": head})[""] if ranks is not None else head):
+            return {}
+        if ranks is None:
+            return {HEAD_INDEX: _index(head)}
+        axis = None if len(head) == config.vocab_size else 0
+        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
     return quantise_weights({SHARED_HEAD: head}, kind)
 
 

@@ -17,6 +17,7 @@ from dflash_jax.engine.planning import plan_engine
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
+from dflash_jax.parallel.ranks import held
 from dflash_jax.quantization.kv_formats import pool_dtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
@@ -70,6 +71,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "kind": device.device_kind,
             "count": jax.local_device_count(),
             "memory_bytes": stats.get("bytes_limit"),
+            "shared_by": engine.tp,
         },
         "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
         "pages": {
@@ -111,16 +113,17 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
 
 def _execution(engine: Engine) -> list[dict[str, Any]]:
     """How each model runs in a cycle of one sequence, and in one of as many as there may be."""
-    setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None), engine.pool_shapes()
+    setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None).of_rank(), engine.pool_shapes()
+    weights = {role: held(table) for role, table in engine.weights.items()} if engine.tp > 1 else engine.weights
     facts: list[dict[str, Any]] = []
     for slots in dict.fromkeys((1, engine.max_batch)):
-        plans = setup.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
+        plans = setup.plans(weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
         passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
         if engine.verify_length == "per_request" and setup.offered > 2:
             # Half of the block on average: tokens of all slots side by side.
             half = engine.verifying(setup, setup.offered // 2)
-            shared = half.plans(engine.weights, slots, engine.buckets.width[-1], shapes)
+            shared = half.plans(weights, slots, engine.buckets.width[-1], shapes)
             passes.append(("target", half.verified_shape(slots), shared.target))
         for model, (sequences, tokens), plan in passes:
             if plan is None:
@@ -169,6 +172,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         ("versions", ", ".join(f"{name} {number}" for name, number in facts["versions"].items())),
         ("device", f"{device['count']} x {device['kind']} ({device['platform']}{limit})"),
     ]
+    if device["shared_by"] > 1:
+        rows.append(("", f"{device['shared_by']} of them share the models; sizes are what each of these holds"))
     for model in facts["models"]:
         keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
         if "latent_width" in model:

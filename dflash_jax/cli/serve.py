@@ -9,6 +9,7 @@ from dflash_jax.engine.requests import MODES
 from dflash_jax.model import Model, load
 from dflash_jax.serving.app import ServeOptions
 from dflash_jax.serving.server import serve
+from dflash_jax.text.grammars import installed
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -32,7 +33,9 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
         for notice in model.notices:
             note(notice)
         if not args.no_warmup:
-            model.warmup(modes=MODES, draft=(model.draft is not None,))
+            # Nobody can ask for the last mode without llguidance, nor where several GPUs share a model.
+            modes = MODES if installed() and model.engine.tp == 1 else MODES[:-1]
+            model.warmup(modes=modes, draft=(model.draft is not None,))
         return model
 
     serve(

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 
 from dflash_jax.compile.jax_patches import kernels_side_by_side, name_values_once
+from dflash_jax.compile.over_ranks import over_ranks, static_of_rank
 from dflash_jax.compile.tracing import TracingQueue, arrive, job, no_collection, short_turns
+from dflash_jax.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from dflash_jax.compile.executable_cache import StoredPrograms
@@ -116,10 +118,12 @@ class Programs:
 
     Attributes:
       stored: of this process: programs that are on disk, and go there; None keeps none.
+      ranks: devices that share every program; None for one device.
       compile_s: seconds that calls have waited for programs so far.
     """
 
     stored: ClassVar["StoredPrograms | None"] = None
+    ranks: Ranks | None = None
     compile_s: float = 0.0
     _compiled: dict[tuple, Any] = field(default_factory=dict)
     _pending: dict[tuple, Future] = field(default_factory=dict)
@@ -181,7 +185,8 @@ class Programs:
     ) -> tuple[Any, Callable[[], object]]:
         """The program, and what remains to be done for it to be there next time."""
         lower = functools.partial(self._lower, function, static, donate, args)
-        if Programs.stored is None:
+        # What is stored is for one device: programs of several are JAX's own cache's.
+        if Programs.stored is None or self.ranks is not None:
             return lower().compile(), lambda: None
         return Programs.stored.program(function, static, donate, args, lower)
 
@@ -190,8 +195,11 @@ class Programs:
         # What a program of somebody else's wants refused (`jax_numpy_rank_promotion`) is no fault of these.
         with self._tracing, no_collection(), jax.numpy_rank_promotion("allow"):
             options = _OPTIONS.get(function) if jax.default_backend() == "gpu" else None
-            options = None if options is None else options(*static, *args)
-            program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
+            options = None if options is None else options(*static_of_rank(static), *args)
+            if self.ranks is not None:
+                program = over_ranks(self.ranks, function, static, donate, args, options)
+            else:
+                program = jax.jit(functools.partial(function, *static), donate_argnums=donate, compiler_options=options)
             traced = program.trace(*args)
             name_values_once()
             with kernels_side_by_side() if jax.default_backend() == "gpu" else nullcontext():

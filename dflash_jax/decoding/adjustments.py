@@ -30,6 +30,7 @@ class Adjustments:
       words: W sequences of at most L tokens whose last one is refused where the others stand before it, in what was emitted.
         Padded with -1 at their beginnings; all -1 is none.
       tail: the tokens emitted last, -1 where there were fewer.
+      grammar: numbers of grammars that the host knows, 0 for none; mode structured asks for what they allow.
     """
 
     bias: Float[Array, "B V"]
@@ -39,6 +40,7 @@ class Adjustments:
     repetition: Float[Array, "B"]
     words: Int[Array, "B W L"]
     tail: Int[Array, "B tail"]
+    grammar: Int[Array, "B"]
 
 
 def adjusted_logits(

@@ -16,6 +16,7 @@ from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
 from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
+from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, allowed_logits
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
@@ -80,7 +81,7 @@ def cycle(
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
                 listed = None
                 if drafter.head is not None or (setup.mode == "greedy" and setup.per_request):
-                    listed = shortlist(drafter.config.head, proposing, head, index)
+                    listed = shortlist(drafter.config.head, proposing, head, index, drafter.head_rows)
                 if drafter.head is not None:
                     draft_noise = None if noise is None else noise[:, :-1]
                     judged = drafter.judged(
@@ -139,6 +140,9 @@ def cycle(
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
         elif raw is not None and state.adjust is not None:
             logits = adjusted_logits(without_stops(raw, state.request, state.produced), ids, state.adjust)
+            if setup.mode == "structured":
+                grammars = jnp.where(live, state.adjust.grammar, NO_GRAMMAR)
+                logits = allowed_logits(logits, grammars, state.produced, ids)
         chosen = (
             of_slots(target.best(hidden))
             if logits is None

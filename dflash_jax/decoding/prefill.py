@@ -12,6 +12,7 @@ from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
+from dflash_jax.decoding.grammar_masks import allowed_logits
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
@@ -145,6 +146,8 @@ def admit(
         left = without_stops(logits.astype(state.features.dtype), request, rows.produced)
     elif rows.adjust is not None:
         left = adjusted_logits(without_stops(logits, request, rows.produced), rows.pending[:, None], rows.adjust)
+        if setup.mode == "structured":
+            left = allowed_logits(left, rows.adjust.grammar, rows.produced, rows.pending[:, None])
     token = sample(left, rows.seq_lens[:, None], request, setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)

@@ -26,6 +26,7 @@ from dflash_jax.execution.plan import (
 )
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
+from dflash_jax.parallel.ranks import share_config
 from dflash_jax.quantization.weights import Weight
 
 Weights = Mapping[str, Mapping[str, Weight]]
@@ -46,7 +47,8 @@ class Setup:
 
     Attributes:
       target, draft: configurations; draft None is plain decoding.
-      mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words.
+      mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words;
+        structured adds grammars.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -59,6 +61,7 @@ class Setup:
         drafter's pages up to date, so that drafting can begin again at any time.
       per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
+      ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
     """
 
     target: DecoderConfig
@@ -72,10 +75,18 @@ class Setup:
     imposed_acceptance: float | tuple[float, ...] | None = None
     verified: int | None = None
     per_request: bool = False
+    ranks: int = 1
+
+    def of_rank(self) -> "Setup":
+        """The same for a rank, whose models have its share of heads; itself on one device."""
+        if self.ranks == 1:
+            return self
+        draft = None if self.draft is None else share_config(self.draft, self.ranks)
+        return replace(self, target=share_config(self.target, self.ranks), draft=draft)
 
     def for_prefill(self, *, scored: bool = False) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
-        return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored)
+        return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks)
 
     def verifying(self, length: int, *, per_request: bool = False) -> "Setup":
         """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average,
@@ -127,7 +138,8 @@ class Setup:
             return Plans(target, None, context)
         seen = min(table_width, self.seen_pages(pools[1].page_size) or table_width)
         block = CallShape(slots, self.draft.block_size, dtype, page_shape(pools[1], seen))
-        return Plans(target, choose(layer_traits(self.draft), block, weight_format(weights["draft"])), context)
+        draft = choose(layer_traits(self.draft), block, weight_format(weights["draft"]), ranks=self.ranks)
+        return Plans(target, draft, context)
 
     def target_plan(
         self, weights: Mapping[str, Mapping[str, Any]], shape: tuple[int, int], pages: PageShape | None
@@ -135,7 +147,9 @@ class Setup:
         """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`."""
         call = CallShape(*shape, _dtype(weights), pages)
         beside = None if self.draft is None else weight_format(weights["draft"])
-        return choose(layer_traits(self.target), call, weight_format(weights["target"]), beside=beside)
+        return choose(
+            layer_traits(self.target), call, weight_format(weights["target"]), beside=beside, ranks=self.ranks
+        )
 
     def seen_pages(self, page_size: int) -> int | None:
         """Columns of a page table that a drafter with a window sees at most; None without one."""
@@ -177,7 +191,7 @@ class DecodeState:
       remaining: tokens that may still be emitted.
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
-      adjust: in mode adjusted what changes logits; None elsewhere.
+      adjust: in modes adjusted and structured what changes logits; None elsewhere.
     """
 
     pending: Int[Array, "B"]

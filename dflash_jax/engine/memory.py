@@ -6,9 +6,10 @@ What cannot fit is refused with the numbers.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from dflash_jax.models.registry import layer_traits
 
 # Programs, libraries' handles, buffers between host and device, and what fragmentation wastes.
 _OVERHEAD_BYTES = 256 << 20
+# What NCCL keeps on each GPU for its channels to the others.
+_LINKS_BYTES = 1 << 30
 # Arrays of logits that are alive at a time in a sampling cycle: raw, scaled, noise, their sum, and the random bits behind them.
 _LOGITS = 6
 
@@ -67,7 +70,19 @@ class MemoryPlan:
 
 def free_memory() -> int:
     """Bytes that this process may still use on its first device; on a CPU the machine's memory."""
-    stats = jax.local_devices()[0].memory_stats() or {}
+    return _free(jax.local_devices()[0])
+
+
+def free_on_each(devices: Sequence[Any]) -> int:
+    """Bytes that this process may still use on each of several devices, as many as on the fullest, less what links them; on a CPU
+    the machine's memory in equal parts."""
+    if devices[0].platform == "cpu":
+        return _free(devices[0]) // len(devices)
+    return min(map(_free, devices)) - _LINKS_BYTES
+
+
+def _free(device: Any) -> int:
+    stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

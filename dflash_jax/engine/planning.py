@@ -14,19 +14,23 @@ from dflash_jax.checkpoints.weights import (
     check_released,
     reading_bytes,
     released,
+    spread,
     stored_shapes,
     weight_bytes,
     weight_shapes,
 )
 from dflash_jax.compile.device import local_device
+from dflash_jax.compile.programs import Programs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.memory import MemoryPlan, free_memory, plan_memory, workspace_bytes
+from dflash_jax.engine.memory import MemoryPlan, free_memory, free_on_each, plan_memory, workspace_bytes
+from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import CapacityError, ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
 from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
+from dflash_jax.parallel.ranks import local_ranks, share_config
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:
@@ -39,6 +43,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     draft = None if drafter is None else drafter.config
     if draft is not None:
         check_pair(target.config, draft)
+    check_sharing(target.config, draft, options)
+    ranks = local_ranks(options.tp)
     check_cache_dtype(target.config, options.cache_dtype)
     if draft is None and options.draft_weight_dtype is not None:
         raise ParameterError(
@@ -46,15 +52,15 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         )
     kind = jnp.dtype(choose_dtype(options.dtype) or target.dtype)
     pair = [(one.config, one.family) for one in (target, drafter) if one is not None]
-    rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind)
+    rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     check_released(options.weight_dtype, stored)
-    weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows)
+    weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
     engine = Engine(
-        target=target.config, draft=draft, weights=weights, dtype=kind, cache_dtype=options.cache_dtype,
+        target=target.config, draft=draft, weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=options.cache_dtype,
         max_model_len=choose_model_len(target.config, options.max_model_len), max_batch=options.max_batch,
         page_size=options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
-        draft_window=choose_draft_window(draft, options.draft_window),
+        draft_window=choose_draft_window(draft, options.draft_window), programs=Programs(ranks=ranks),
     )  # fmt: skip
     if options.state_snapshots and not engine.state_bytes:
         raise ParameterError(
@@ -81,13 +87,16 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
     Raises:
       CapacityError: see `plan_memory`.
     """
+    ranks = engine.programs.ranks
+    free = free_memory() if ranks is None else free_on_each(ranks.devices)
+    draft = None if engine.draft is None else share_config(engine.draft, engine.tp)
     workspace = workspace_bytes(
-        engine.target, engine.draft, engine.dtype,
+        share_config(engine.target, engine.tp), draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
     return plan_memory(
         weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
-        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free_memory(),
+        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free,
         state=engine.state_bytes, snapshots=state_snapshots,
     )  # fmt: skip
 

@@ -12,11 +12,13 @@ import numpy as np
 from dflash_jax.cache import Pages
 from dflash_jax.cache.recurrent import make_states
 from dflash_jax.decoding.adjustments import Adjustments
+from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Grammar
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
+ADJUSTING = MODES[MODES.index("adjusted") :]  # their states hold what changes logits
 STOP_WIDTH = 8  # stop ids that a slot has room for at least
 MOST_WORDS, LONGEST_WORD = 32, 8  # refused sequences of several tokens in a slot, and their tokens, at most
 
@@ -30,6 +32,7 @@ class Request:
       eos_ids: the model's end tokens.
       seed: drawn here when the parameters name none.
       refused: token ids of `params.bad_words`.
+      grammar: of `params.structured`.
     """
 
     index: int
@@ -38,6 +41,7 @@ class Request:
     eos_ids: tuple[int, ...] = ()
     seed: int = -1
     refused: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         if self.seed < 0:
@@ -52,6 +56,8 @@ class Request:
     def mode(self) -> Mode:
         """The simplest program that serves it."""
         p = self.params
+        if self.grammar is not None:
+            return "structured"
         if self.adjusts:
             return "adjusted"
         if p.min_tokens > 0 or (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)):
@@ -224,11 +230,14 @@ def request_arrays(requests: list[Request | None], stop_width: int) -> RequestAr
     return RequestArrays(**host)
 
 
-def adjustments(requests: Sequence[tuple[Request, Sequence[int]] | None], vocab: int) -> Adjustments:
+def adjustments(
+    requests: Sequence[tuple[Request, Sequence[int]] | None], vocab: int, grammars: Sequence[int] | None = None
+) -> Adjustments:
     """What changes the logits of slots, on the host; an empty slot changes nothing.
 
     Args:
       requests: as of `request_rows`.
+      grammars: numbers of `decoding.grammar_masks.Follower`; None for none.
     """
     count = len(requests)
     bias, seen = np.zeros((count, vocab), np.float32), np.zeros((count, vocab), np.int32)
@@ -257,6 +266,7 @@ def adjustments(requests: Sequence[tuple[Request, Sequence[int]] | None], vocab:
         for name in ("presence", "frequency", "repetition")
     }
     host: dict[str, Any] = {"bias": bias, "seen": seen, **penalties, "words": words, "tail": tail}
+    host["grammar"] = np.array([NO_GRAMMAR] * count if grammars is None else grammars, np.int32)
     return Adjustments(**host)
 
 
@@ -282,19 +292,24 @@ def _slots(
 
 def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
-    adjust = adjustments([None] * slots, setup.target.vocab_size) if setup.mode == "adjusted" else None
+    adjust = adjustments([None] * slots, setup.target.vocab_size) if setup.mode in ADJUSTING else None
     state = jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools, adjust=adjust))
     return replace(state, recurrent=make_states(setup.target, slots, dtype))
 
 
 def request_rows(
-    setup: Setup, requests: Sequence[tuple[Request, Sequence[int]] | None], stop_width: int, dtype: jnp.dtype
+    setup: Setup,
+    requests: Sequence[tuple[Request, Sequence[int]] | None],
+    stop_width: int,
+    dtype: jnp.dtype,
+    grammars: Sequence[int] | None = None,
 ) -> DecodeState:
     """Prefilled requests as a state of so many slots, without pages, on the host, for `dflash_jax.decoding.prefill.admit`.
 
     Args:
       requests: each with the tokens it had emitted before it lost its slot, where all but the last one are in the pages again. None
         stands for a row that nobody needs.
+      grammars: as of `adjustments`.
     """
 
     def each(value: Callable[[Request, Sequence[int]], int]) -> np.ndarray:
@@ -308,5 +323,5 @@ def request_rows(
         produced=each(lambda _, emitted: len(emitted)),
         remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
         done=np.array([item is None for item in requests]),
-        adjust=adjustments(requests, setup.target.vocab_size) if setup.mode == "adjusted" else None,
+        adjust=adjustments(requests, setup.target.vocab_size, grammars) if setup.mode in ADJUSTING else None,
     )  # fmt: skip

@@ -14,18 +14,20 @@ from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
 from dflash_jax.cache.recurrent import make_states, state_bytes
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
+from dflash_jax.compile.over_ranks import share_pools
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
-from dflash_jax.engine.cycle_costs import cycle_cost
+from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.parallel.ranks import held, pool_config, share_config
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -116,10 +118,17 @@ class Resources:
         return replace(self)
 
     @property
+    def tp(self) -> int:
+        """Devices that share the models."""
+        return 1 if self.programs.ranks is None else self.programs.ranks.count
+
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page of both models."""
-        target = page_bytes(self.target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
-        return target + (0 if self.draft is None else page_bytes(self.draft, self.page_size, self.dtype))
+        """Bytes of one page of both models, of what each device holds of it."""
+        target, draft = self.target, self.draft
+        theirs = 0 if draft is None else page_bytes(share_config(draft, self.tp), self.page_size, self.dtype)
+        target = share_config(target, self.tp)
+        return theirs + page_bytes(target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -175,6 +184,14 @@ class Resources:
             )
         if request.adjusts:
             self._check_adjustments(request)
+        if request.grammar is not None and self.tp > 1:
+            raise ParameterError(
+                f"structured asks the host in every cycle, which tp={self.tp} does not do: load with tp=1"
+            )
+        if params.structured is not None and request.grammar is None:
+            raise ParameterError(
+                "structured needs a grammar over the model's tokens: give the request model.grammars.compiled of it"
+            )
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
@@ -225,7 +242,7 @@ class Resources:
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
-            imposed_acceptance=None if drafter is None else self.imposed_acceptance,
+            imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
         )  # fmt: skip
 
     @property
@@ -235,7 +252,7 @@ class Resources:
             return VerifyPolicy(1, None)
         if self._lengths is None or self._lengths.option != self.verify_length:
             chosen = self.verify_length in ("auto", "per_request")
-            cost = cycle_cost(self.target, self.draft, self.weights, self.draft_window) if chosen else None
+            cost = self._cycle_cost(self.draft) if chosen else None
             offered = self.draft.num_drafts + 1
             if self.verify_length == "per_request" and cost is not None:
                 self._lengths = PerRequestPolicy(offered, cost)
@@ -243,9 +260,16 @@ class Resources:
                 self._lengths = VerifyPolicy(offered, cost, self.verify_length)
         return self._lengths
 
-    def verifying(self, setup: Setup, length: int) -> Setup:
+    def _cycle_cost(self, draft: DFlashConfig) -> CycleCost:
+        """What cycles cost each of the devices that share the models."""
+        if self.tp == 1:
+            return cycle_cost(self.target, draft, self.weights, self.draft_window)
+        own = {role: held(table) for role, table in self.weights.items()}
+        return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
+
+    def verifying(self, setup: Setup, length: int, slots: int) -> Setup:
         """What cycles are compiled for that verify so many tokens of each slot, or on average."""
-        return setup.verifying(length, per_request=self.verify_length == "per_request")
+        return setup.verifying(length, per_request=setup.draft is not None and self.verify_policy.shares(slots))
 
     @property
     def estimate(self) -> np.ndarray:
@@ -298,13 +322,23 @@ class Resources:
 
     def pool_shapes(self) -> tuple[Pages, Pages]:
         """The page pools' shapes in place of the arrays."""
-        return jax.eval_shape(self._make_pools)
+        return jax.eval_shape(self._zeroed_pools)
 
     def _make_pools(self) -> tuple[Pages, Pages]:
+        if self.programs.ranks is None:
+            return self._zeroed_pools()
+        # Made where they stay: no device has room for all.
+        shardings = share_pools(self.programs.ranks, self.pool_shapes())
+        return jax.jit(self._zeroed_pools, out_shardings=shardings)()
+
+    def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
+        target, draft = pool_config(self.target, self.tp), self.draft
         return (
-            make_pages(self.target, self.num_pages, self.page_size, self.dtype, **options),
-            Pages((), ()) if self.draft is None else make_pages(self.draft, self.num_pages, self.page_size, self.dtype),
+            make_pages(target, self.num_pages, self.page_size, self.dtype, **options),
+            Pages((), ())
+            if draft is None
+            else make_pages(pool_config(draft, self.tp), self.num_pages, self.page_size, self.dtype),
         )
 
     def lose_pools(self) -> None:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from dflash_jax.compile.programs import Status, start_compiling
+from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
@@ -27,6 +28,7 @@ from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.requests import (
+    ADJUSTING,
     Needs,
     Request,
     Update,
@@ -40,6 +42,7 @@ from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCL
 from dflash_jax.engine.slots import Job, Sink, Slots
 from dflash_jax.engine.verify_policy import Kind, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
+from dflash_jax.errors import DFlashError
 
 # Calls in flight: one that runs, and one behind it.
 MOST_IN_FLIGHT = 2
@@ -256,7 +259,7 @@ class Batch:
             ids = [one if one and len(one.stop_ids) <= needs.stop_width else None for one in requests]
             stops = jax.device_put(request_arrays(ids, needs.stop_width).stop_ids)
             self.keep(replace(self.state, request=replace(self.state.request, stop_ids=stops)))
-        adjusted = needs.mode == "adjusted"
+        adjusted = needs.mode in ADJUSTING
         if adjusted != (self.state.adjust is not None):
             none = adjustments([None] * self.size, self.core.target.vocab_size) if adjusted else None
             self.keep(replace(self.state, adjust=jax.device_put(none)))
@@ -339,7 +342,12 @@ class Batch:
         slots = np.full((logits.shape[0],), self.size, np.int32)
         slots[list(jobs)] = [job.slot for job in jobs.values()]
         named = [(job.request, job.tokens) if (job := jobs.get(row)) else None for row in range(len(slots))]
-        arrays = request_rows(self.setup, named, self.needs.stop_width, self.core.dtype)
+        grammars = [NO_GRAMMAR] * len(slots)
+        for row, job in jobs.items():
+            if job.request.grammar is not None:
+                job.follower = Follower(job.request.grammar, job.tokens)
+                grammars[row] = job.follower.number
+        arrays = request_rows(self.setup, named, self.needs.stop_width, self.core.dtype, grammars)
         call = (None, self.state, slots, arrays, logits)
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
         self.keep(state)
@@ -408,9 +416,9 @@ def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
     status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
     decision = policy.next(kinds, batch.size, batch.context, cycles, status, [job.ticket for job in running])
     if decision.compile is not None:
-        jobs = _jobs(batch, batch.needs, decision.compile)
+        jobs = _jobs(batch, batch.needs, batch.size, decision.compile)
         start_compiling([jobs.loop(batch.size, batch.width_for(decision.cycles, jobs.setup.width))])
-    return batch.core.verifying(batch.setup, decision.length), decision.cycles
+    return batch.core.verifying(batch.setup, decision.length, batch.size), decision.cycles
 
 
 def choose_slots(batch: Batch, most: int) -> int:
@@ -425,7 +433,7 @@ def choose_slots(batch: Batch, most: int) -> int:
     if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
         return fewer
     if core.verify_policy.fewer_slots_pay(now, fewer, batch.context, cycles):
-        jobs = _jobs(batch, batch.needs, length)
+        jobs = _jobs(batch, batch.needs, fewer, length)
         start_compiling(
             [jobs.loop(fewer, batch.width_for(cycles, jobs.setup.width)), *(jobs.resize(*move) for move in moves)]
         )
@@ -450,19 +458,19 @@ def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted)
     policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
 
 
-def _jobs(batch: Batch, needs: Needs, length: int) -> Jobs:
-    return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length), needs.stop_width)
+def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
+    return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length, slots), needs.stop_width)
 
 
 def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
-    jobs = _jobs(batch, needs, length)
+    jobs = _jobs(batch, needs, slots, length)
     sizes = slots, batch.width_for(cycles, jobs.setup.width)
     return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
 
 
 def _resize_status(batch: Batch, old: int, new: int) -> Status:
-    jobs = _jobs(batch, batch.needs, batch.verified)
-    name = ("resize", batch.draft, batch.needs.mode == "adjusted", old, new, jobs.stop_width)
+    jobs = _jobs(batch, batch.needs, batch.size, batch.verified)
+    name = ("resize", batch.draft, batch.needs.mode in ADJUSTING, old, new, jobs.stop_width)
     return batch.core.program_status(name, lambda: jobs.resize(old, new).args)
 
 
@@ -1001,6 +1009,9 @@ class Scheduler:
 
     def _account(self, job: Job, update: Update, *, left: bool) -> None:
         """Adds an update's tokens to its request, takes its slot if they end it, and sends it."""
+        if job.follower is not None and job.follower.error:
+            self._give_up(job, job.follower.error)
+            return
         job.tokens[update.start :] = update.tokens
         ends = update.finish_reason is not None
         if ends and job.slot >= 0 and not left and self.batch is not None:
@@ -1013,3 +1024,11 @@ class Scheduler:
                 job.sink(job.ticket, error)
         if ends:
             self._live.pop(job.ticket, None)
+
+    def _give_up(self, job: Job, reason: str) -> None:
+        """Ends a request whose grammar cannot be followed any further: it passed a bound of llguidance's."""
+        if job.slot >= 0 and self.batch is not None:
+            self.batch.retire(job)
+        self._live.pop(job.ticket, None)
+        with suppress(Exception):
+            job.sink(job.ticket, DFlashError(f"the text cannot be kept to its structure any further: {reason:.200}"))

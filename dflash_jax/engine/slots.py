@@ -7,6 +7,7 @@ import numpy as np
 
 from dflash_jax.cache import PageAllocator, extend_keys
 from dflash_jax.cache.snapshots import SnapshotAccount
+from dflash_jax.decoding.grammar_masks import Follower
 from dflash_jax.decoding.prefill import Scores
 from dflash_jax.engine.requests import Needs, Request, Update
 
@@ -43,6 +44,7 @@ class Job:
       parts: scores of its prompt, with the row and the number of tokens in each, as far as calls were started.
       started, compiled: clock and compile time when it took its slot.
       needs: what it asks of programs.
+      follower: its place in its grammar while it has a slot; None without one.
     """
 
     request: Request
@@ -67,6 +69,7 @@ class Job:
     parts: list[tuple[Scores, int, int]] = field(default_factory=list)
     started: float = 0.0
     compiled: float = 0.0
+    follower: Follower | None = None
     needs: Needs = field(init=False)
 
     def __post_init__(self):
@@ -100,7 +103,7 @@ class Job:
         """As it is before it enters: what the account and the device know of it is nobody's."""
         self.pages, self.slot, self.decoding, self.stay = [], -1, False, self.stay + 1
         self.due = self.coming = 0
-        self.stops, self.snapshot, self.parts = [], -1, []
+        self.stops, self.snapshot, self.parts, self.follower = [], -1, [], None
 
 
 class Slots:

@@ -7,7 +7,8 @@ say what a single proposal is worth: the whole block of all slots is verified as
 are chosen as for `verify_length="auto"`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from dflash_jax.compile.programs import Status
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice, Decision, Kind, VerifyPolicy
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, MARGIN, Choice, Decision, Kind, VerifyPolicy
 
 # Cycles of a request that are looked back at, and cycles after which half of what they say of a proposal is forgotten.
 REMEMBERED = 8
@@ -45,16 +46,31 @@ class PerRequestPolicy(VerifyPolicy):
     little: a drafter that was given up on is tried again after a while.
     """
 
+    cost: CycleCost
+
     def __init__(self, offered: int, cost: CycleCost):
         super().__init__(offered, cost, "per_request")
         self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
         self.recent: dict[int, Recent] = {}
         self.running: Sequence[int] = ()
         self.now = 0
-        self.looking = False
+        self.looking = self.sharing = False
+        self._shares: dict[int, bool] = {}
 
-    @property
-    def shorter(self) -> Sequence[int]:
+    def shares(self, slots: int) -> bool:
+        """See `VerifyPolicy.shares`: whether some length between the pending token and the whole block saves time."""
+        if slots not in self._shares:
+            costs = {length: self._shared_ms(slots, length, 0.0) for length in self._means() if length > 1}
+            self._shares[slots] = MARGIN * min(costs.values(), default=math.inf) < self.cost.ms(
+                slots, self.offered, 0.0
+            )
+        return self._shares[slots]
+
+    def shorter(self, slots: int) -> Sequence[int]:
+        """See `VerifyPolicy.shorter`."""
+        return self._means() if self.shares(slots) else super().shorter(slots)
+
+    def _means(self) -> Sequence[int]:
         """Halves, and what lies between each two of them: costs climb in steps of tiles, and one of these is near to each."""
         lengths, length = {1}, self.offered
         while length > 1:
@@ -63,13 +79,17 @@ class PerRequestPolicy(VerifyPolicy):
         return sorted(lengths - {0, self.offered}, reverse=True)
 
     def cycle_ms(self, slots: int, length: int, context: float) -> float:
-        """See `VerifyPolicy.cycle_ms`: whatever is verified, all proposals are made."""
-        assert self.cost is not None, "lengths are chosen by what they cost"
+        """See `VerifyPolicy.cycle_ms`."""
+        shared = 1 < length < self.offered and self.shares(slots)
+        return self._shared_ms(slots, length, context) if shared else super().cycle_ms(slots, length, context)
+
+    def _shared_ms(self, slots: int, length: int, context: float) -> float:
+        """Whatever is verified, all proposals are made."""
         return self.cost.ms(slots, length, context, proposed=self.offered)
 
     def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
         """See `VerifyPolicy.rates`."""
-        if not self.shared(costs):
+        if not self.shares(slots):
             return super().rates(kinds, costs, slots)
         count = sum(kinds.values())
         gains = best_gains(self._worths(count))
@@ -80,15 +100,12 @@ class PerRequestPolicy(VerifyPolicy):
 
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
 
-    def shared(self, lengths: Iterable[int]) -> list[int]:
-        """Those of some lengths at which slots share rows."""
-        return [length for length in lengths if 1 < length < self.offered]
-
     def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
         """See `VerifyPolicy.choose`. Where a request is to be looked at, as many rows are shared as may be."""
-        costs = self.costs(slots, context)
-        chosen, shared = super().choose(kinds, slots, context, status), self.shared(costs)
-        self.looking = False
+        chosen, self.looking = super().choose(kinds, slots, context, status), False
+        self.sharing = self.shares(slots)
+        costs = self.costs(slots, context) if self.sharing else {}
+        shared = [length for length in costs if 1 < length < self.offered]
         if not shared or not self._unseen(chosen.length):
             return chosen
         look = max(shared)
@@ -117,8 +134,10 @@ class PerRequestPolicy(VerifyPolicy):
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
         """See `VerifyPolicy.patience`: few where a request has not been seen, or not for long."""
+        if not self.sharing or not (self.recent or self.looking):
+            return super().patience(kinds, cycles)
         if not 1 < self.current < self.offered:
-            return cycles if self.recent else super().patience(kinds, cycles)
+            return cycles
         known = sum(self.now - recent.at < FORGETTING / 8 for recent in self.recent.values())
         return min(cycles, FIRST_CYCLES) if self.looking or known < sum(kinds.values()) else cycles
 

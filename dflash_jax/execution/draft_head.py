@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.heads import HeadConfig
 from dflash_jax.models.largest import largest
-from dflash_jax.models.layers import best_rows
+from dflash_jax.models.layers import best_of_head
+from dflash_jax.parallel.collectives import best_of_ranks
 from dflash_jax.quantization.weights import Quantised, quantise, rounded
 
 CANDIDATES = 16
@@ -53,17 +54,19 @@ def best_proposals(drafter: DFlash, hidden: Float[Array, "... D"], head: Any, in
     """`drafter.best(hidden, head)`, through the index of a head that is not in eight bits itself, where there is one."""
     if index is None or isinstance(head, Quantised):
         return drafter.best(hidden, head)
-    return best_by_index(hidden, head, index)
+    return best_by_index(hidden, head, index, drafter.head_rows)
 
 
-def best_by_index(x: Float[Array, "... D"], head: Float[Array, "V D"], index: Quantised) -> Int[Array, "..."]:
+def best_by_index(
+    x: Float[Array, "... D"], head: Float[Array, "V D"], index: Quantised, count: int | None = None
+) -> Int[Array, "..."]:
     """The row of the head with the largest product in float32 among the candidates of its index, the first of equal ones.
 
-    Of more rows than `MOST_ROWS` the head's own, without the index.
+    Of more rows than `MOST_ROWS` the head's own, without the index. Each rank may have a share of the head's `count` rows.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows, count = x.reshape(-1, x.shape[-1]), len(head) if count is None else count
     if len(rows) > MOST_ROWS:
-        return best_rows(x, head)
+        return best_of_head(x, head, count)
     found = float8_candidates(rounded(rows, index), index.values, index.scales, CANDIDATES).T
     # XLA multiplies and adds up the rows that it gathers as they come, in one launch.
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)
@@ -73,19 +76,23 @@ def best_by_index(x: Float[Array, "... D"], head: Float[Array, "V D"], index: Qu
     for other, its in zip(products[1:], found[1:], strict=True):
         better = (other > best) | ((other == best) & (its < place))
         best, place = jnp.where(better, other, best), jnp.where(better, its, place)
+    if len(head) < count:
+        place = best_of_ranks(best, place, len(head))
     return place.reshape(x.shape[:-1])
 
 
 def shortlist(
-    reader: HeadConfig | None, x: Float[Array, "*R D"], head: Any, index: Any
+    reader: HeadConfig | None, x: Float[Array, "*R D"], head: Any, index: Any, count: int
 ) -> tuple[Float[Array, "*R S"], Int[Array, "*R S"]] | None:
     """Products in float32 with the `LISTED` rows of the LM head that its index takes for the best, and the rows.
 
-    None where proposals need others too, as those of some draft heads (`reader`) do, where there is no index, and for more rows
-    than `MOST_ROWS`.
+    None where proposals need others too, as those of some draft heads (`reader`) do, where there is no index, or no whole one of
+    `count` rows, and for more rows than `MOST_ROWS`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if index is None or isinstance(head, Quantised) or not lists(reader) or len(rows) > MOST_ROWS:
+    if index is None or isinstance(head, Quantised) or not lists(reader):
+        return None
+    if len(head) < count or len(rows) > MOST_ROWS:
         return None
     padded = jnp.pad(rows, ((0, max(FEWEST_ROWS - len(rows), 0)), (0, 0)))
     rough = float8_dense(rounded(padded, index), index.values, index.scales)[: len(rows)]

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from dflash_kernels import ColumnBlocks, dense, dense_gated, dense_onto, dense_parts, dense_refusal
+from dflash_kernels import ColumnBlocks, add_norm, dense, dense_gated, dense_onto, dense_parts, dense_refusal
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.plan import MOST_DENSE_ROWS
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
+from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.quantization.weights import Quantised, product, rounds
 
 
@@ -78,7 +79,12 @@ def run_fused_dense(
 def _onto(
     x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
-    """The stream with a product added, and its norm."""
+    """The stream with a product added, and its norm; the product of all ranks' shares."""
+    if ranks_here() > 1:
+        product = reduced(jnp.sum(dense_parts(x, projection.weight[...], **named), axis=0).astype(x.dtype))
+        return add_norm(
+            product[None], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
+        )
     return dense_onto(
         x, projection.weight[...], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
     )  # fmt: skip

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
+from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -40,7 +41,7 @@ def run_fused_moe(
 
 
 def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
-    """A product in parts where rows are many, else in one."""
+    """A product in parts where rows are many, else in one; of all ranks' shares."""
     weight = layer.weight[...]
     if (
         isinstance(weight, Quantised)
@@ -48,7 +49,8 @@ def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
         or dense_refusal(x.shape[0], x.dtype, x.shape[1]) is not None
     ):
         return layer(x)[None]
-    return dense_parts(x, weight)
+    parts = dense_parts(x, weight)
+    return parts if ranks_here() == 1 else reduced(jnp.sum(parts, axis=0).astype(x.dtype))[None]
 
 
 def _weight(norm: Norm) -> dict[str, Any]:

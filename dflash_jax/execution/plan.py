@@ -11,7 +11,7 @@ call's shape, the stored weights and the device that is traced for. The plan kee
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -198,7 +198,7 @@ def choose(
     weights: WeightFormat | None = None,
     *,
     beside: WeightFormat | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    ranks: int = 1,
 ) -> ExecutionPlan:
     """The plan for a call, on the device that is traced for.
 
@@ -208,18 +208,20 @@ def choose(
       weights: as they are stored; None before they are read. Then `call` is the largest cycle, the plan says how to lay them out,
         and its runner is that for the layout.
       beside: weights of another model in the same program, which XLA's options hold for as well.
-      mesh: devices that share the weights; None for one device.
+      ranks: devices that share the weights; traits and call are those of a rank then.
     """
     refusals: list[Refusal] = []
+    if ranks > 1 and traits.experts is not None:
+        traits = replace(traits, experts=replace(traits.experts, count=traits.experts.count // ranks))
     if weights is None:
-        reason = _blocks_refusal(traits, call, mesh)
+        reason = _blocks_refusal(traits, call, ranks)
         refusals += [] if reason is None else [Refusal("column_blocks", reason)]
         dtype = call.dtype.name
         layout: Layout = "rows" if reason is not None else "column_blocks"
         weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
     runner: Runner = "plain"
     for name, refuse in _RUNNERS.items():
-        reason = "layers lie on several devices" if mesh is not None else refuse(traits, call, weights)
+        reason = (_ranks_refusal(name) if ranks > 1 else None) or refuse(traits, call, weights)
         if reason is None:
             runner = name
             break
@@ -232,10 +234,20 @@ def choose(
         workspace = "layer" if reason is not None else "layer_with_attention"
     cublas = call.rows == CUBLAS_ROWS and traits.attention == "heads" and traits.feed_forward == "dense"
     cublas = cublas and weights.plain and (beside is None or beside.plain)
-    options = ONE_GRAPH | (CUBLAS_PRODUCTS if cublas else {})
+    # A graph holds no sum over devices: XLA chooses what becomes one where there are such.
+    options = ({} if ranks > 1 else ONE_GRAPH) | (CUBLAS_PRODUCTS if cublas else {})
     return ExecutionPlan(
         runner, attention, weights.layout, tuple(options.items()), workspace, tuple(refusals), target().kind
     )
+
+
+def _ranks_refusal(runner: Runner) -> str | None:
+    """Why a runner is not for layers that several devices share."""
+    if runner == "persistent":
+        return "devices add up what they multiply twice a layer, inside of what would be one kernel"
+    if runner == "fused_float8":
+        return "devices share no weights in eight bits"
+    return None
 
 
 def _layers_refusal(traits: LayerTraits) -> str | None:
@@ -350,13 +362,13 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
     )  # fmt: skip
 
 
-def _blocks_refusal(traits: LayerTraits, call: CallShape, mesh: Any) -> str | None:
+def _blocks_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | None:
     """Why matrices stay in rows: blocks pay where `layer_chain` takes the layers, so that calls of few rows have a kernel as well,
     and the largest cycle, of `call.rows` tokens, waits for weights."""
     if not switches.COLUMN_BLOCKS:
         return "switched off"
-    if mesh is not None:
-        return "layers lie on several devices"
+    if ranks > 1:
+        return f"{ranks} devices share the layers, and matrices are read to each of them as they are"
     if call.rows >= MOST_BLOCKED_ROWS:
         return f"the largest cycle has {call.rows} tokens, XLA's products are faster from {MOST_BLOCKED_ROWS} on"
     if (reason := _dense_layers_refusal(traits)) is not None:

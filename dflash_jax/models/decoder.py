@@ -17,11 +17,13 @@ from dflash_jax.models.layers import (
     RMSNorm,
     Rotary,
     Runner,
-    best_rows,
+    best_of_head,
     linear,
     rotary_tables,
 )
 from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.parallel.collectives import gathered
+from dflash_jax.parallel.cut import by_rows
 from dflash_jax.quantization.weights import Quantised
 
 
@@ -81,11 +83,11 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """float32 logits of hidden states after the final norm."""
-        return linear(hidden, self.head_weight).astype(jnp.float32)
+        return gathered(linear(hidden, self.head_weight), self.config.vocab_size).astype(jnp.float32)
 
     def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:
         """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written."""
-        return best_rows(hidden, self.head_weight)
+        return best_of_head(hidden, self.head_weight, self.config.vocab_size)
 
 
 def target_parameters(config: DecoderConfig, layers: Iterable[Parameter], *, tied: bool) -> tuple[Parameter, ...]:
@@ -95,5 +97,5 @@ def target_parameters(config: DecoderConfig, layers: Iterable[Parameter], *, tie
         single("embed.weight", "model.embed_tokens.weight", (v, d)),
         *layers,
         single("norm.weight", "model.norm.weight", (d,)),
-        *(() if tied else (single("lm_head.weight", "lm_head.weight", (v, d)),)),
+        *(() if tied else (single("lm_head.weight", "lm_head.weight", (v, d), cut=by_rows((v, v), optional=True)),)),
     )

@@ -38,6 +38,7 @@ from dflash_jax.models.layers import (
     Linear,
     RMSNorm,
     Rotary,
+    SummedLinear,
     mlp_parameters,
     rotary_tables,
     rotate,
@@ -45,6 +46,7 @@ from dflash_jax.models.layers import (
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.parallel.cut import by_columns, by_rows
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 # Text models inside a vision-language checkpoint: everything about text is in `text_config`.
@@ -285,7 +287,7 @@ class MLAttention(nnx.Module):
             self.q_b_proj = Linear(n * config.head_dim, config.q_lora_rank)
         self.kv_a_norm = RMSNorm(config.kv_lora_rank, config.latent_norm_eps)
         self.kv_b_proj = Linear(n * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
-        self.o_proj = Linear(d, n * config.v_head_dim, bias=bias)
+        self.o_proj = SummedLinear(d, n * config.v_head_dim, bias=bias)
 
     def project(self, x: Array) -> tuple[Array, Array]:
         """Queries `[B,T,N,P+r]` and latent rows `[B,T,R+r]` of `x [B,T,D]`, neither normed nor rotated."""
@@ -404,21 +406,22 @@ def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
 def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
     d, n, latent, rank = config.hidden_size, config.num_heads, config.kv_lora_rank, config.q_lora_rank
     values = n * config.v_head_dim
+    queries, expanded = by_rows((n * config.head_dim, n)), n * config.qk_nope_head_dim + values
     down = [("kv_a_proj_with_mqa", config.latent_width)]
     if rank is None:
-        table = [single(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (n * config.head_dim, d))]
+        table = [single(f"{ours}q_proj.weight", f"{theirs}q_proj.weight", (n * config.head_dim, d), cut=queries)]
         fused = "kv_a_proj"
     else:
         table = [
             single(f"{ours}q_a_norm.weight", f"{theirs}q_a_layernorm.weight", (rank,)),
-            single(f"{ours}q_b_proj.weight", f"{theirs}q_b_proj.weight", (n * config.head_dim, rank)),
+            single(f"{ours}q_b_proj.weight", f"{theirs}q_b_proj.weight", (n * config.head_dim, rank), cut=queries),
         ]
         fused, down = "qkv_a_proj", [("q_a_proj", rank), *down]
     table += [
         Parameter(f"{ours}{fused}.weight", tuple(Source(f"{theirs}{name}.weight", (rows, d)) for name, rows in down)),
         single(f"{ours}kv_a_norm.weight", f"{theirs}kv_a_layernorm.weight", (latent,)),
-        single(f"{ours}kv_b_proj.weight", f"{theirs}kv_b_proj.weight", (n * config.qk_nope_head_dim + values, latent)),
-        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, values)),
+        single(f"{ours}kv_b_proj.weight", f"{theirs}kv_b_proj.weight", (expanded, latent), cut=by_rows((expanded, n))),
+        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, values), cut=by_columns((values, n))),
     ]
     if config.attention_bias:
         biases = tuple(Source(f"{theirs}{name}.bias", (rows,)) for name, rows in down)

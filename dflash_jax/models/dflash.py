@@ -27,7 +27,7 @@ from dflash_jax.models.layers import (
     RMSNorm,
     Rotary,
     Runner,
-    best_rows,
+    best_of_head,
     decoder_parameters,
     linear,
     rms_norm,
@@ -36,6 +36,8 @@ from dflash_jax.models.layers import (
 )
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.parallel.collectives import gathered
+from dflash_jax.parallel.cut import by_rows
 from dflash_jax.quantization.weights import Quantised
 
 # Among a drafter's weights: its own copy of the target's head in eight bits, which stands for the head; and one that only says
@@ -153,7 +155,7 @@ class DFlash(nnx.Module):
         return scaled
 
     def logits(
-        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised
+        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised
     ) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
         out, targets = self._rows(hidden, head_weight)
@@ -166,7 +168,7 @@ class DFlash(nnx.Module):
         slots: Float[Array, "B G D"],
         places: int,
         anchor: Int[Array, "B"],
-        head_weight: Float[Array, "V Dt"] | Quantised,
+        head_weight: Float[Array, "F Dt"] | Quantised,
         embed_weight: Float[Array, "V Dt"] | Quantised,
         features: Float[Array, "B nD"],
         listed: tuple[Float[Array, "B g S"], Int[Array, "B g S"]] | None = None,
@@ -199,7 +201,7 @@ class DFlash(nnx.Module):
         """float32 logits over the LM head's rows, and the rows' tokens where it has a vocabulary of its own."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]
-        out = self._scaled_logits(linear(hidden, head).astype(jnp.float32))
+        out = self._scaled_logits(gathered(linear(hidden, head), self.head_rows).astype(jnp.float32))
         return out, None if self.d2t is None else jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
 
     def _scaled_logits(self, products: Array) -> Array:
@@ -207,10 +209,16 @@ class DFlash(nnx.Module):
         out = products * c.logit_scale
         return jnp.tanh(out / c.logit_softcap) * c.logit_softcap if c.logit_softcap else out
 
-    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "V Dt"] | Quantised) -> Int[Array, "..."]:
+    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised) -> Int[Array, "..."]:
         """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
-        rows = best_rows(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...])
+        rows = best_of_head(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...], self.head_rows)
         return rows if self.d2t is None else rows + self.d2t[...][rows]
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head that proposes, the target's or the drafter's own."""
+        c = self.config
+        return c.vocab_size if self.lm_head is None else c.draft_vocab_size or c.vocab_size
 
     def proposing(self, slots: Shaped[Array, "B G ..."]) -> Shaped[Array, "B g ..."]:
         """The slots that predict a drafted token: all but the anchor, or all with `sample_from_anchor`."""
@@ -245,7 +253,7 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     if config.own_embedding:
         table.append(single("embed.weight", "embed_tokens.weight", (config.vocab_size, d)))
     if config.own_head:
-        table.append(single("lm_head.weight", "lm_head.weight", (rows, d)))
+        table.append(single("lm_head.weight", "lm_head.weight", (rows, d), cut=by_rows((rows, rows), optional=True)))
     if config.mask_embedding:
         table.append(single("mask_embedding", "mask_embedding", (d,)))
     if config.draft_vocab_size:

@@ -19,6 +19,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DecoderConfig, RopeConfig
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
+from dflash_jax.parallel.collectives import best_of_ranks, reduced
+from dflash_jax.parallel.cut import by_columns, by_rows
 from dflash_jax.quantization.weights import Quantised, best_product, product
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
@@ -73,6 +75,21 @@ def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised)
     if isinstance(weight, Quantised):
         return best_product(x, weight)
     return dense_best(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
+
+
+def best_of_head(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised, count: int) -> Int[Array, "..."]:
+    """The row, of `count`, that has the largest product with x, the first of equal ones; each rank may have a share of the rows."""
+    if weight.shape[0] == count:
+        return best_rows(x, weight)
+    if x.dtype == jnp.float32:
+        products = linear(x, weight)
+        return best_of_ranks(
+            jnp.max(products, axis=-1), jnp.argmax(products, axis=-1).astype(jnp.int32), weight.shape[0]
+        )
+    rows = best_rows(x, weight)
+    # Compared as rounded as within a rank: of equal ones the first is taken.
+    products = jnp.sum(weight[rows].astype(jnp.float32) * x.astype(jnp.float32), axis=-1).astype(x.dtype)
+    return best_of_ranks(products, rows, weight.shape[0])
 
 
 @runtime_checkable
@@ -265,6 +282,14 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
 
+class SummedLinear(Linear):
+    """A matrix whose columns ranks share: what each of them multiplies is added up, and the bias once."""
+
+    def __call__(self, x: Array) -> Array:
+        y = reduced(linear(x, self.weight[...]))
+        return y if self.bias is None else y + self.bias[...]
+
+
 class Attention(nnx.Module):
     """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
@@ -284,7 +309,7 @@ class Attention(nnx.Module):
         self.window = None if reach is None else (reach - 1, 0 if causal else reach - 1)
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = Linear((n + 2 * k + beside) * h, config.hidden_size, bias=traits.bias != "none")
-        self.o_proj = Linear(config.hidden_size, n * h, bias=traits.bias == "all")
+        self.o_proj = SummedLinear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
 
@@ -339,7 +364,7 @@ class MLP(nnx.Module):
 
     def __init__(self, hidden: int, inner: int, activation: Activation = "silu"):
         self.gate_up_proj = Linear(2 * inner, hidden)
-        self.down_proj = Linear(hidden, inner)
+        self.down_proj = SummedLinear(hidden, inner)
         self.activation: Activation = activation
 
     def __call__(self, x: Array) -> Array:
@@ -389,8 +414,8 @@ def mlp_parameters(config: DecoderConfig, ours: str, theirs: str) -> list[Parame
     d, f = config.hidden_size, config.intermediate_size
     gates = tuple(Source(f"{theirs}{name}.weight", (f, d)) for name in ("gate_proj", "up_proj"))
     return [
-        Parameter(f"{ours}gate_up_proj.weight", gates),
-        single(f"{ours}down_proj.weight", f"{theirs}down_proj.weight", (d, f)),
+        Parameter(f"{ours}gate_up_proj.weight", gates, cut=by_rows((f, f), (f, f))),
+        single(f"{ours}down_proj.weight", f"{theirs}down_proj.weight", (d, f), cut=by_columns((f, f))),
     ]
 
 
@@ -414,21 +439,25 @@ def decoder_parameters(
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
         rows = (("q_proj", n * h), ("k_proj", k * h), ("v_proj", k * h))
-        attn = f"{theirs}self_attn."
+        attn, heads = f"{theirs}self_attn.", by_rows((n * h, n), (k * h, k), (k * h, k))
         table += [
             single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)),
-            Parameter(f"{ours}attn.qkv_proj.weight", tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows)),
-            single(f"{ours}attn.o_proj.weight", f"{attn}o_proj.weight", (d, n * h)),
+            Parameter(
+                f"{ours}attn.qkv_proj.weight",
+                tuple(Source(f"{attn}{name}.weight", (r, d)) for name, r in rows),
+                cut=heads,
+            ),
+            single(f"{ours}attn.o_proj.weight", f"{attn}o_proj.weight", (d, n * h), cut=by_columns((n * h, n))),
         ]
         if traits.qk_norm:
             table += [single(f"{ours}attn.{one}.weight", f"{attn}{one}.weight", (h,)) for one in ("q_norm", "k_norm")]
         if traits.bias != "none":
             biases = tuple(Source(f"{attn}{name}.bias", (r,)) for name, r in rows)
-            table.append(Parameter(f"{ours}attn.qkv_proj.bias", biases))
+            table.append(Parameter(f"{ours}attn.qkv_proj.bias", biases, cut=heads))
         if traits.bias == "all":
             table.append(single(f"{ours}attn.o_proj.bias", f"{attn}o_proj.bias", (d,)))
         if traits.sinks:
-            table.append(single(f"{ours}attn.sinks", f"{attn}{sinks}", (n,)))
+            table.append(single(f"{ours}attn.sinks", f"{attn}{sinks}", (n,), cut=by_rows((n, n))))
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         names = f"{ours}mlp.", f"{theirs}mlp."
         table += mlp_parameters(config, *names) if feed_forward is None else feed_forward(i, *names)

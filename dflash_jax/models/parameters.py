@@ -8,13 +8,18 @@ fused projection is its sources' rows one after the other and nothing is ever tr
 several projections in one tensor, each takes its runs of rows.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from dflash_jax.parallel.cut import Cut
+from dflash_jax.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,14 @@ class Parameter:
       sources: the tensors it is made of, in row order; all agree on every axis but the first.
       dtype: None for the model's dtype, otherwise the fixed dtype of this array.
       weights: that one of its numbers stands for: two in a byte of four-bit ones, none in a scale.
+      cut: what of it goes to which of several GPUs; None where each has all of it.
     """
 
     name: str
     sources: tuple[Source, ...]
     dtype: str | None = None
     weights: int = 1
+    cut: Cut | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,9 +94,17 @@ class Parameter:
         return math.prod(self.shape)
 
 
-def single(name: str, source: str, shape: tuple[int, ...], dtype: str | None = None, *, weights: int = 1) -> Parameter:
+def single(
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    dtype: str | None = None,
+    *,
+    weights: int = 1,
+    cut: Cut | None = None,
+) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
-    return Parameter(name, (Source(source, shape),), dtype, weights)
+    return Parameter(name, (Source(source, shape),), dtype, weights, cut)
 
 
 def count(parameters: Sequence[Parameter]) -> int:
@@ -117,9 +132,11 @@ def to_huggingface(
 
 
 def init_params(
-    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32"
+    parameters: Sequence[Parameter], key: jax.Array, dtype: str | jnp.dtype = "float32", *, ranks: Ranks | None = None
 ) -> dict[str, jax.Array]:
     """Random weights in the declared shapes, for training from scratch, tests and timing.
+
+    `ranks`: devices that share them; each draws its share, so that none has room for all of them.
 
     Norm weights are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
 
@@ -128,13 +145,36 @@ def init_params(
     params = {}
     for index, parameter in enumerate(parameters):
         kind = jnp.dtype(parameter.dtype or dtype)
-        leaf = parameter.name.rsplit(".", 1)[-1]
-        if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
-            params[parameter.name] = jnp.zeros(parameter.shape, kind)
-        elif len(parameter.shape) == 1 and leaf == "weight":
-            params[parameter.name] = jnp.ones(parameter.shape, kind)
-        else:
-            scale = 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
-            normal = jax.random.normal(jax.random.fold_in(key, index), parameter.shape, kind)
-            params[parameter.name] = normal * jnp.asarray(scale, kind)
+        if ranks is None:
+            params[parameter.name] = _drawn(
+                jax.random.fold_in(key, index), _law(parameter, kind), parameter.shape, kind
+            )
+            continue
+        made = ranks.share_of(parameter, kind)
+        draw = _jitted_draw(_law(parameter, kind), made.shape, kind, made.sharding)
+        params[parameter.name] = draw(jax.random.fold_in(key, index))
     return params
+
+
+@functools.cache
+def _jitted_draw(
+    law: float | str, shape: tuple[int, ...], kind: jnp.dtype, sharding: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """What draws each device's share: one program for all arrays that are alike."""
+    return jax.jit(functools.partial(_drawn, law=law, shape=shape, kind=kind), out_shardings=sharding)
+
+
+def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "ones"]:
+    """The deviation of a random array, or what it is all of."""
+    leaf = parameter.name.rsplit(".", 1)[-1]
+    if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
+        return "zeros"
+    if len(parameter.shape) == 1 and leaf == "weight":
+        return "ones"
+    return 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
+
+
+def _drawn(key: jax.Array, law: float | str, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+    if isinstance(law, str):
+        return jnp.zeros(shape, kind) if law == "zeros" else jnp.ones(shape, kind)
+    return jax.random.normal(key, shape, kind) * jnp.asarray(law, kind)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.completion import Completion, Piece, TokenLogprob
+from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.serving.bodies import Ask
 from dflash_jax.text.tokenizer import Tokenizer
 
@@ -191,6 +192,10 @@ class Answer:
     def last_chunk(self) -> dict[str, Any]:
         """The one with the usage, behind all others."""
         return self._chunk(None) | {"usage": self.usage()}
+
+    def grammar_of(self, grammar: Grammar | None) -> Grammar | None:
+        """The grammar that texts follow, of the one that a request names."""
+        return grammar
 
     def prompt_seen(self, index: int, ids: Sequence[int]) -> None:
         """A choice's prompt, as the model gets it."""

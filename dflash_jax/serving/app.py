@@ -216,7 +216,10 @@ class Routes:
         """`/v1/chat/completions`."""
         body, tokenizer = await self._body(request), self.front.ready().model.tokenizer
         return await self._answer(
-            request, lambda: chat_with_tools(parsed(body), tokenizer, self.front.defaults), body, chat=True
+            request,
+            lambda: chat_with_tools(parsed(body), tokenizer, self.front.defaults, self.front.options.tool_parser),
+            body,
+            chat=True,
         )
 
     async def _answer(self, request: Request, read: Callable[[], Ask], body: bytes, *, chat: bool) -> Response:
@@ -241,10 +244,12 @@ class Routes:
 
     async def _begin(self, engine: AsyncEngine, ask: Ask, *, chat: bool, long: bool) -> "Call":
         model, name = engine.model, self.front.options.names[0]
-        made = await asyncio.to_thread(requests_of, model, ask) if chat or long else requests_of(model, ask)
+        long = long or chat or ask.params.structured is not None
+        made = await asyncio.to_thread(requests_of, model, ask) if long else requests_of(model, ask)
         answer = self._form(ask, model, made[0].prompt, chat=chat, name=name)
         for one in made:
             answer.prompt_seen(one.index, one.prompt)
+            one.grammar = answer.grammar_of(one.grammar)
         self.front.ready()  # it may have begun to shut down meanwhile
         return Call(self.front, engine, engine.submit(made), answer, len(made))
 

@@ -6,11 +6,16 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
+from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.engine.requests import Request
+from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
+from dflash_jax.serving.structure import FIELDS as STRUCTURE_FIELDS
+from dflash_jax.serving.structure import refused as structure_refused
+from dflash_jax.serving.structure import structure_of
 from dflash_jax.text.prompts import is_chat, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
 
@@ -28,8 +33,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "priority": (0,), "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,), "suffix": ("",), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
-    "add_special_tokens": (True, False), "structured_outputs": (),
+    "tool_choice": ("none", "auto"), "add_special_tokens": (True, False),
 }  # fmt: skip
 # Of chats alone.
 _FIXED_OF_CHATS: dict[str, tuple[Any, ...]] = {"echo": (False,), "prompt_logprobs": ()}
@@ -40,7 +44,7 @@ _SAMPLING = (
 )  # fmt: skip
 _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
-    "return_tokens_as_token_ids", "logit_bias", *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
+    "return_tokens_as_token_ids", "logit_bias", *STRUCTURE_FIELDS, *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
 COMPLETION_FIELDS = ("prompt", "echo", "prompt_logprobs", *_COMMON)
 CHAT_FIELDS = (
@@ -65,6 +69,7 @@ class Ask:
       ids: tokens are named by their ids among log-probabilities.
       echo: whether texts begin with their prompts, and log-probabilities with theirs.
       prompt_logprobs: whether those of prompts come by themselves.
+      structured_by: the field that says what the text has to be; None where it may be anything.
     """
 
     prompts: list[Any]
@@ -78,6 +83,7 @@ class Ask:
     chat_options: dict[str, Any]
     echo: bool = False
     prompt_logprobs: bool = False
+    structured_by: str | None = None
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -163,6 +169,7 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
     """
     requests, longest = list[Request](), model.engine.max_model_len
     refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
+    grammar = _grammar(model, ask)
     for prompt in ask.prompts:
         ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
         least = 1 if ask.max_tokens is None else ask.max_tokens
@@ -181,9 +188,18 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
             fewest = min(ask.params.min_tokens, most)
             params = replace(ask.params, max_tokens=most, min_tokens=fewest, seed=seed)
-            requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused))
+            requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused, grammar=grammar))
             model.engine.check(requests[-1])
     return requests
+
+
+def _grammar(model: Model, ask: Ask) -> Grammar | None:
+    if ask.params.structured is None:
+        return None
+    try:
+        return model.grammars.compiled(ask.params.structured)
+    except ParameterError as error:
+        raise structure_refused(ask.structured_by or "structured_outputs", error) from None
 
 
 def _ask(
@@ -203,8 +219,9 @@ def _ask(
     if bias := _mapping(body, "logit_bias"):
         given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0
+    by, structured = structure_of(body) or (None, None)
     params = SamplingParams(
-        max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, **given
+        max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, structured=structured, **given
     )  # fmt: skip
     stream, told = _flag(body, "stream"), _mapping(body, "stream_options")
     if told and not stream:
@@ -214,7 +231,8 @@ def _ask(
     usage = "end" if _flag(told, "include_usage") else None
     usage = "always" if usage and _flag(told, "continuous_usage_stats") else usage
     ids = _flag(body, "return_tokens_as_token_ids")
-    return Ask(prompts, params, most, None if seed is None else seed % 2**64, n, stream, usage, ids, options or {})
+    seed = None if seed is None else seed % 2**64
+    return Ask(prompts, params, most, seed, n, stream, usage, ids, options or {}, structured_by=by)
 
 
 def _messages(value: Any, template: str) -> list[dict[str, Any]]:

@@ -2,14 +2,16 @@
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dflash_jax.completion import Piece
+from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.serving.answers import Answer
 from dflash_jax.serving.tools import ChatAsk, template_of
 from dflash_jax.text.answers import choice
 from dflash_jax.text.answers.events import Arguments, CallBegin, CallEnd, Event, Parser, Text, Thought, merged
-from dflash_jax.text.answers.reasoning import END, Start
+from dflash_jax.text.answers.reasoning import BEGIN, END, Start
 from dflash_jax.text.tokenizer import Tokenizer
 
 _TAIL = 16  # tokens of a prompt that show how the answer begins
@@ -88,6 +90,13 @@ class ChatAnswer(Answer):
             else:
                 told += self._deltas(index, chunk, parser.feed(row["delta"]["content"]))
         return told
+
+    def grammar_of(self, grammar: Grammar | None) -> Grammar | None:
+        """It begins where thoughts are over: with the token of their end, where it is one."""
+        if grammar is None or self._start is None or self._think_end is None:
+            return grammar
+        opens = self.tokenizer.backend.token_to_id(BEGIN) if self.tokenizer is not None else None
+        return replace(grammar, opens=opens, closes=self._think_end, inside=self._start == "inside")
 
     def usage(self) -> dict[str, Any]:
         """With the tokens of thoughts, their mark included."""

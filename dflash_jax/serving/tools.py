@@ -1,12 +1,17 @@
 """Tools in bodies of chats: which the template is told of, and what of the answer is looked for."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from dflash_jax.errors import ParameterError
+from dflash_jax.sampling_params import Structured
 from dflash_jax.serving.bodies import Ask, chat_ask, shown
 from dflash_jax.serving.problems import Problem
+from dflash_jax.serving.structure import functions_of, refused
+from dflash_jax.text.answers.call_grammars import call_grammar
+from dflash_jax.text.answers.choice import ToolParser, tool_parser_of
 from dflash_jax.text.tokenizer import Tokenizer
 
 MAX_TOOLS = 128
@@ -27,7 +32,10 @@ class ChatAsk(Ask):
 
 
 def chat_with_tools(
-    body: Mapping[str, Any], tokenizer: Tokenizer | None, defaults: Mapping[str, Any] = MappingProxyType({})
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    tool_parser: ToolParser = "auto",
 ) -> ChatAsk:
     """Of `/v1/chat/completions`; see `chat_ask`. Raises Problem, ParameterError."""
     one_call = not _flag(body, "parallel_tool_calls")
@@ -38,8 +46,31 @@ def chat_with_tools(
             400, "this model's chat template knows no tools", param="tools", code="unsupported_parameter"
         )  # fmt: skip
     ask = chat_ask({name: value for name, value in body.items() if name not in _FIELDS}, template or None, defaults)
+    if (functions := functions_of(tools, body.get("tool_choice", "auto"))) is not None:
+        several = not one_call and body["tool_choice"] == "required"
+        ask = _calling(ask, tool_parser_of(tool_parser, template), functions, several=several)
     told: dict[str, Any] = vars(ask) | {"chat_options": ask.chat_options | ({"tools": tools} if tools else {})}
     return ChatAsk(**told, tools=tools, one_call=one_call)
+
+
+def _calling(ask: Ask, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool) -> Ask:
+    """`ask` with an answer that has to be a call of one of these functions, or several of them."""
+    if form == "none":
+        raise Problem(
+            400, "tool_choice needs calls of a form that is known, and this model's are of none: give auto or none",
+            param="tool_choice", code="unsupported_parameter",
+        )  # fmt: skip
+    if ask.structured_by is not None:
+        raise Problem(
+            400, f"tool_choice and {ask.structured_by} both say what the text is: give one of them", param="tool_choice",
+            code="invalid_value",
+        )  # fmt: skip
+    grammar = call_grammar(form, functions, several=several)
+    try:
+        params = replace(ask.params, structured=Structured(grammar=grammar))
+    except ParameterError as error:
+        raise refused("tools", error) from None
+    return replace(ask, params=params, structured_by="tools")
 
 
 def template_of(tokenizer: Tokenizer | None, tools: list[dict[str, Any]]) -> str:
@@ -58,16 +89,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise _wrong("tools", f"a list of 1 to {MAX_TOOLS} tools", tools)
         for place, tool in enumerate(tools):
             _check(tool, f"tools.{place}")
-    if wanted == "required" or isinstance(wanted, dict):
-        raise Problem(
-            400,
-            "tool_choice required, or a function's name, needs structured output, which is not done yet: leave it out, or give "
-            "auto or none",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if wanted not in ("auto", "none"):
-        raise _wrong("tool_choice", "auto or none", wanted)
+    if not isinstance(wanted, dict) and wanted not in ("auto", "none", "required"):
+        raise _wrong("tool_choice", "auto, none, required or a function's name", wanted)
     return [] if wanted == "none" or tools is None else tools
 
 

@@ -34,7 +34,7 @@ def send_late(arrays: list[Incoming]) -> dict[str, Late]:
     """All arrays through a ring to a device that takes its time."""
     with ThreadPoolExecutor(4) as readers:
         ring = staging._Ring(np.full(staging.ring_bytes(arrays), 255, np.uint8))
-        return staging._Pipeline(readers, ring, send=Late).run(arrays)
+        return staging._Pipeline(readers, ring, send=lambda _, array: Late(array)).run(arrays)
 
 
 def incoming(name: str, values: np.ndarray, parts: int) -> Incoming:

@@ -98,7 +98,9 @@ def test_warmup_shows_a_bar_and_leaves_nothing_to_compile(capsys):
 def test_warmup_refuses_what_no_request_can_be():
     model = dj.load(dtype="float32", max_batch=2, max_model_len=128)
     warmup = inspect.unwrap(dj.Model.warmup)  # in test runs a type checker around it would speak first
-    with pytest.raises(dj.ParameterError, match=r"modes must be among greedy, sampled, full, adjusted, got \['beam'\]"):
+    with pytest.raises(
+        dj.ParameterError, match=r"modes must be among greedy, sampled, full, adjusted, structured, got \['beam'\]"
+    ):
         warmup(model, modes=["beam"])
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):
         model.warmup(batch=[1, 3])

@@ -82,7 +82,7 @@ def test_the_best_few_are_on_the_list() -> None:
     products = np.asarray(rows, np.float64) @ np.asarray(head, np.float64).T
     config = SelectorConfig(rank=4, top_k=16)
     index, blocks = jax.jit(head_index.head_index)(head), rows.reshape(2, 15, -1)
-    found = jax.jit(partial(head_index.shortlist, config))(blocks, head, index)
+    found = jax.jit(partial(head_index.shortlist, config, count=3000))(blocks, head, index)
     assert found is not None
     listed, places = (np.asarray(one).reshape(30, -1) for one in found)
     np.testing.assert_allclose(listed, np.take_along_axis(products, places, 1), rtol=1e-4, atol=1e-3)
@@ -102,8 +102,9 @@ def test_the_best_few_are_on_the_list() -> None:
 
     ours, theirs = (selector.propose(one, pick) for one in (some, block))
     assert (np.asarray(ours[0]) == np.asarray(theirs[0])).mean() >= 0.9
-    assert head_index.shortlist(config, blocks, head, None) is None
-    assert head_index.shortlist(MarkovConfig(rank=4), blocks, head, index) is None
+    assert head_index.shortlist(config, blocks, head, None, 3000) is None
+    assert head_index.shortlist(config, blocks, head, index, 6000) is None  # one of two ranks' shares
+    assert head_index.shortlist(MarkovConfig(rank=4), blocks, head, index, 3000) is None
 
 
 @pytest.mark.parametrize(

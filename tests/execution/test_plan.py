@@ -113,12 +113,13 @@ def test_a_draft_head_leaves_the_layers_as_fast_as_they_are() -> None:
     assert list(runners.values()) == ["persistent", "plain"]
 
 
-def test_several_devices_and_switches_leave_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+def test_several_devices_and_switches_leave_other_runners(monkeypatch: pytest.MonkeyPatch) -> None:
     with h200():
-        found = choose(TRAITS, CYCLE, FORMAT, mesh=mesh)
-        assert (found.runner, {one.reason for one in found.refusals}) == ("plain", {"layers lie on several devices"})
-        assert choose(TRAITS, CYCLE, None, mesh=mesh).weight_layout == "rows"
+        found = choose(TRAITS, CYCLE, FORMAT, ranks=2)
+        assert found.runner == "fused_dense"
+        assert "twice a layer" in (found.refused("persistent") or "")
+        assert found.xla_options == ()
+        assert choose(TRAITS, CYCLE, None, ranks=2).weight_layout == "rows"
         monkeypatch.setattr(switches, "PERSISTENT", False)
         assert choose(TRAITS, CYCLE, FORMAT).runner == "fused_dense"
         monkeypatch.setattr(switches, "FUSED_DENSE", False)

@@ -142,8 +142,8 @@ def test_messages_with_tools_become_tokens_as_in_chats(client, model, monkeypatc
         ({"tools": []}, "tools"), ({"tools": {}}, "tools"), ({"tools": [3]}, "tools.0"),
         ({"tools": [{"type": "magic"}]}, "tools.0"), ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"function": {"name": "f", "parameters": {"properties": 3}}}]}, "tools.0.function.parameters"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"), ({"tool_choice": "some"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls"), ({"tools": TOOLS}, "tools"),
     ],
 )  # fmt: skip

@@ -116,7 +116,7 @@ class Qwen3Xml:
             opening = ", " if self._parameters else "{"
             events.append(Arguments(self._index, f"{opening}{json.dumps(name, ensure_ascii=False)}: "))
             self._parameters += 1
-            self._kind, self._raw = _kind_of(self._types.get(name)), ""
+            self._kind, self._raw = kind_of(self._types.get(name)), ""
             self._open = self._started = False
             self._state = self._value
             return True
@@ -182,14 +182,14 @@ class Qwen3Xml:
         return dropped
 
 
-def _kind_of(schema: Any) -> str:
+def kind_of(schema: Any) -> str:
     """What values of a parameter are: "string" also where its schema does not say."""
     if not isinstance(schema, Mapping):
         return "string"
     told = schema.get("type")
     kinds = told if isinstance(told, list) else [told] if isinstance(told, str) else []
     for other in (*_listed(schema.get("anyOf")), *_listed(schema.get("oneOf"))):
-        kinds = [*kinds, _kind_of(other)]
+        kinds = [*kinds, kind_of(other)]
     kinds = [kind for kind in kinds if kind != _NULL]
     return (
         kinds[0]

@@ -1,0 +1,133 @@
+"""What grammars and penalties cost a cycle: the same users with and without them.
+
+    python benchmarks/structured.py                     # the shipped pair: real texts under a JSON schema
+    python benchmarks/structured.py --shapes qwen3-4b
+
+Greedy requests of one length, the whole block verified, time of the device's calls over their cycles, compilation excluded. Random
+weights follow no grammar: with `--shapes` cycles are told what they gain, and the host walks along a path that is valid to its end
+in every cycle, so that all masks of a block are computed, which is the most that can be.
+"""
+
+import argparse
+import statistics
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+import dflash_jax as dj
+from dflash_jax.bench.workload import random_pair
+from dflash_jax.decoding import grammar_masks
+from dflash_jax.decoding.grammar_masks import Grammar
+from dflash_jax.engine.requests import Request
+from dflash_jax.sampling_params import SamplingParams
+
+RECORD = {
+    "type": "object", "required": ["name", "size", "tags"], "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"}, "size": {"type": "integer"}, "tags": {"type": "array", "items": {"type": "string"}},
+    },
+}  # fmt: skip
+# So many that no text comes to its end.
+SCHEMA = {"type": "array", "minItems": 1000, "items": RECORD}
+PROMPT = "def records():\n    return "
+TOKENS, PROMPT_TOKENS, ACCEPTANCE = 192, 32, 6.0
+MODEL_LEN = 256  # one width of page tables
+
+
+class Letters:
+    """A vocabulary of any size: single bytes, then words of letters that are longer and longer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocab: int):
+        rng = np.random.default_rng(0)
+        letters = np.array(list(string.ascii_letters + " .,"))
+        words = dict[bytes, None]()
+        while len(words) < vocab - 257:
+            words["".join(rng.choice(letters, rng.integers(2, 9))).encode()] = None
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *words, b"<end>"]
+        self.eos_token_id = vocab - 1
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def synthetic_grammar(vocab: int) -> Grammar:
+    """`SCHEMA` over a vocabulary of this size, whose followers walk along one valid path for ever."""
+    import llguidance
+
+    letters = Letters(vocab)
+    tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(letters), n_vocab=vocab, eos_token=letters.eos_token_id)
+    matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(SCHEMA))
+    path = list(b'[{"name": "some words')
+    assert matcher.validate_tokens(path) == len(path)
+    grammar_masks.Follower.walk = lambda self, produced, ids: (0, path[: len(ids) - 1], None)  # type: ignore[method-assign]
+    return Grammar(matcher)
+
+
+def requests(model: dj.Model, users: int, grammar: Grammar | None, params: dict[str, Any]) -> list[Request]:
+    shape = SamplingParams(max_tokens=TOKENS, ignore_eos=grammar is None, **params)
+    if model.tokenizer is not None:
+        prompts = [tuple(model.tokenizer.encode(f"# {user}\n{PROMPT}")) for user in range(users)]
+    else:
+        drawn = np.random.default_rng(1).integers(0, model.target.vocab_size, (users, PROMPT_TOKENS))
+        prompts = [tuple(row) for row in drawn.tolist()]
+    return [Request(place, prompt, shape, model.eos_ids, grammar=grammar) for place, prompt in enumerate(prompts)]
+
+
+def cycle_ms(model: dj.Model, asked: Sequence[Request]) -> tuple[float, float]:
+    """Milliseconds of a cycle, and tokens that it gains, of the median user; everybody's first call is left out."""
+    seconds, cycles, gained = ([0.0] * len(asked) for _ in range(3))
+    begun = set[int]()
+    for update in model.engine.run(asked, cycles=16):
+        place = update.index
+        if place in begun and not update.first:
+            seconds[place] += update.seconds
+            cycles[place] += len(update.counts)
+            gained[place] += sum(update.counts)
+        elif not update.first:
+            begun.add(place)
+    each = [(1e3 * s / c, g / c) for s, c, g in zip(seconds, cycles, gained, strict=True) if c]
+    return statistics.median(ms for ms, _ in each), statistics.median(tokens for _, tokens in each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", help="a published shape with random weights in place of the pair")
+    parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    options: dict[str, Any] = {"max_batch": max(args.users), "max_model_len": MODEL_LEN, "verify_length": None}
+    if args.shapes:
+        model = random_pair(args.shapes, **options)
+        model.engine.imposed_acceptance = ACCEPTANCE
+        grammar = synthetic_grammar(model.target.vocab_size)
+    else:
+        model = dj.load(**options)
+        grammar = model.grammars.compiled({"json": SCHEMA})
+    kinds = {
+        "free": (None, {}), "repetition_penalty=1.05": (None, {"repetition_penalty": 1.05}), "structured": (grammar, {}),
+    }  # fmt: skip
+    print(f"{args.shapes or 'the shipped pair'} on {jax.local_devices()[0].device_kind}", flush=True)
+    compiled = model.warmup(modes=("greedy", "adjusted", "structured"), draft=(True,), batch=args.users)
+    print(f"compiled in {compiled:.1f} s", flush=True)
+    for users in args.users:
+        base = 0.0
+        for name, (given, params) in kinds.items():
+            runs = [cycle_ms(model, requests(model, users, given, params)) for _ in range(args.repeats + 1)][1:]
+            ms, tokens = min(ms for ms, _ in runs), runs[0][1]
+            base = base or ms
+            spread = ", ".join(f"{one:.3f}" for one, _ in runs)
+            print(
+                f"{users} users, {name}: {ms:.3f} ms a cycle ({spread}), {100 * (ms / base - 1):+.1f} %, "
+                f"{tokens:.2f} tokens a cycle",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

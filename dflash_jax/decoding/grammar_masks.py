@@ -1,0 +1,168 @@
+"""Which tokens grammars allow at every place of a verified block, asked of the host between drafting and verification.
+
+What may come at row j depends on the proposals before it, as if they had been emitted. The program hands them to the host, which
+walks along them in each request's grammar, and goes on with the masks of all rows. Nothing is taken back where a proposal falls:
+the walk ends where it began, and only what the next block tells as emitted moves a grammar on.
+
+The host knows a grammar's place by a number that is the request's in the device's state. Numbers are drawn anew whenever a request
+takes a slot: calls that were started for an earlier stay ask for one that nobody has, and everything is allowed there.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+NO_GRAMMAR = 0
+BITS = 32  # tokens of a word of a mask
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar at its beginning, over the tokens of one model.
+
+    Attributes:
+      matcher: llguidance's; texts follow copies of it.
+      opens, closes: tokens of the marks around thoughts that may come before; None where none may.
+      inside: whether a text begins with thoughts.
+    """
+
+    matcher: Any
+    opens: int | None = None
+    closes: int | None = None
+    inside: bool = False
+
+
+class Follower:
+    """The place in its grammar of one text.
+
+    Args:
+      emitted: tokens that it has already.
+
+    Attributes:
+      number: on the device.
+      error: why it cannot go on, where a bound was passed; empty while it can.
+    """
+
+    def __init__(self, grammar: Grammar, emitted: Sequence[int] = ()):
+        self.number = next(_NUMBERS)
+        self.error = ""
+        self._matcher = grammar.matcher.deep_copy()
+        self._opens, self._closes, self._inside = grammar.opens, grammar.closes, grammar.inside
+        self._known, self._proposed = 0, list[int]()
+        self._take(emitted)
+        _FOLLOWERS[self.number] = self
+
+    def walk(self, produced: int, ids: Sequence[int]) -> tuple[int, list[int], int | None]:
+        """Takes what was emitted since the last call, and tells where the grammar holds in the block that comes.
+
+        Args:
+          produced: tokens emitted so far.
+          ids: the last of them and the proposals.
+
+        Returns:
+          The first row that it holds for; the proposals from there on; and a token that may come at that row besides.
+        """
+        if (count := produced - self._known) > 0:
+            # What a block emits are its first proposals and one token of the target's.
+            self._take([*self._proposed[: count - 1], ids[0]])
+        self._proposed = list(ids[1:])
+        if not self._inside:
+            return 0, self._proposed, self._opens if self._known == 0 else None
+        ends = self._proposed.index(self._closes) + 1 if self._closes in self._proposed else len(ids)
+        return ends, self._proposed[ends:], None
+
+    def _take(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._inside:
+                self._inside = token != self._closes
+            elif self._known == 0 and token == self._opens:
+                self._inside = True
+            elif not self.error and not self._matcher.consume_tokens([token]):
+                self.error = self._matcher.get_error() or f"token {token} is not what its grammar goes on with"
+            self._known += 1
+
+    def mask_row(self, row: int, proposed: list[int]) -> tuple[Any, int, list[int]]:
+        """What llguidance asks for to fill the masks from `row` on."""
+        return self._matcher, row, proposed
+
+
+_NUMBERS = itertools.count(NO_GRAMMAR + 1)
+_FOLLOWERS: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
+
+
+def allowed_logits(
+    logits: Float[Array, "B T V"], grammars: Int[Array, "B"], produced: Int[Array, "B"], ids: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    """Logits with -inf for tokens that grammars refuse; rows behind a refused proposal, which emit nothing, are whatever.
+
+    Args:
+      grammars: numbers of followers; 0 allows everything.
+      produced: tokens emitted so far, the pending one included.
+      ids: the pending token, whatever where there is none yet, and the proposals.
+    """
+    words = -(-logits.shape[-1] // BITS)
+    shape = jax.ShapeDtypeStruct((*ids.shape, words), jnp.uint32)
+    # Asked twice it answers the same: that is all that makes it pure.
+    masks = jax.pure_callback(functools.partial(_masks, words), shape, grammars, produced, ids)
+    return masked(logits, masks)
+
+
+def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Float[Array, "B T V"]:
+    """Logits of the tokens whose bits are set, the lowest of each word first, and -inf for others."""
+    bits = masks[..., None] >> jnp.arange(BITS, dtype=jnp.uint32) & jnp.uint32(1)
+    allowed = bits.reshape(*masks.shape[:2], -1)[:, :, : logits.shape[-1]] > 0
+    return jnp.where(allowed, logits, -jnp.inf)
+
+
+def _masks(words: int, grammars: Any, produced: Any, ids: Any) -> np.ndarray:
+    """The host's part of `allowed_logits`. It raises nothing: an error would take the whole batch with it."""
+    slots, places = ids.shape
+    masks = np.full((slots * places, words), -1, np.int32)
+    asked, besides, followers = [], [], []
+    rows = zip(np.asarray(grammars).tolist(), np.asarray(produced).tolist(), np.asarray(ids).tolist(), strict=True)
+    for slot, (number, count, block) in enumerate(rows):
+        follower = None if number == NO_GRAMMAR else _FOLLOWERS.get(number)
+        if follower is None or follower.error:
+            continue
+        first, proposed, besides_token = follower.walk(count, block)
+        if first < places and not follower.error:
+            followers.append(follower)
+            asked.append(follower.mask_row(slot * places + first, proposed))
+            besides.append((slot * places + first, besides_token))
+    if asked:
+        try:
+            _fill(asked, masks)
+        except Exception as error:
+            for follower in followers:
+                follower.error = str(error) or type(error).__name__
+        for row, token in besides:
+            if token is not None:
+                masks[row, token // BITS] |= np.uint32(1 << token % BITS).astype(np.int32)
+    return masks.view(np.uint32).reshape(slots, places, words)
+
+
+def _fill(asked: list[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+    """Masks of all rows of all matchers in one call, those without proposals in another one: each call gives Python's lock away,
+    and has to win it back."""
+    from llguidance import numpy as llguidance  # pyright: ignore[reportMissingImports]
+
+    single = [(matcher, row) for matcher, row, proposed in asked if not proposed]
+    if several := [one for one in asked if one[2]]:
+        llguidance.fill_next_token_bitmask_par_with_draft_tokens(_executor(), several, masks)
+    if single:
+        llguidance.fill_next_token_bitmask_par(_executor(), single, masks)
+
+
+@functools.cache
+def _executor() -> Any:
+    from llguidance import LLExecutor  # pyright: ignore[reportMissingImports]
+
+    return LLExecutor()

@@ -1,0 +1,48 @@
+"""Which models several GPUs can share, and with which options; what cannot be shared is refused with the sizes that say why."""
+
+from collections.abc import Iterator
+
+from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import ParameterError
+from dflash_jax.models import DFlashConfig
+from dflash_jax.models.registry import family_for, layer_traits
+from dflash_jax.options import LoadOptions
+
+
+def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: int) -> list[str]:
+    """Why so many devices cannot share a target and its drafter; none where they can."""
+    reasons = [f"the target: {reason}" for reason in _refusals(target, ranks)]
+    return reasons + ([] if draft is None else [f"the drafter: {reason}" for reason in _refusals(draft, ranks)])
+
+
+def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
+    """Raises ParameterError, with every reason, where `options.tp` devices cannot share a target and its drafter."""
+    if options.tp == 1:
+        return
+    reasons = sharing_refusals(target, draft, options.tp)
+    kinds = (options.weight_dtype, options.draft_weight_dtype)
+    if any(kind is not None for kind in kinds):
+        reasons.append("weight_dtype and draft_weight_dtype are not there for several devices yet: leave them out")
+    if options.cache_dtype is not None:
+        reasons.append("cache_dtype is not there for several devices yet: leave it out")
+    if reasons:
+        raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")
+
+
+def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
+    """Why so many devices cannot share a model."""
+    traits, name = layer_traits(config), family_for(config).name
+    if traits.delta is not None:
+        yield f"layers of {name} are gated delta nets, which no two devices share yet"
+        return
+    if traits.activation == "clamped_swiglu":
+        yield f"experts of {name} have biases, which no two devices share yet"
+        return
+    if traits.heads % ranks:
+        yield f"{traits.heads} query heads are no multiple of {ranks}"
+    if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
+        yield f"{traits.kv_heads} key heads neither divide {ranks} nor are a multiple of it"
+    if traits.feed_forward != "moe" and traits.inner % ranks:
+        yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
+    if traits.experts is not None and traits.experts.count % ranks:
+        yield f"{traits.experts.count} experts are no multiple of {ranks}"

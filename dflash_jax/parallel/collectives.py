@@ -1,0 +1,61 @@
+"""What ranks tell one another inside a program: sums of partial products, shares put side by side, the best of all.
+
+Each function gives its argument back where a program runs on one device, which then is the same program as without them. All give
+the same bits on every rank: ranks that part would wait for one another for ever.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+AXIS = "tp"
+# Of a sum in sixteen bits: up to so many bytes all ranks' parts go to every rank, which takes no longer and adds in one order.
+GATHERED_BYTES = 1 << 20
+
+
+def ranks_here() -> int:
+    """Ranks that share the program being traced; 1 outside of `compile.over_ranks`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[AXIS] if AXIS in mesh.manual_axes else 1
+
+
+def own_rank() -> Int[Array, ""]:
+    """The rank that runs the program."""
+    return jax.lax.axis_index(AXIS) if ranks_here() > 1 else jnp.int32(0)
+
+
+def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The sum over ranks, added in order of ranks.
+
+    Two numbers have one sum. More are gathered and added one after the other: the order in which a ring adds depends on where in a
+    message a number stands, and so on the number of rows. Large messages in sixteen bits, which promise nothing, go round a ring.
+    """
+    ranks = ranks_here()
+    if ranks == 1:
+        return x
+    if ranks == 2 or (x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES):
+        return jax.lax.psum(x, AXIS)
+    parts = jax.lax.all_gather(x, AXIS)
+    total = parts[0].astype(jnp.float32)
+    for part in parts[1:]:
+        total = total + part.astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def gathered(x: Float[Array, "... F"], width: int) -> Float[Array, "... V"]:
+    """All `width` columns, of which each rank has its share; x itself where it has all of them."""
+    if x.shape[-1] == width:
+        return x
+    return jax.lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+
+
+def best_of_ranks(values: Float[Array, "..."], places: Int[Array, "..."], count: int) -> Int[Array, "..."]:
+    """The places of the largest values among all ranks', the first of equal ones, where each rank has `count` places."""
+    pairs = jnp.stack([jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), places])
+    everyones = jax.lax.all_gather(pairs, AXIS)
+    best, place = jax.lax.bitcast_convert_type(everyones[0, 0], jnp.float32), everyones[0, 1]
+    for rank in range(1, ranks_here()):
+        value, its = jax.lax.bitcast_convert_type(everyones[rank, 0], jnp.float32), everyones[rank, 1] + rank * count
+        place = jnp.where(value > best, its, place)
+        best = jnp.maximum(best, value)
+    return place

@@ -1,0 +1,110 @@
+"""Grammars over a model's tokens, compiled by llguidance and kept."""
+
+import importlib
+import importlib.util
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+import jax
+
+from dflash_jax.decoding.grammar_masks import Grammar
+from dflash_jax.errors import ParameterError, TokenizerError
+from dflash_jax.sampling_params import WHITE_SPACE, Structured
+from dflash_jax.text.tokenizer import Tokenizer
+
+MOST_KEPT = 128
+
+
+class Grammars:
+    """What texts of one model may have to be. May be asked from several threads.
+
+    Args:
+      name: of the model, for messages.
+      vocabulary: tokens that the target has logits for.
+      end_ids: tokens that end a text: where a grammar is at its end no other may come.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, name: str, vocabulary: int, end_ids: Sequence[int]):
+        self._tokenizer, self._name, self._vocabulary, self._end_ids = tokenizer, name, vocabulary, tuple(end_ids)
+        self._tokens: Any = None
+        self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
+        self._lock = Lock()
+
+    def compiled(self, given: Structured | Mapping[str, Any]) -> Grammar:
+        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second.
+
+        Raises:
+          ParameterError: llguidance is not installed, or takes no such grammar, with what it says of it.
+          TokenizerError: the model has no tokenizer, or one that llguidance cannot read.
+        """
+        llguidance, wanted = _installed(), Structured.of(given)
+        with self._lock:
+            if (found := self._kept.get(wanted)) is not None:
+                self._kept.move_to_end(wanted)
+                return found
+            tokens = self._tokens = self._tokens or self._read_tokens(llguidance)
+        # Not under the lock: large grammars take a while, and others need not wait for them.
+        grammar = Grammar(_matcher(llguidance, tokens, wanted))
+        with self._lock:
+            self._kept[wanted] = grammar
+            while len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return grammar
+
+    def _read_tokens(self, llguidance: Any) -> Any:
+        if self._tokenizer is None:
+            raise TokenizerError(f"{self._name} has no tokenizer.json: structured texts need one")
+        if not self._end_ids:
+            raise ParameterError(f"structured needs a token that ends a text, and {self._name} names none")
+        try:
+            jax.local_devices(backend="cpu")
+        except RuntimeError:
+            raise ParameterError(
+                "structured needs JAX's CPU beside the GPU, which masks come from: set JAX_PLATFORMS=cuda,cpu"
+            ) from None
+        try:
+            return llguidance.LLTokenizer(
+                self._tokenizer.backend.to_str(), n_vocab=self._vocabulary, eos_token=list(self._end_ids)
+            )
+        except Exception as error:
+            raise TokenizerError(f"llguidance cannot read the tokenizer of {self._name}: {error!s:.200}") from error
+
+
+def installed() -> bool:
+    """Whether the extra `structured` is there."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def _installed() -> Any:
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError:
+        raise ParameterError(
+            "structured needs llguidance, which is not installed: pip install 'dflash-jax[structured]'"
+        ) from None
+
+
+def _matcher(llguidance: Any, tokens: Any, wanted: Structured) -> Any:
+    kind, text = wanted.form.kind, wanted.form.text
+    make = llguidance.LLMatcher
+    try:
+        if kind == "json":
+            grammar = make.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+        elif kind == "regex":
+            grammar = make.grammar_from_regex(text)
+        else:
+            if "::=" in text:
+                text = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark(text)
+            grammar = make.grammar_from_lark(text)
+        wrong, said = make.validate_grammar_with_warnings(grammar, tokens)
+        matcher = None if wrong else make(tokens, grammar, log_level=0)
+        if matcher is not None:
+            matcher.compute_bitmask()  # what is worked out with the first mask, all texts have then
+            said = [matcher.get_error()]
+    except Exception as error:
+        matcher, said = None, [str(error)]
+    if matcher is None or matcher.is_error():
+        raise ParameterError(f"structured {kind} is none that can be followed: {' '.join(said).strip():.400}")
+    return matcher

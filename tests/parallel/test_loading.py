@@ -1,0 +1,56 @@
+"""Weights come to ranks as they would have been cut on the host, from a Hugging Face folder and from a converted one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_convert.cli import main
+
+from dflash_jax.checkpoints.opening import open_checkpoint
+from dflash_jax.checkpoints.weights import read_weights
+from dflash_jax.cli.info import plan
+from dflash_jax.parallel.ranks import local_ranks
+
+FLOAT32 = jnp.dtype("float32")
+
+
+@pytest.fixture(scope="module")
+def converted(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("converted") / "out"
+    assert main([str(folder), "--output", str(out), "--draft", str(folder / "draft")]) == 0
+    return out
+
+
+@pytest.mark.parametrize("kind", ["hub", "converted"])
+def test_shares(request, folder, kind):
+    source = folder if kind == "hub" else request.getfixturevalue("converted")
+    target, drafter, ranks = open_checkpoint(source), open_checkpoint(source / "draft"), local_ranks(4)
+    assert ranks is not None
+    whole, cut = (read_weights(target, drafter, FLOAT32, ranks=each) for each in (None, ranks))
+    for checkpoint, role in ((target, "target"), (drafter, "draft")):
+        for one in checkpoint.family.parameters(checkpoint.config):
+            array, how = np.asarray(whole[role][one.name]), ranks.cut_of(one)
+            for rank, shard in enumerate(cut[role][one.name].addressable_shards):
+                expected = array if how is None else how.share(array, rank, 4)
+                np.testing.assert_array_equal(np.asarray(shard.data), expected, err_msg=one.name)
+    # The context's keys and values of a rank: of its only key head, 8 rows of the keys and 8 of the values.
+    made, of_keys = cut["draft"]["context_kv_proj.weight"], np.asarray(whole["draft"]["context_kv_proj.weight"])
+    for rank, shard in enumerate(made.addressable_shards):
+        head = np.concatenate([of_keys[8 * rank : 8 * rank + 8], of_keys[32 + 8 * rank : 40 + 8 * rank]])
+        np.testing.assert_array_equal(np.asarray(shard.data), head)
+
+
+def test_info_tells_what_each_device_holds(folder):
+    options = {"dtype": "float32", "max_batch": 2, "max_model_len": 64, "page_size": 16}
+    alone, shared = plan(folder, **options), plan(folder, tp=2, **options)
+    assert "2 of them share the models; sizes are what each of these holds" in str(shared)
+    assert 2 * shared["pages"]["pool_bytes"] == alone["pages"]["pool_bytes"]
+    kept = sum(array.nbytes for array in jax.tree.leaves(_weights(folder, None)))
+    own = sum(shard.data.nbytes for array in jax.tree.leaves(_weights(folder, 2)) for shard in array.addressable_shards)
+    assert alone["memory"]["weight_bytes"] == kept
+    assert 2 * shared["memory"]["weight_bytes"] == own
+
+
+def _weights(folder, count):
+    target, drafter = open_checkpoint(folder), open_checkpoint(folder / "draft")
+    return read_weights(target, drafter, FLOAT32, ranks=None if count is None else local_ranks(count))

@@ -1,0 +1,92 @@
+"""Programs of several GPUs lower for GPUs that are not here, with the kernels of one."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.checkpoints.weights import spread, weight_shapes
+from dflash_jax.compile.jax_patches import name_values_once
+from dflash_jax.compile.over_ranks import over_ranks
+from dflash_jax.compile.programs import Programs
+from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.prefill import Caches, prefill_chunk
+from dflash_jax.engine import STOP_WIDTH, Engine
+from dflash_jax.engine.requests import empty_state
+from dflash_jax.models import family_named
+from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.parallel.collectives import AXIS
+from dflash_jax.parallel.ranks import Ranks
+
+KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
+# What waits for other GPUs: sums of products, and gathered choices.
+MEETINGS = ("all_reduce", "all_gather")
+
+
+def cut_short(target: Any, draft: Any) -> tuple[Any, Any]:
+    """A published target and its drafter with two layers and one."""
+    target = replace(target, num_layers=2, windows=(None,) * 2)
+    taps: dict[str, Any] = {"target_layer_ids": (0, 1), "num_target_layers": 2}
+    return target, replace(draft, num_layers=1, windows=(None,), causal=(False,), **taps)
+
+
+# Family, target and drafter.
+MODELS: dict[str, tuple[str, Any, Any]] = {
+    "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
+    "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
+}  # fmt: skip
+
+
+def engine_of(name: str, ranks: Ranks, slots: int) -> Engine:
+    family, target, draft = MODELS[name]
+    models = [(target, family_named(family)), (draft, family_named("dflash"))]
+    weights = spread(models, weight_shapes(models, BFLOAT16, rows=16 * slots, ranks=ranks), ranks)
+    return Engine(target, draft, weights, BFLOAT16, max_model_len=512, max_batch=slots, programs=Programs(ranks=ranks))
+
+
+def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> str:
+    return (
+        over_ranks(ranks, function, static, donate, args, None)
+        .trace(*args)
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+
+
+@pytest.mark.few("dense-1-2")
+@pytest.mark.parametrize(
+    ("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4)]
+)
+def test_programs_lower(name, slots, count):
+    device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
+    ranks = Ranks(jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device))
+    name_values_once()
+    with jax.sharding.use_abstract_mesh(ranks.mesh):
+        engine = engine_of(name, ranks, slots)
+        setup = engine.setup(mode="greedy", draft=True)
+        state = jax.eval_shape(partial(empty_state, setup, slots, STOP_WIDTH, BFLOAT16), engine.pool_shapes())
+        table, number = jax.ShapeDtypeStruct((slots, 8), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+        flag, flags = jax.ShapeDtypeStruct((), jnp.bool_), jax.ShapeDtypeStruct((slots,), jnp.bool_)
+        cycles = lowered(ranks, loop, (setup, 32), (2,), engine.weights, table, state, number, flag, flags)
+        ids, numbers = jax.ShapeDtypeStruct((2, 32), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
+        call = (
+            engine.weights,
+            jax.ShapeDtypeStruct((2, 8), jnp.int32),
+            Caches(*engine.pool_shapes()),
+            ids,
+            numbers,
+            numbers,
+            numbers,
+        )
+        prompts = lowered(ranks, prefill_chunk, (setup.for_prefill(),), (2,), *call)
+    for text in (cycles, prompts):
+        assert "mosaic_gpu" in "".join(re.findall(r"custom_call @(\w+)", text))
+    meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)
+    # Two for each of three layers, two choices among ranks.
+    assert meetings == 2 * 3 + 2
