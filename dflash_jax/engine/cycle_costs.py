@@ -30,8 +30,8 @@ TABLE = "cycle_costs.json"
 BANDWIDTH, ARITHMETIC = 4.3e12, 6.0e14
 # Seconds that a layer's small operations take however few rows there are.
 LAYER_S = 25e-6
-# And those that bring the rows of slots which share them to where attention finds them, and back: cycles of Qwen3-4B with 8 slots on
-# an H100 took 4.82, 4.92 and 5.03 ms of 4, 8 and 12 rows a slot, 0.42 to 0.62 more than such lengths of every slot.
+# And those that bring the rows of slots which share them to where attention finds them, and back: cycles of Qwen3-4B with 8 slots
+# on an H100 took 4.82, 4.92 and 5.03 ms with 4, 8 and 12 rows a slot, 0.42 to 0.62 more than with as many of every slot.
 SHARED_LAYER_S = 14e-6
 
 

@@ -4,17 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
 from dflash_jax.decoding import cycle
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
-from dflash_jax.engine.cycle_costs import CycleCost
+from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.verify_per_request import LOOK_AGAIN, PerRequestPolicy, best_gains
 from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice
+from dflash_jax.models import family_named
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..decoding.test_verify_budget import lengths_of
+from ..devices import on
 from ..random_pair import VOCAB, draft_config
 
 PLACES = 3
@@ -180,6 +184,7 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
     monkeypatch.setattr(cycle, "draft_block", remember)
     monkeypatch.setattr(DFlash, "logits", known)
     monkeypatch.setattr(PerRequestPolicy, "choose", always(3))
+    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
     pair.engine.verify_length = "per_request"
     drafted, counts, _ = pair.run(prompts, each)
     assert drafted == plain
@@ -216,3 +221,16 @@ def test_whole_blocks_are_plain_ones_and_requests_are_looked_at_before() -> None
     assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 16
     flat.observe(16, {"greedy": np.zeros(64, int)}, 64)
     assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 1
+
+
+def test_few_slots_do_not_share() -> None:
+    """Qwen3-4B on an H100: of eight slots sharing saves less than it takes, of 64 much more. A length is then every slot's."""
+    pair = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
+    with on("NVIDIA H100 80GB HBM3"):
+        weights = weight_shapes(pair, jnp.dtype(jnp.bfloat16))
+    policy = PerRequestPolicy(16, cycle_cost(pair[0][0], pair[1][0], weights))
+    assert [policy.shares(slots) for slots in (1, 8, 16, 64)] == [False, False, True, True]
+    assert policy.shorter(8) == [8, 4, 1]
+    assert policy.shorter(64) == [12, 8, 6, 4, 3, 2, 1]
+    assert policy.cycle_ms(8, 8, 100.0) == policy.cost.ms(8, 8, 100.0)
+    assert policy.cycle_ms(64, 8, 100.0) > policy.cost.ms(64, 8, 100.0) + 0.3
