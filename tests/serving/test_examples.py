@@ -1,0 +1,104 @@
+"""Every example, with the pair that ships."""
+
+import asyncio
+import importlib.util
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.serving.app import ServeOptions, make_app
+
+FOLDER = Path(__file__).parents[2] / "examples"
+PROMPTS = ["def quicksort(", "import os\n", "class Node:"]
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [row.text for row in dj.generate(model, PROMPTS, dj.SamplingParams(max_tokens=TOKENS))]
+
+
+@pytest.fixture
+def example(model, monkeypatch):
+    """Imports one; what it loads is the model that is there."""
+    monkeypatch.setattr(dj, "load", lambda *_, **__: model)
+
+    def of(name):
+        spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return of
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_client(model, example, texts, capsys):
+    pytest.importorskip("openai")
+    uvicorn = pytest.importorskip("uvicorn")
+    app = make_app(model, ServeOptions(names=("pair",)))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    url = ["--url", f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/v1", "--max-tokens", str(TOKENS)]
+    try:
+        client = example("client")
+        client.main([PROMPTS[0], *url])
+        client.main([*PROMPTS, *url])
+    finally:
+        server.should_exit = True
+        thread.join(20)
+    each = "".join(f"--- {prompt}\n{text}\n" for prompt, text in zip(PROMPTS, texts, strict=True))
+    assert capsys.readouterr().out == f"{texts[0]}\n{each}"
+
+
+def test_batch_jsonl(example, texts, tmp_path):
+    batch, questions, answers = example("batch_jsonl"), tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": prompt, "mine": 1}) + "\n" for prompt in PROMPTS))
+    answers.write_text(json.dumps({"line": 1}) + "\n")  # of a run that was broken off
+    assert batch.main([str(questions), str(answers), "--max-tokens", str(TOKENS)]) == 2
+    rows = {row["line"]: row for row in batch.read(answers)}
+    assert [rows[place]["text"] for place in (0, 2)] == [texts[0], texts[2]]
+    assert rows[0] | {"prompt": PROMPTS[0], "mine": 1, "finish_reason": "length", "tokens": TOKENS} == rows[0]
+    assert batch.main([str(questions), str(answers)]) == 0
+
+
+def test_chat_loop(example, monkeypatch, capsys):
+    said = iter(["hello", "again", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    chat = example("chat_loop").main(["it", "8"])
+    assert [message["content"] for message in chat.history[::2]] == ["hello", "again"]
+    assert capsys.readouterr().out == "".join(f"{message['content']}\n" for message in chat.history[1::2])
+
+
+def test_async_service(model, example, texts):
+    service = example("async_service")
+
+    async def several():
+        ready = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(service.serve(model, 0, TOKENS, ready))
+        port = await ready
+
+        async def ask(prompt):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(prompt.encode() + b"\n")
+            text = (await reader.readuntil(b"\0"))[:-1].decode()
+            writer.close()
+            await writer.wait_closed()
+            return text
+
+        found = await asyncio.gather(*(ask(prompt) for prompt in (PROMPTS[0], PROMPTS[2])))
+        too_long = await ask("x " * 400)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return found, too_long
+
+    found, too_long = asyncio.run(several())
+    assert found == [texts[0], texts[2]]
+    assert too_long.startswith("error: ")
