@@ -7,9 +7,10 @@ Weights may be bfloat16, float16 or float32. Others are refused: float64 because
 floats and integers because they mean nothing without scales, which quantised checkpoints each store in their own way.
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
+from dflash_jax.parallel.cut import Cut
 from dflash_jax.parallel.ranks import Ranks
 
 _MOST_NOTICES = 8
@@ -67,7 +69,14 @@ class HuggingFaceCheckpoint:
         if ranks is None:
             return place(arrays)
         parameters = {step.parameter.name: step.parameter for step in self.plan.steps}
-        return place(arrays, lambda name, array: ranks.placed(parameters[name], array))
+        steps = zip(self.plan.steps, arrays, strict=True)
+        shared = [_incoming_shares(step, whole.dtype, ranks) or whole for step, whole in steps]
+
+        def send(name: str, array: np.ndarray) -> jax.Array:
+            cut = ranks.cut_of(parameters[name])
+            return ranks.placed(parameters[name], array) if cut is None else ranks.joined(list(array), cut.axis)
+
+        return place(shared, send)
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""
@@ -175,6 +184,52 @@ def _incoming(step: Step, kind: np.dtype) -> Incoming:
             parts.append((position + begin, size, partial(_fill_span, tensor=tensor, begin=begin)))
         position += tensor.size
     return Incoming(step.parameter.name, step.parameter.shape, kind, parts)
+
+
+def _incoming_shares(step: Step, kind: np.dtype, ranks: Ranks) -> Incoming | None:
+    """The shares of all ranks, one after the other, each filled from where it stands in the files; None where nothing is cut."""
+    parameter, cut = step.parameter, ranks.cut_of(step.parameter)
+    if cut is None:
+        return None
+    shape = (ranks.count, *ranks.own_shape(parameter))
+    if cut.axis == 0:
+        return Incoming(parameter.name, shape, kind, list(_rows_of_ranks(step, cut, ranks.count)))
+    rows, columns = parameter.shape
+    (tensor,) = step.tensors  # sources are stacked by rows, and columns of several are never cut
+    most = max(1, PART_BYTES // (columns * DTYPES[tensor.dtype].itemsize))
+    parts = [
+        (0, math.prod(shape), partial(_fill_columns, shape=shape, cut=cut, tensor=tensor, rows=(first, min(first + most, rows))))
+        for first in range(0, rows, most)
+    ]  # fmt: skip
+    return Incoming(parameter.name, shape, kind, parts)
+
+
+def _rows_of_ranks(step: Step, cut: Cut, count: int) -> Iterator[tuple[int, int, Callable[[np.ndarray], None]]]:
+    """Spans of all ranks' rows, as parts of an `Incoming`."""
+    width, position = math.prod(step.parameter.shape[1:]), 0
+    for begin, end in (run for rank in range(count) for run in cut.runs(rank, count)):
+        start = 0
+        for tensor in step.tensors:
+            most = max(1, PART_BYTES // DTYPES[tensor.dtype].itemsize)
+            first, last = max(begin * width, start), min(end * width, start + tensor.size)
+            for at in range(first, last, most):
+                size = min(most, last - at)
+                yield position, size, partial(_fill_span, tensor=tensor, begin=at - start)
+                position += size
+            start += tensor.size
+
+
+def _fill_columns(
+    array: np.ndarray, *, shape: tuple[int, ...], cut: Cut, tensor: Tensor, rows: tuple[int, int]
+) -> None:
+    """Fills these rows of all ranks' columns in a flat `array` of `shape`. Raises CheckpointError: see `_fill_span`."""
+    whole = np.empty((rows[1] - rows[0], tensor.shape[1]), array.dtype)
+    _fill_span(whole.reshape(-1), tensor, rows[0] * tensor.shape[1])
+    for rank, share in enumerate(array.reshape(shape)):
+        at = 0
+        for begin, end in cut.runs(rank, shape[0]):
+            share[rows[0] : rows[1], at : at + end - begin] = whole[:, begin:end]
+            at += end - begin
 
 
 def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:

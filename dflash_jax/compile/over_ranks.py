@@ -53,42 +53,54 @@ def over_ranks(
     back, back_tree = jax.tree.flatten(given)
     back_specs = jax.tree.leaves(_specs(given), is_leaf=_is_spec)
     # Arrays of zero elements stay outside: donated and passed on they crash XLA's compiler (jaxlib 0.11.2).
-    real, real_back = (tuple(i for i, leaf in enumerate(each) if leaf.size) for each in (inputs, back))
+    inside, outcome = _Filled(inputs), _Filled(back)
+    others, others_tree = _Filled(()), jax.tree.structure(None)
     alone = False
 
-    def of_rank(*leaves: jax.Array) -> tuple[list[jax.Array], Any]:
-        nonlocal alone
-        whole: list[Any] = [jnp.zeros(leaf.shape, leaf.dtype) if not leaf.size else None for leaf in inputs]
-        for place, leaf in zip(real, leaves, strict=True):
-            whole[place] = leaf
-        results = function(*static, *jax.tree.unflatten(tree, whole))
-        if not donate:
-            return [], results
-        alone = jax.tree.structure(results) == back_tree
-        first, *rest = (results,) if alone else results
-        given_back = jax.tree.leaves(first)
-        return [given_back[place] for place in real_back], tuple(rest)
+    def of_rank(*leaves: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        nonlocal alone, others, others_tree
+        results = function(*static, *jax.tree.unflatten(tree, inside.all_of(leaves)))
+        alone = bool(donate) and jax.tree.structure(results) == back_tree
+        first, rest = (results, ()) if alone else (results[0], results[1:]) if donate else (None, results)
+        rest, others_tree = jax.tree.flatten(rest)
+        others = _Filled(rest)
+        return outcome.some_of(jax.tree.leaves(first)), others.some_of(rest)
 
-    # One name for programs of one function, as `jax.jit` gives it.
     shared = jax.shard_map(
-        of_rank, mesh=ranks.mesh, in_specs=tuple(specs[i] for i in real),
-        out_specs=([back_specs[i] for i in real_back], P()), check_vma=False,
+        of_rank, mesh=ranks.mesh, in_specs=tuple(inside.some_of(specs)), out_specs=(outcome.some_of(back_specs), P()),
+        check_vma=False,
     )  # fmt: skip
 
     def program(*args: Any) -> Any:
-        leaves = jax.tree.leaves(args)
-        kept, results = shared(*(leaves[i] for i in real))
+        kept, found = shared(*inside.some_of(jax.tree.leaves(args)))
+        rest = jax.tree.unflatten(others_tree, others.all_of(found))
         if not donate:
-            return results
-        whole: list[Any] = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in back]
-        for place, leaf in zip(real_back, kept, strict=True):
-            whole[place] = leaf
-        first = jax.tree.unflatten(back_tree, whole)
-        return first if alone else (first, *results)
+            return rest
+        first = jax.tree.unflatten(back_tree, outcome.all_of(kept))
+        return first if alone else (first, *rest)
 
+    # As `jax.jit` names programs of the function itself.
     program.__name__ = function.__name__
     shardings = jax.tree.unflatten(tree, [NamedSharding(ranks.mesh, spec) for spec in specs])
     return jax.jit(program, donate_argnums=donate, in_shardings=shardings, compiler_options=options)
+
+
+class _Filled:
+    """Which of some arrays or shapes have elements: those pass, the others are made anew."""
+
+    def __init__(self, leaves: Sequence[Any]):
+        self.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if leaf.size]
+
+    def some_of(self, leaves: Sequence[Any]) -> list[Any]:
+        return [leaves[place] for place in self.places]
+
+    def all_of(self, some: Sequence[jax.Array]) -> list[jax.Array]:
+        found = dict(zip(self.places, some, strict=True))
+        return [
+            found[place] if place in found else jnp.zeros(shape, dtype)
+            for place, (shape, dtype) in enumerate(self.shapes)
+        ]
 
 
 def share_pools(ranks: Ranks, pools: Any) -> Any:

@@ -1,7 +1,7 @@
 """The GPUs that share a model, and what each of them holds of its arrays."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -81,12 +81,14 @@ class Ranks:
         if cut is None:
             # Over the bus once, from the first device to the others between the devices.
             return jax.device_put(jax.device_put(array, self.devices[0]), self.whole)
-        shares = [
-            jax.device_put(cut.share(array, rank, self.count), device) for rank, device in enumerate(self.devices)
-        ]
-        shape = list(shares[0].shape)
-        shape[cut.axis] *= self.count
-        return jax.make_array_from_single_device_arrays(tuple(shape), self.along(cut.axis), shares)
+        return self.joined([cut.share(array, rank, self.count) for rank in range(self.count)], cut.axis)
+
+    def joined(self, shares: Sequence[np.ndarray], axis: int) -> jax.Array:
+        """What ranks hold, in their order, each sent to its device, as one array that lies along `axis`."""
+        sent = [jax.device_put(share, device) for share, device in zip(shares, self.devices, strict=True)]
+        shape = list(sent[0].shape)
+        shape[axis] *= self.count
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.along(axis), sent)
 
     def over(self, share: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         """The shape over all ranks of arrays that have this one on each, cut along `axis`; None: all have all of it."""

@@ -36,6 +36,7 @@ DRAFT = replace(
 OPTIONS: Any = {"max_model_len": 64, "page_size": 16, "max_batch": 1, "dtype": jnp.dtype("float32")}
 
 
+@pytest.mark.few("latents")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_greedy(kind):
     target, ranks = TARGETS[kind], local_ranks(2)
