@@ -53,7 +53,7 @@ class Completion:
     Attributes:
       text: what followed the prompt, without what ended it unless `include_stop` asked for that; empty without a tokenizer.
       token_ids: emitted ids, with the end token or stop id that ended the text.
-      finish_reason: "eos", "stop" (stop string or stop token id) or "length".
+      finish_reason: "eos", "stop" (stop string or stop token id) or "length"; "abort" of what `show` was interrupted in.
       stop_reason: the stop string or id, None otherwise.
       prompt_token_ids: the prompt as the model saw it.
       acceptance_lengths: tokens gained in each cycle, the target's own included. Their sum and the prefill's one token make

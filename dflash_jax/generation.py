@@ -8,10 +8,10 @@ from contextlib import closing
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
-import tqdm
 
 from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.engine.acceptance import acceptance_by_position, low_acceptance
+from dflash_jax.engine.progress import progress_bar
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
@@ -84,7 +84,7 @@ def generate(
         sum(one.n for one in params_of_prompts(params, 1 if single else len(prompts))),
     )
     # Closed here, not when it is collected: a traceback that somebody keeps would keep the pages too.
-    with closing(served) as pieces, tqdm.tqdm(total=total, unit="prompt", disable=not progress) as bar:
+    with closing(served) as pieces, progress_bar(total=total, unit="prompt", disable=not progress) as bar:
         tokens, started = 0, time.perf_counter()
         for piece in pieces:
             tokens += len(piece.token_ids)
@@ -282,6 +282,11 @@ class Writer:
             update.index, shown, self.tokens[seen:], drafted, gained, reason, result, logprobs,
             scores if update.first else [],
         )  # fmt: skip
+
+    def so_far(self) -> Completion:
+        """What there is of a text that nobody goes on with."""
+        self.text.finish(watch=False)
+        return self._completion("abort", None, self.model.engine.programs.compile_s - self.compiled)
 
     def _completion(self, reason: str, stop: str | int | None, compile_s: float) -> Completion:
         after_first = len(self.tokens) - 1

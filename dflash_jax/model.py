@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, cast, get_args
 
-import tqdm
 from jaxtyping import Array
 
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
@@ -25,6 +24,7 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.engine.planning import plan_engine
+from dflash_jax.engine.progress import progress_bar
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
@@ -123,7 +123,7 @@ class Model:
         jobs = list(self.engine.warmup_jobs(setups, None if batch is None else map(operator.index, batch)))
         futures = start_compiling(jobs)
         try:
-            bar = tqdm.tqdm(as_completed(futures), total=len(jobs), unit="program", disable=not progress)
+            bar = progress_bar(as_completed(futures), total=len(jobs), unit="program", disable=not progress)
             with named_memory_errors("programs were compiled"):
                 for future in bar:
                     future.result()

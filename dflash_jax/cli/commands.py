@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from dflash_jax.cli.parser import build_parser
+from dflash_jax.cli.parser import MODEL_DEFAULTS, build_parser
 from dflash_jax.cli.progress import announced, told_if_slow
 from dflash_jax.cli.signals import interrupts, was_interrupted
 from dflash_jax.cli.streams import leave_stdout, open_closed_streams
@@ -121,15 +121,16 @@ def chat_options_of(args: argparse.Namespace) -> dict:
 
 def run_generate(args: argparse.Namespace) -> int:
     """`dflash-jax generate`: texts to stdout as they come."""
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
-        seed=args.seed, stop=args.stop, stop_token_ids=args.stop_token_ids, ignore_eos=args.ignore_eos,
-        min_tokens=args.min_tokens, logprobs=args.logprobs, include_stop=args.include_stop,
-        presence_penalty=args.presence_penalty, frequency_penalty=args.frequency_penalty,
-        repetition_penalty=args.repetition_penalty, logit_bias=args.logit_bias, allowed_token_ids=args.allowed_token_ids,
-        bad_words=args.bad_word, skip_special_tokens=not args.keep_special_tokens,
-        truncate_prompt_tokens=args.truncate_prompt_tokens, prompt_logprobs=args.prompt_logprobs,
-    )  # fmt: skip
+    given = {name: value for name in MODEL_DEFAULTS if (value := getattr(args, name)) is not None} | {
+        "max_tokens": args.max_tokens, "seed": args.seed, "stop": args.stop, "stop_token_ids": args.stop_token_ids,
+        "ignore_eos": args.ignore_eos, "min_tokens": args.min_tokens, "logprobs": args.logprobs,
+        "include_stop": args.include_stop, "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty, "logit_bias": args.logit_bias,
+        "allowed_token_ids": args.allowed_token_ids, "bad_words": args.bad_word,
+        "skip_special_tokens": not args.keep_special_tokens, "truncate_prompt_tokens": args.truncate_prompt_tokens,
+        "prompt_logprobs": args.prompt_logprobs, "n": args.n,
+    }  # fmt: skip
+    SamplingParams(**given)  # what is wrong is told before a model is loaded
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(args, name) is not None and not args.json:
             raise UsageError(f"--{name.replace('_', '-')} are part of the rows of --json: add it")
@@ -137,11 +138,11 @@ def run_generate(args: argparse.Namespace) -> int:
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)
     with told_if_slow() as ready:
-        return _generate(args, prompts, params, chat, ready)
+        return _generate(args, prompts, given, chat, ready)
 
 
 def _generate(
-    args: argparse.Namespace, prompts: list[str], params: SamplingParams, chat: dict, ready: Callable[[], None]
+    args: argparse.Namespace, prompts: list[str], given: dict[str, Any], chat: dict, ready: Callable[[], None]
 ) -> int:
     begin(args)
     from dflash_jax.cli.report import stats_lines
@@ -151,16 +152,22 @@ def _generate(
 
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
 
+    def params_of(model: Model) -> SamplingParams:
+        return (
+            SamplingParams.from_model(model, **given) if args.generation_config == "auto" else SamplingParams(**given)
+        )
+
     def first_run(model: Model) -> Run:
-        return model.engine.run(make_requests(model, prompts, params, **chat), cycles=cycles)
+        return model.engine.run(make_requests(model, prompts, params_of(model), **chat), cycles=cycles)
 
     model = load(args.model, **load_options(args), ahead=first_run)
     model.tell = note
     for notice in model.notices:
         note(notice)
-    pieces = stream(model, prompts, params, **chat, cycles=cycles)
+    pieces = stream(model, prompts, params_of(model), **chat, cycles=cycles)
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
-    for completion in show(announced(pieces, ready), prompts, as_json=args.json):
+    each = [prompt for prompt in prompts for _ in range(args.n)]
+    for completion in show(announced(pieces, ready), each, as_json=args.json):
         if args.stats:
             for line in stats_lines(completion, longest, bars=shows_all(sys.stderr)):
                 print(line, file=sys.stderr)

@@ -8,6 +8,9 @@ from dflash_jax.cli.values import chat_option, layer_ids, token_bias, token_ids
 from dflash_jax.options import FLAGS
 from dflash_jax.text.answers.choice import REASONING_PARSERS, TOOL_PARSERS
 
+# What a model may have defaults of.
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Every command's arguments. `COMMANDS` in `dflash_jax.cli.commands` runs what `command` names."""
@@ -26,6 +29,17 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = _add_sampling(generate, max_tokens=256)
+    sampling.add_argument(
+        "--n", type=int, default=1, metavar="N",
+        help="completions of each prompt, with --seed S the next one has S + 1 (default: 1)",
+    )  # fmt: skip
+    sampling.add_argument(
+        "--generation-config", choices=["auto", "none"], default="none",
+        help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where they are not given "
+        "(default: none, they are not)",
+    )  # fmt: skip
+    # None is what was not given.
+    generate.set_defaults(**dict.fromkeys(MODEL_DEFAULTS))
     sampling.add_argument("--keep-special-tokens", action="store_true", help="special tokens are text")
     sampling.add_argument(
         "--truncate-prompt-tokens", type=int, metavar="N",
@@ -154,6 +168,16 @@ def add_serve(commands: Any) -> None:
         help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where a request names none "
         "(default: auto, they are)",
     )  # fmt: skip
+    server.add_argument(
+        "--default-max-tokens", type=int, metavar="N",
+        help="tokens at most of a chat's answer that names no number (default: what the model has room for)",
+    )  # fmt: skip
+    server.add_argument(
+        "--chat-template", type=file_path, metavar="FILE", help="a template of Jinja's in place of the model's"
+    )
+    server.add_argument(
+        "--request-metrics", action="store_true", help="times and acceptance in every answer, not on demand alone"
+    )
     server.add_argument(
         "--tool-parser",
         choices=TOOL_PARSERS,

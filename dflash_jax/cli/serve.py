@@ -6,10 +6,12 @@ from typing import Any
 
 from dflash_jax.cli.terminal import note
 from dflash_jax.engine.requests import MODES
+from dflash_jax.errors import ParameterError, TokenizerError
 from dflash_jax.model import Model, load
 from dflash_jax.serving.app import ServeOptions
 from dflash_jax.serving.server import serve
 from dflash_jax.text.grammars import installed
+from dflash_jax.text.tokenizer import read_template
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -21,17 +23,25 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
     here = args.host in LOOPBACK
     if not here and not keys:
         note(f"{args.host} is not this machine alone, and no key is needed: give --api-key")
+    if args.default_max_tokens is not None and args.default_max_tokens < 1:
+        raise ParameterError(f"--default-max-tokens must be at least 1, got {args.default_max_tokens}")
+    template = None if args.chat_template is None else read_template(args.chat_template)
     names = args.served_model_name or [args.model or "dflash-pair"]
     served = ServeOptions(
         names=names, keys=keys, max_queue=args.max_queue, max_body_bytes=int(args.max_body_mb * 2**20),
         request_timeout=args.request_timeout, origins=args.allowed_origins, here=here, metrics=not args.no_metrics,
         model_defaults=args.generation_config == "auto", tool_parser=args.tool_parser, reasoning_parser=args.reasoning_parser,
+        default_max_tokens=args.default_max_tokens, request_metrics=args.request_metrics,
     )  # fmt: skip
 
     def loaded() -> Model:
         model = load(args.model, **options)
         for notice in model.notices:
             note(notice)
+        if template is not None:
+            if model.tokenizer is None:
+                raise TokenizerError(f"{model.name} has no tokenizer.json: --chat-template is of no use to it")
+            model.tokenizer.template, model.tokenizer.tool_template = template, None
         if not args.no_warmup:
             # Nobody can ask for the last mode without llguidance, nor where several GPUs share a model.
             modes = MODES if installed() and model.engine.tp == 1 else MODES[:-1]

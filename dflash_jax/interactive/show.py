@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from dflash_jax.completion import Completion
-from dflash_jax.generation import stream
+from dflash_jax.generation import STREAM_CYCLES, Writer, check_flags, check_single, make_requests
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.prompts import Prompt
@@ -31,17 +31,21 @@ def show(
       as those of `generate`, for one prompt.
 
     Returns:
-      The completion; None where an interrupt (Ctrl-C, a notebook's stop button) ended it, whose text stays as far as it was shown.
+      The completion. Where an interrupt (Ctrl-C, a notebook's stop button) ended it, what there was until then, with the finish
+      reason "abort"; None where there was nothing.
 
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: before any work starts.
     """
-    pieces = stream(model, [prompt], params, draft=draft, chat=chat, chat_options=chat_options)
-    update = _notebook()
-    text, shown = "", 0.0
+    draft, chat = check_flags(model, draft, chat, chat_options)
+    check_single(params, single=True)
+    (request,) = make_requests(model, [prompt], params, chat=chat, chat_options=chat_options)
+    run, writer = model.engine.run([request], draft=draft, cycles=STREAM_CYCLES), Writer(model, request)
+    update, text, shown = _notebook(), "", 0.0
     try:
-        with closing(pieces):
-            for piece in pieces:
+        with closing(run):
+            for gained in run:
+                piece = writer.write(gained)
                 text += piece.text
                 if update is None:
                     print(piece.text, end="", flush=True)
@@ -49,17 +53,18 @@ def show(
                     update(_plain(text))
                     shown = now
                 if piece.completion is not None:
-                    if update is None:
-                        print(flush=True)
-                    else:
-                        update(piece.completion._repr_html_())
-                    return piece.completion
+                    return _shown(piece.completion, update)
     except KeyboardInterrupt:
-        if update is None:
-            print(flush=True)
-        else:
-            update(_plain(text))
-    return None
+        return _shown(writer.so_far(), update) if writer.tokens else None
+    raise AssertionError("a run ends with a completion")
+
+
+def _shown(completion: Completion, update: Callable[[str], None] | None) -> Completion:
+    if update is None:
+        print(flush=True)
+    else:
+        update(completion._repr_html_())
+    return completion
 
 
 def _plain(text: str) -> str:

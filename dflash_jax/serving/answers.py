@@ -117,12 +117,38 @@ def _number(logprob: float) -> float:
     return max(LEAST_LOGPROB, logprob)
 
 
+def request_metrics(row: Completion, drafts: int) -> dict[str, Any]:
+    """Times and acceptance of one choice, under vLLM's names.
+
+    Args:
+      drafts: proposals in a cycle; 0 without a drafter.
+    """
+    stats, stood = row.stats, [length - 1 for length in row.acceptance_lengths]
+    speculative = None
+    if drafts and stood:
+        speculative = {
+            "mean_acceptance_length": stats.tokens_per_cycle, "draft_acceptance_rate": sum(stood) / (drafts * len(stood)),
+            "acceptance_histogram": [stood.count(count) for count in range(drafts + 1)], "num_spec_steps": len(stood),
+            "num_accepted_draft_tokens": sum(stood), "num_draft_tokens": drafts * len(stood), "num_spec_tokens": drafts,
+        }  # fmt: skip
+    behind_first = len(row.token_ids) - 1
+    return {
+        "time_to_first_token_ms": 1e3 * stats.time_to_first_token_s, "generation_time_ms": 1e3 * stats.decode_s,
+        "queue_time_ms": 1e3 * max(0.0, stats.time_to_first_token_s - stats.prefill_s),
+        "mean_itl_ms": 1e3 * stats.decode_s / behind_first if behind_first > 0 else None,
+        "tokens_per_second": stats.tokens_per_s, "speculative_decoding": speculative,
+    }  # fmt: skip
+
+
 class Answer:
     """One request's answer, whole or in chunks.
 
     Args:
       chat: whether it is a chat's.
       model: the name it was asked for by.
+
+    Attributes:
+      drafts: proposals that the drafter makes in a cycle.
     """
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer | None, *, chat: bool, model: str):
@@ -137,6 +163,7 @@ class Answer:
         self.done: dict[int, Completion] = {}
         self._produced: dict[int, int] = {}
         self._prompts: dict[int, Sequence[int]] = {}
+        self.drafts = 0
 
     def whole(self) -> dict[str, Any]:
         """From the completions in `done`."""
@@ -154,7 +181,7 @@ class Answer:
                 if self.ask.prompt_logprobs and self.tokenizer is not None:
                     made["prompt_logprobs"] = self._state(index, self.tokenizer).of_prompt(row.prompt_logprobs or [])
                 choices.append(made)
-        return self._base | {"choices": choices, "usage": self.usage()}
+        return self._base | {"choices": choices, "usage": self.usage(), **self._metrics()}
 
     def note(self, piece: Piece) -> None:
         """Counts a piece, and keeps the completion that comes with a choice's last one."""
@@ -191,7 +218,14 @@ class Answer:
 
     def last_chunk(self) -> dict[str, Any]:
         """The one with the usage, behind all others."""
-        return self._chunk(None) | {"usage": self.usage()}
+        return self._chunk(None) | {"usage": self.usage(), **self._metrics()}
+
+    def _metrics(self) -> dict[str, Any]:
+        """Where they are asked for; null for several choices, whose times are of all of them."""
+        if not self.ask.metrics:
+            return {}
+        (alone,) = self.done.values() if len(self.done) == 1 else (None,)
+        return {"metrics": None if alone is None or self.ask.n > 1 else request_metrics(alone, self.drafts)}
 
     def grammar_of(self, grammar: Grammar | None) -> Grammar | None:
         """The grammar that texts follow, of the one that a request names."""

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -55,6 +55,8 @@ class ServeOptions:
       model_defaults: whether what the model's `generation_config.json` says of sampling holds where a request says nothing.
       tool_parser: the form of calls of tools in answers; "auto" is the chat template's.
       reasoning_parser: the form of thoughts in answers, likewise.
+      default_max_tokens: of a chat's answer that names no number, at most; None for what the model has room for.
+      request_metrics: whether every answer has its times and acceptance; else those that ask for it.
     """
 
     names: Sequence[str] = ("dflash",)
@@ -68,6 +70,8 @@ class ServeOptions:
     model_defaults: bool = True
     tool_parser: ToolParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
+    default_max_tokens: int | None = None
+    request_metrics: bool = False
 
 
 @dataclass
@@ -226,6 +230,10 @@ class Routes:
         engine, started = self.front.ready(), time.perf_counter()
         self._check_name(parsed(body).get("model"))
         ask = read()
+        if chat and ask.max_tokens is None:
+            ask = replace(ask, max_tokens=self.front.options.default_max_tokens)
+        if self.front.options.request_metrics:
+            ask = replace(ask, metrics=True)
         choices = len(ask.prompts) * ask.n
         self.front.admit(choices)
         call = None
@@ -247,6 +255,7 @@ class Routes:
         long = long or chat or ask.params.structured is not None
         made = await asyncio.to_thread(requests_of, model, ask) if long else requests_of(model, ask)
         answer = self._form(ask, model, made[0].prompt, chat=chat, name=name)
+        answer.drafts = 0 if model.draft is None else model.draft.num_drafts
         for one in made:
             answer.prompt_seen(one.index, one.prompt)
             one.grammar = answer.grammar_of(one.grammar)

@@ -44,7 +44,7 @@ _SAMPLING = (
 )  # fmt: skip
 _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
-    "return_tokens_as_token_ids", "logit_bias", *STRUCTURE_FIELDS, *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
+    "return_tokens_as_token_ids", "return_metrics", "logit_bias", *STRUCTURE_FIELDS, *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
 COMPLETION_FIELDS = ("prompt", "echo", "prompt_logprobs", *_COMMON)
 CHAT_FIELDS = (
@@ -69,6 +69,7 @@ class Ask:
       ids: tokens are named by their ids among log-probabilities.
       echo: whether texts begin with their prompts, and log-probabilities with theirs.
       prompt_logprobs: whether those of prompts come by themselves.
+      metrics: whether times and acceptance come with the answer.
       structured_by: the field that says what the text has to be; None where it may be anything.
     """
 
@@ -83,6 +84,7 @@ class Ask:
     chat_options: dict[str, Any]
     echo: bool = False
     prompt_logprobs: bool = False
+    metrics: bool = False
     structured_by: str | None = None
 
 
@@ -231,8 +233,9 @@ def _ask(
     usage = "end" if _flag(told, "include_usage") else None
     usage = "always" if usage and _flag(told, "continuous_usage_stats") else usage
     ids = _flag(body, "return_tokens_as_token_ids")
+    metrics = _flag(body, "return_metrics")
     seed = None if seed is None else seed % 2**64
-    return Ask(prompts, params, most, seed, n, stream, usage, ids, options or {}, structured_by=by)
+    return Ask(prompts, params, most, seed, n, stream, usage, ids, options or {}, metrics=metrics, structured_by=by)
 
 
 def _messages(value: Any, template: str) -> list[dict[str, Any]]:

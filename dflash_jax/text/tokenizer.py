@@ -130,12 +130,7 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """
     separate = folder / "chat_template.jinja"
     if separate.is_file():
-        if separate.stat().st_size > MAX_TEMPLATE_BYTES:
-            raise TokenizerError(f"{separate} {_TOO_LARGE}")
-        try:
-            return {"default": separate.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"{separate} must be UTF-8 text: {error}") from error
+        return {"default": read_template(separate)}
     found = settings.get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -145,6 +140,18 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
         if len(text.encode()) > MAX_TEMPLATE_BYTES:
             raise TokenizerError(f"{folder / 'tokenizer_config.json'}: chat_template {name!r:.40} {_TOO_LARGE}")
     return templates
+
+
+def read_template(path: Path) -> str:
+    """A chat template from a file. Raises TokenizerError for one that is not there, or that cannot be a template."""
+    if not path.is_file():
+        raise TokenizerError(f"{path} is no file: a chat template was expected")
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise TokenizerError(f"{path} {_TOO_LARGE}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} must be UTF-8 text: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -52,6 +52,18 @@ def test_json_holds_the_whole_completion(target, capsys):
         assert row["stats"]["tokens_per_s"] > 0
 
 
+def test_several_completions_with_the_models_own_temperature(target, tmp_path, capsys):
+    shutil.copytree(target, tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text('{"temperature": 0.9, "top_k": 7}')
+    options = ["--seed", "7", "--json", "--max-tokens", "12", "--n", "2", "--generation-config", "auto", "--top-k", "0"]
+    assert main(["generate", "ab", "c", "--model", str(tmp_path / "own"), *options]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["prompt"], row["seed"]) for row in rows] == [("ab", 7), ("ab", 8), ("c", 7), ("c", 8)]
+    params = dj.SamplingParams(max_tokens=12, temperature=0.9, seed=7, n=2)
+    expected = dj.generate(dj.load(target), ["ab", "c"], params)
+    assert [row["token_ids"] for row in rows] == [row.token_ids for row in expected]
+
+
 def test_prompt_from_stdin_without_its_final_line_break(target, capsys, monkeypatch):
     for given in ("ab\n", "ab\r\n"):
         monkeypatch.setattr("sys.stdin", io.StringIO(given, newline=""))

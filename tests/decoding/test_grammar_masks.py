@@ -27,7 +27,7 @@ from .test_sampling_law import BAD, GOOD, START, TARGET, law_of, requests
 llguidance = pytest.importorskip("llguidance")
 FIRST = 33  # token 0 is "!", token 1 the letter behind it, and so on
 END = 95
-SEEDS = 6000
+SEEDS = 4000
 
 
 def grammar_of(pattern: str, vocab: int, end: int, first: int = FIRST, **thoughts: Any) -> Grammar:

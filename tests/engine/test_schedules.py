@@ -69,6 +69,7 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
 def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
     """Two tokens of each slot are verified on average: whoever ends or is cancelled leaves its rows to the others."""
     monkeypatch.setattr(PerRequestPolicy, "choose", lambda *_: Choice(2, 2))
+    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
     outcomes = [
         play(engine, texts, seed, interrupt=seed % 8 == 7, lengths=("per_request", None), ahead=seed % 2 == 1)
         for seed in range(12)

@@ -57,19 +57,28 @@ def test_a_text_is_shown_while_it_is_made(capsys, monkeypatch):
     assert all("<pre" in one for one in outputs[:-1])
 
 
-def test_an_interrupt_keeps_what_was_shown(capsys, monkeypatch):
-    kept = shown.stream
+def test_an_interrupt_keeps_what_was_made(capsys, monkeypatch):
+    class Interrupted(shown.Writer):
+        def write(self, update):
+            if self.counts or not stops:
+                raise KeyboardInterrupt
+            return super().write(update)
 
-    def interrupted(*args, **options):
-        with_first = kept(*args, **options)
-        yield next(with_first)
-        with_first.close()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shown, "stream", interrupted)
+    monkeypatch.setattr(shown, "Writer", Interrupted)
+    monkeypatch.setattr(shown, "STREAM_CYCLES", 1)
     monkeypatch.setattr(shown, "_notebook", lambda: None)
-    assert dj.show(chat_pair(), "def f(", dj.SamplingParams(max_tokens=12)) is None
-    assert capsys.readouterr().out.endswith("\n")
+    stops = [True]
+    params = dj.SamplingParams(max_tokens=60)
+    done = dj.show(chat_pair(), "def f(", params)
+    assert done is not None
+    assert done.finish_reason == "abort"
+    assert len(done.acceptance_lengths) == 1
+    assert capsys.readouterr().out == f"{done.text}\n"
+    assert dj.generate(chat_pair(), "def f(", params).text.startswith(done.text)
+    stops.clear()
+    assert dj.show(chat_pair(), "def f(", params) is None
+    engine = chat_pair().engine
+    assert engine.allocator.num_free == engine.num_pages
 
 
 def test_the_plan_is_what_info_prints():

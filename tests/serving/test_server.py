@@ -469,6 +469,48 @@ async def through(app, body, path="/v1/completions", **headers):
     return sent[0]["status"], told, json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
 
 
+def test_what_the_command_tells_a_server(model, monkeypatch, tmp_path):
+    """Its template, its default number of tokens, and figures in each answer."""
+    from starlette.testclient import TestClient
+
+    from dflash_jax.cli import serve
+    from dflash_jax.cli.parser import build_parser
+
+    served = []
+    monkeypatch.setattr(serve, "serve", lambda load, options, **_: served.append((load(), options)))
+    monkeypatch.setattr(serve, "load", lambda *_: model)
+    for name in ("template", "tool_template"):
+        monkeypatch.setattr(model.tokenizer, name, getattr(model.tokenizer, name))
+    (tmp_path / "told.jinja").write_text("{{ messages[0].content }}!")
+
+    def told(*options):
+        serve.serve_model(build_parser().parse_args(["serve", "--no-warmup", *options]), {})
+
+    told("--default-max-tokens", "5", "--request-metrics", "--chat-template", str(tmp_path / "told.jinja"))
+    ((_, options),) = served
+    with TestClient(make_app(model, options)) as client:
+        asked = {"messages": [{"role": "user", "content": "def f("}], "temperature": 0}
+        answer = client.post("/v1/chat/completions", json=asked).json()
+        assert answer["usage"]["completion_tokens"] == 5
+        assert answer["usage"]["prompt_tokens"] == len(model.tokenizer.encode("def f(!", special=False))
+        figures = answer["metrics"]
+        stood = figures["speculative_decoding"]
+        assert stood["num_draft_tokens"] == 15 * stood["num_spec_steps"]
+        assert sum(stood["acceptance_histogram"]) == stood["num_spec_steps"]
+        assert stood["mean_acceptance_length"] == 1 + stood["num_accepted_draft_tokens"] / stood["num_spec_steps"]
+        assert figures["time_to_first_token_ms"] > figures["queue_time_ms"] >= 0
+        assert client.post("/v1/chat/completions", json=asked | {"n": 2}).json()["metrics"] is None
+    with TestClient(make_app(model, ServeOptions(names=("pair",)))) as client:
+        asked = {"prompt": "def f(", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
+        lines = client.post("/v1/completions", json=asked | {"return_metrics": True}).text.splitlines()
+        assert json.loads(lines[-4].removeprefix("data: "))["metrics"]["tokens_per_second"] > 0
+        assert "metrics" not in client.post("/v1/completions", json=asked).text
+    with pytest.raises(dj.TokenizerError, match="a chat template was expected"):
+        told("--chat-template", str(tmp_path / "none"))
+    with pytest.raises(dj.ParameterError, match="at least 1, got 0"):
+        told("--default-max-tokens", "0")
+
+
 COMMAND = """
 import sys
 import dflash_jax.cli
