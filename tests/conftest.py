@@ -47,7 +47,7 @@ QUICK_COMPILING = (
 # Devices that a CPU is taken for, by tests of several.
 RANKS = 8
 # Folders of tests that share programs.
-SHARING = ("decoding", "engine", "execution", "models")
+SHARING = ("cli", "decoding", "engine", "execution", "interactive", "models", "serving")
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 

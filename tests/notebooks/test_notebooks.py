@@ -10,6 +10,8 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 MAX_CELLS = 25
 CELL_SECONDS = 300
+# What these decode takes longer than compiling it, and optimising saves more than it costs.
+DECODING = ("01_quickstart",)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
@@ -28,5 +30,4 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     client = NotebookClient(
         notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
-    # What a notebook decodes takes longer than compiling it.
-    client.execute(env=dict(os.environ) | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"})
+    client.execute(env=dict(os.environ) | ({"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"} if path.stem in DECODING else {}))
