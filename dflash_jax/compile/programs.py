@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 
 from dflash_jax.compile.jax_patches import kernels_side_by_side, name_values_once
-from dflash_jax.compile.over_ranks import over_ranks, static_of_rank
 from dflash_jax.compile.tracing import TracingQueue, arrive, job, no_collection, short_turns
 from dflash_jax.parallel.ranks import Ranks
 
@@ -191,6 +190,9 @@ class Programs:
         return Programs.stored.program(function, static, donate, args, lower)
 
     def _lower(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> Any:
+        # With it come the kernels, which a command does without until it has a model.
+        from dflash_jax.compile.over_ranks import over_ranks, static_of_rank
+
         # Tracing is Python, which one thread at a time can run; the rest of compiling is not.
         # What a program of somebody else's wants refused (`jax_numpy_rank_promotion`) is no fault of these.
         with self._tracing, no_collection(), jax.numpy_rank_promotion("allow"):
