@@ -1,15 +1,16 @@
 """A program over several GPUs: every rank runs it on its share, all in one `shard_map`.
 
-Weights are cut as their shardings say, page pools by key heads, and everything else is the same on every rank. Inside, a `Setup` is
-a rank's. What is donated comes back first, at the places where it was.
+Weights are cut as their shardings say, pools and states by heads, and everything else is the same on every rank. Inside, a `Setup`
+is a rank's. What is donated comes back first, at the places where it was.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import DeltaState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,13 +44,14 @@ def over_ranks(
     """`jax.jit` of `function(*static, *args)` in which every rank runs it.
 
     Args:
-      donate: at most one argument; the function gives it back alone or as the first of a tuple.
+      donate: at most one argument; the function gives it back alone or as the first of a tuple. Where there is none it gives back
+        what has the structure of the argument after the weights.
       args: arrays or their shapes. The first one holds weights, with their shardings, or None.
     """
     static = static_of_rank(static)
     inputs, tree = jax.tree.flatten(args)
     specs = jax.tree.leaves((_weight_specs(args[0]), *map(_specs, args[1:])), is_leaf=_is_spec)
-    given = args[donate[0]] if donate else None
+    given = args[donate[0] if donate else 1]
     back, back_tree = jax.tree.flatten(given)
     back_specs = jax.tree.leaves(_specs(given), is_leaf=_is_spec)
     # Arrays of zero elements stay outside: donated and passed on they crash XLA's compiler (jaxlib 0.11.2).
@@ -58,13 +60,13 @@ def over_ranks(
     alone = False
 
     def of_rank(*leaves: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        nonlocal alone, others, others_tree
+        nonlocal alone, outcome, others, others_tree
         results = function(*static, *jax.tree.unflatten(tree, inside.all_of(leaves)))
-        alone = bool(donate) and jax.tree.structure(results) == back_tree
-        first, rest = (results, ()) if alone else (results[0], results[1:]) if donate else (None, results)
-        rest, others_tree = jax.tree.flatten(rest)
-        others = _Filled(rest)
-        return outcome.some_of(jax.tree.leaves(first)), others.some_of(rest)
+        alone = jax.tree.structure(results) == back_tree
+        first, *rest = (results,) if alone else results
+        first, (rest, others_tree) = jax.tree.leaves(first), jax.tree.flatten(tuple(rest))
+        outcome, others = _Filled(first), _Filled(rest)
+        return outcome.some_of(first), others.some_of(rest)
 
     shared = jax.shard_map(
         of_rank, mesh=ranks.mesh, in_specs=tuple(inside.some_of(specs)), out_specs=(outcome.some_of(back_specs), P()),
@@ -73,11 +75,8 @@ def over_ranks(
 
     def program(*args: Any) -> Any:
         kept, found = shared(*inside.some_of(jax.tree.leaves(args)))
-        rest = jax.tree.unflatten(others_tree, others.all_of(found))
-        if not donate:
-            return rest
         first = jax.tree.unflatten(back_tree, outcome.all_of(kept))
-        return first if alone else (first, *rest)
+        return first if alone else (first, *jax.tree.unflatten(others_tree, others.all_of(found)))
 
     # As `jax.jit` names programs of the function itself.
     program.__name__ = function.__name__
@@ -104,7 +103,7 @@ class _Filled:
 
 
 def share_pools(ranks: Ranks, pools: Any) -> Any:
-    """Shardings of page pools, which may be shapes."""
+    """Shardings of page pools and recurrent states, which may be shapes."""
     return jax.tree.map(partial(NamedSharding, ranks.mesh), _specs(pools), is_leaf=_is_spec)
 
 
@@ -117,11 +116,14 @@ def _weight_specs(weights: Any) -> Any:
 
 
 def _specs(tree: Any) -> Any:
-    """Of anything but weights: pools are cut by heads, the rest is whole."""
+    """Of anything but weights: pools and recurrent states are cut by heads, the rest is whole."""
 
     def of(part: Any) -> Any:
+        if isinstance(part, DeltaState):
+            heads, channels = cast(Any, P(None, AXIS)), cast(Any, P(None, None, AXIS))
+            return DeltaState(heads, channels)
         if not isinstance(part, Pages):
             return P()
         return jax.tree.map(lambda axis: P() if axis < 0 else P(*(None,) * axis, AXIS), pool_axes(part))
 
-    return jax.tree.map(of, tree, is_leaf=lambda part: isinstance(part, Pages))
+    return jax.tree.map(of, tree, is_leaf=lambda part: isinstance(part, Pages | DeltaState))

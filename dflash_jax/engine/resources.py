@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -133,7 +134,7 @@ class Resources:
     @property
     def state_bytes(self) -> int:
         """Bytes of one slot's states of gated delta nets; 0 for a target without."""
-        return state_bytes(self.target, self.dtype)
+        return state_bytes(share_config(self.target, self.tp), self.dtype)
 
     @property
     def shares(self) -> bool:
@@ -267,9 +268,9 @@ class Resources:
         own = {role: held(table) for role, table in self.weights.items()}
         return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
 
-    def verifying(self, setup: Setup, length: int) -> Setup:
+    def verifying(self, setup: Setup, length: int, slots: int) -> Setup:
         """What cycles are compiled for that verify so many tokens of each slot, or on average."""
-        return setup.verifying(length, per_request=self.verify_length == "per_request")
+        return setup.verifying(length, per_request=setup.draft is not None and self.verify_policy.shares(slots))
 
     @property
     def estimate(self) -> np.ndarray:
@@ -316,7 +317,7 @@ class Resources:
             self._filled_by = self.weights
         if self.snapshots.count and _lost(self._kept_states):
             self.snapshots.forget()
-            self._kept_states = make_states(self.target, self.snapshots.count, self.dtype)
+            self._kept_states = self._made(partial(make_states, self.target, self.snapshots.count, self.dtype))
         assert self._pools is not None
         return self._pools
 
@@ -325,11 +326,13 @@ class Resources:
         return jax.eval_shape(self._zeroed_pools)
 
     def _make_pools(self) -> tuple[Pages, Pages]:
+        return self._made(self._zeroed_pools)
+
+    def _made[T](self, make: Callable[[], T]) -> T:
+        """Pools or states, made where they stay: no device has room for all."""
         if self.programs.ranks is None:
-            return self._zeroed_pools()
-        # Made where they stay: no device has room for all.
-        shardings = share_pools(self.programs.ranks, self.pool_shapes())
-        return jax.jit(self._zeroed_pools, out_shardings=shardings)()
+            return make()
+        return jax.jit(make, out_shardings=share_pools(self.programs.ranks, jax.eval_shape(make)))()
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}

@@ -32,9 +32,9 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     """Why so many devices cannot share a model."""
     traits, name = layer_traits(config), family_for(config).name
-    if traits.delta is not None:
-        yield f"layers of {name} are gated delta nets, which no two devices share yet"
-        return
+    for heads in ("linear_key_heads", "linear_value_heads"):
+        if (count := getattr(config, heads, 0)) % ranks:
+            yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
     if traits.activation == "clamped_swiglu":
         yield f"experts of {name} have biases, which no two devices share yet"
         return

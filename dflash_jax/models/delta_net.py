@@ -8,7 +8,7 @@ from dflash_kernels import DeltaShape, DeltaWeights
 from flax import nnx
 from jaxtyping import Array
 
-from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary
+from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary, SummedLinear
 
 
 class DeltaNet(nnx.Module):
@@ -23,7 +23,7 @@ class DeltaNet(nnx.Module):
         self.conv = nnx.Param(jnp.zeros((shape.channels, 4)))
         self.a_log, self.dt_bias = (nnx.Param(jnp.zeros((shape.value_heads,), jnp.float32)) for _ in range(2))
         self.norm = RMSNorm(shape.value_dim, eps)
-        self.out_proj = Linear(hidden, shape.value_heads * shape.value_dim)
+        self.out_proj = SummedLinear(hidden, shape.value_heads * shape.value_dim)
 
     @property
     def weights(self) -> DeltaWeights:

@@ -34,6 +34,7 @@ from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, Zero
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters, shared_among_routed
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
+from dflash_jax.parallel.cut import by_columns, by_rows
 
 DENSE, MIXTURE, NEXT = "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM"
 # Text models inside a vision-language checkpoint: everything about text is in `text_config`.
@@ -360,7 +361,7 @@ def qwen35_parameters(config: Qwen35Config) -> tuple[Parameter, ...]:
         table += feed_forward(config, f"{ours}mlp.", f"{theirs}mlp.")
     table.append(single("norm.offset", "model.norm.weight", (d,)))
     if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
+        table.append(single("lm_head.weight", "lm_head.weight", (v, d), cut=by_rows((v, v), optional=True)))
     return tuple(table)
 
 
@@ -373,15 +374,16 @@ def _attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[
         kv = (Source(f"{theirs}{name}.{kind}", (k * h, *columns)) for name in ("k_proj", "v_proj"))
         return q, *kv, gate
 
+    heads = by_rows((n * h, n), (k * h, k), (k * h, k), (n * h, n))
     table = [
-        Parameter(f"{ours}qkv_proj.weight", sources("weight", d)),
-        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h)),
+        Parameter(f"{ours}qkv_proj.weight", sources("weight", d), cut=heads),
+        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h), cut=by_columns((n * h, n))),
         single(f"{ours}query_norm.offset", f"{theirs}q_norm.weight", (h,)),
         single(f"{ours}key_norm.offset", f"{theirs}k_norm.weight", (h,)),
     ]
     if config.attention_bias:
         table += [
-            Parameter(f"{ours}qkv_proj.bias", sources("bias")),
+            Parameter(f"{ours}qkv_proj.bias", sources("bias"), cut=heads),
             single(f"{ours}o_proj.bias", f"{theirs}o_proj.bias", (d,)),
         ]
     return table
@@ -399,15 +401,17 @@ def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Para
     else:
         rows = {"qkv": shape.channels, "z": values, "b": shape.value_heads, "a": shape.value_heads}
         sources = tuple(Source(f"{theirs}in_proj_{name}.weight", (count, d)) for name, count in rows.items())
+    keys, of_values = (shape.key_heads * shape.key_dim, shape.key_heads), (values, shape.value_heads)
+    numbers = (shape.value_heads, shape.value_heads)
     conv = Source(f"{theirs}conv1d.weight", (shape.channels, 1, 4), kept=(shape.channels, 4))
     return [
-        Parameter(f"{ours}in_proj.weight", sources),
-        Parameter(f"{ours}conv", (conv,)),
+        Parameter(f"{ours}in_proj.weight", sources, cut=by_rows(keys, keys, of_values, of_values, numbers, numbers)),
+        Parameter(f"{ours}conv", (conv,), cut=by_rows(keys, keys, of_values)),
         # Rounded, the decay would be wrong by a factor to the power of the context's length.
-        single(f"{ours}a_log", f"{theirs}A_log", (shape.value_heads,), "float32"),
-        single(f"{ours}dt_bias", f"{theirs}dt_bias", (shape.value_heads,), "float32"),
+        single(f"{ours}a_log", f"{theirs}A_log", (shape.value_heads,), "float32", cut=by_rows(numbers)),
+        single(f"{ours}dt_bias", f"{theirs}dt_bias", (shape.value_heads,), "float32", cut=by_rows(numbers)),
         single(f"{ours}norm.weight", f"{theirs}norm.weight", (shape.value_dim,)),
-        single(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", (d, values)),
+        single(f"{ours}out_proj.weight", f"{theirs}out_proj.weight", (d, values), cut=by_columns(of_values)),
     ]
 
 
@@ -425,19 +429,23 @@ def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Par
         down = Source(f"{theirs}experts.down_proj", (e, d, f), kept=(e * d, f))
         table = [
             table[0],
-            Parameter(f"{ours}experts.gate_up_proj.weight", (gate_up,)),
-            Parameter(f"{ours}experts.down_proj.weight", (down,)),
+            replace(table[1], sources=(gate_up,)),
+            replace(table[2], sources=(down,)),
         ]
     gates = tuple(Source(f"{theirs}shared_expert.{name}.weight", (shared, d)) for name in ("gate_proj", "up_proj"))
     last = Source(f"{theirs}shared_expert.down_proj.weight", (d, shared))
     gate = Source(f"{theirs}shared_expert_gate.weight", (1, d))
     if shared_among_routed(config, shared):
         more = ((gate,), gates, (last,))
-        return [replace(one, sources=(*one.sources, *beside)) for one, beside in zip(table, more, strict=True)]
+        cuts = (None, by_rows((2 * (e + 1) * f, e + 1)), by_rows(((e + 1) * d, e + 1)))
+        return [
+            replace(one, sources=(*one.sources, *beside), cut=cut)
+            for one, beside, cut in zip(table, more, cuts, strict=True)
+        ]
     return [
         *table,
-        Parameter(f"{ours}shared.gate_up_proj.weight", gates),
-        Parameter(f"{ours}shared.down_proj.weight", (last,)),
+        Parameter(f"{ours}shared.gate_up_proj.weight", gates, cut=by_rows((shared, shared), (shared, shared))),
+        Parameter(f"{ours}shared.down_proj.weight", (last,), cut=by_columns((shared, shared))),
         Parameter(f"{ours}shared_gate.weight", (gate,)),
     ]
 

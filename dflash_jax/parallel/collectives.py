@@ -28,13 +28,17 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The sum over ranks, added in order of ranks.
 
     Two numbers have one sum. More are gathered and added one after the other: the order in which a ring adds depends on where in a
-    message a number stands, and so on the number of rows. Large messages in sixteen bits, which promise nothing, go round a ring.
+    message a number stands, and so on the number of rows. Large messages in sixteen bits, which promise nothing of that kind, are
+    added up in shares, each by one rank, which every rank then has from it.
     """
     ranks = ranks_here()
     if ranks == 1:
         return x
-    if ranks == 2 or (x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES):
+    if ranks == 2:
         return jax.lax.psum(x, AXIS)
+    if x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES and x.size % ranks == 0:
+        share = jax.lax.psum_scatter(x.reshape(ranks, -1), AXIS)
+        return jax.lax.all_gather(share, AXIS).reshape(x.shape)
     parts = jax.lax.all_gather(x, AXIS)
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:

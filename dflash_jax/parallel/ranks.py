@@ -130,15 +130,13 @@ def local_ranks(count: int) -> Ranks | None:
 
 
 def share_config[C: DecoderConfig](config: C, ranks: int) -> C:
-    """A rank's share of a model: of heads and of dense feed-forwards' width. All else, experts too, is as of the whole."""
+    """A rank's share of a model: of all heads and of dense feed-forwards' width. All else, experts too, is as of the whole."""
     if ranks == 1:
         return config
-    return replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        num_kv_heads=max(1, config.num_kv_heads // ranks),
-        intermediate_size=config.intermediate_size // ranks,
-    )
+    heads = {"num_kv_heads": max(1, config.num_kv_heads // ranks)}
+    named = ("num_heads", "intermediate_size", "linear_key_heads", "linear_value_heads")
+    divided = {name: getattr(config, name) // ranks for name in named if hasattr(config, name)}
+    return replace(config, **heads, **divided)
 
 
 def pool_config[C: DecoderConfig](config: C, ranks: int) -> C:

@@ -1,4 +1,4 @@
-"""Experts by expert, and latent attention by heads with whole latents: devices that share them emit what one emits."""
+"""Experts by expert, latent attention and gated delta nets by heads: devices that share them emit what one emits."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.parallel import collectives
 from dflash_jax.parallel.ranks import local_ranks
 
+from ..hybrid_pair import hybrid_config
 from ..random_pair import Pair, draft_config, random_params
 
 SIZES: Any = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "windows": (None,) * 2}
@@ -28,6 +29,7 @@ TARGETS = {
         qk_rope_head_dim=8, v_head_dim=16, num_shared_experts=1, routing="noaux_tc", num_groups=2, groups_per_token=1,
         routing_scale=1.0, num_dense_layers=1,
     ),
+    "states": replace(hybrid_config(), **SIZES, full_layers=(1,)),
 }  # fmt: skip
 DRAFT = replace(
     draft_config(vocab_size=96, mask_token_id=95, num_heads=4, num_kv_heads=2, num_layers=1, windows=(None,), causal=(False,)),
@@ -48,6 +50,8 @@ def test_greedy(kind):
     shared = shared_weights([(target, family_for(target)), (DRAFT, family_for(DRAFT))], weights, ranks)
     pair.engine = Engine(target, DRAFT, shared, programs=Programs(ranks=ranks), **OPTIONS)
     assert pair.run(prompts)[:2] == expected
+    if kind == "states":
+        return
     experts = shared["target"]["layers.1.mlp.experts.down_proj.weight"]
     assert experts.addressable_shards[1].data.shape == (4 * 32, 16)
     pool = pair.engine.take_pools()[0].k[0]
