@@ -37,7 +37,9 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        left_out = {"context_kv_proj.weight"} | ({HEAD_INDEX} if sampling != "greedy" else set())
+        left_out = {"context_kv_proj.weight"} | (
+            {HEAD_INDEX} if sampling != "greedy" and drafter.head is None else set()
+        )
         left_out |= set() if drafter.head is None else set(head_tables(drafter.head))
         own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
         read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]

@@ -12,9 +12,8 @@ the target continues them. Everything is kept in `--work`: a second call goes on
 takes the same continuations, and each prints the table of all kinds that are there. Acceptance is that of the engine, on held-out
 prompts, one at a time.
 
-A step is about 4.0e12 floating point operations (v1; `--flops` counts them). v1's took 31 ms on an H200, 0.13 of its peak; the
-others read and write the logits or the block's states more often, which should make 35 to 40 ms. 10,000 steps are then 310 to 400 s
-and a call with continuations, compilation and evaluation 7 to 9 minutes.
+A step is about 4.0e12 floating point operations (v1; `--flops` counts them). On an H100 that did other work as well, 10,000 steps
+took 410 s (v1), 455 s (DSpark) and 840 s (DFlash 2), continuations 110 s.
 """
 
 import argparse
@@ -24,7 +23,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import jax
+from record import Record, arguments
 from tokenizers import Tokenizer
 
 import dflash_jax as dj
@@ -164,7 +166,7 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(str(__doc__))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--work", type=Path, default=Path("/tmp/train_drafters"))
     parser.add_argument("--steps", type=int, default=10_000)
@@ -187,6 +189,7 @@ def main() -> int:
         for kind in options.kinds:
             print(f"{kind}: {flops(settings_of(options, kind)):.2e} floating point operations a step")
         return 0
+    record = Record("train_drafters", options)
     for kind in options.kinds:
         settings, began = settings_of(options, kind), time.monotonic()
         clock = Clock(options.work / f"drafter-{kind}", lambda line: print(line, flush=True), options.stop_after)
@@ -199,10 +202,15 @@ def main() -> int:
         result = {
             "title": title(settings.draft_config), "weights": count(dflash_parameters(settings.draft_config)),
             "steps": settings.draft_steps, "ms": took, "loss": settings.loss, "optimizer": settings.optimizer,
-            "start": options.start,
-            "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
+            "start": options.start, "device": jax.devices()[0].device_kind, "rows": judged(options, folder),
         }  # fmt: skip
         write_json(options.work / f"{kind}.json", result)
+        for temperature, row in result["rows"].items():
+            case = f"{result['title']} T{temperature}"
+            record.add(
+                case, "acceptance, mean over cycles", row["tokens_per_cycle"], "tokens", by_position=row["by_position"]
+            )
+            record.add(case, "decode with drafting", row["tokens_per_s"], "tokens/s")
         clock.report(f"{kind}: {time.monotonic() - began:.0f} s in all")
     done = [options.work / f"{kind}.json" for kind in KINDS]
     print(table([json.loads(path.read_text()) for path in done if path.exists()]))

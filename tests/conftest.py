@@ -46,6 +46,8 @@ QUICK_COMPILING = (
 )
 # Devices that a CPU is taken for, by tests of several.
 RANKS = 8
+# Folders of tests that share programs.
+SHARING = ("decoding", "engine", "execution", "models")
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -87,6 +89,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="dflash-jax-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if "DFLASH_JAX_TEST_PROGRAMS" not in os.environ:
+    os.environ["DFLASH_JAX_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="dflash-jax-test-programs-")
+    atexit.register(shutil.rmtree, os.environ["DFLASH_JAX_TEST_PROGRAMS"], ignore_errors=True)
 if importlib.util.find_spec("beartype") is not None:
     install_import_hook(CHECKED, "beartype.beartype")
     jaxtyping.jaxtyped = check_annotations
@@ -158,11 +163,37 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def programs_of_one_test() -> Iterator[None]:
-    """A command called in this process has programs kept on disk: the next test would not trace what it traces alone."""
+def programs_of_one_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are shared by tests of engines and what they decode, on a CPU.
+
+    A command called in this process has programs kept in a folder of its own: the next test's are not.
+    """
+    module = sys.modules.get("dflash_jax.compile.programs")
+    if module is not None and request.path.parent.name in SHARING and not _for_gpu(request.config):
+        from .shared_programs import shared
+
+        module.Programs.stored = shared()
     yield
     if (module := sys.modules.get("dflash_jax.compile.programs")) is not None:
         module.Programs.stored = None
+
+
+@pytest.fixture
+def monkeypatch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """pytest's. A test that replaces what may be traced gets programs of its own from then on: nothing else tells them apart."""
+    replace = monkeypatch.setattr
+
+    def setattr_(target: Any, *rest: Any, **options: Any) -> None:
+        module = sys.modules.get("dflash_jax.compile.programs")
+        if module is not None and module.Programs.stored is not None:
+            from .shared_programs import traced
+
+            if traced(target):
+                module.Programs.stored = None
+        replace(target, *rest, **options)
+
+    monkeypatch.setattr = setattr_
+    return monkeypatch
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -173,6 +204,10 @@ def few_mappings() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPPINGS:
         import jax
 
+        if "dflash_jax.compile.programs" in sys.modules:
+            from .shared_programs import shared
+
+            shared().called.clear()
         jax.clear_caches()
         gc.collect()
 

@@ -190,7 +190,7 @@ def programs(
     sizes = [len(prompt) + engine.lookahead for prompt in workload.prompts]
     ends = engine.width_of(min(sizes)), engine.width_of(max(sizes) + workload.max_tokens)
     lengths = _likely(engine, setup, users, float(np.mean(sizes)), imposed_acceptance)
-    setups = [engine.verifying(setup, length) for length in lengths]
+    setups = [engine.verifying(setup, length, users) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
     loops = [Jobs(engine, setup, needs.stop_width).loop(users, width) for setup in setups for width in widths]
     return [*first, *_prompts(engine, Jobs(engine, setup, needs.stop_width), workload, users), *loops]

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
-from dflash_jax.execution.draft_head import head_index, index_pays
+from dflash_jax.execution.draft_head import head_index, index_pays, lists
 from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
@@ -285,8 +285,9 @@ def _copied_head(
     if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
         return {}
     if not _rounds(kind):
-        # Only v1's proposals are the best rows alone, which is what an index finds.
-        if config.head is not None or not index_pays(held({"": head})[""] if ranks is not None else head):
+        # Some draft heads read more than the best few rows, and over ranks all read the whole logits.
+        wanted = lists(config.head) if ranks is None else config.head is None
+        if not wanted or not index_pays(held({"": head})[""] if ranks is not None else head):
             return {}
         if ranks is None:
             return {HEAD_INDEX: _index(head)}

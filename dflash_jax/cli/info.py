@@ -120,9 +120,8 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
         plans = setup.plans(weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
         passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
-        if engine.verify_length == "per_request" and setup.offered > 2:
-            # Half of the block on average: tokens of all slots side by side.
-            half = engine.verifying(setup, setup.offered // 2)
+        half = engine.verifying(setup, setup.offered // 2, slots)
+        if half.per_request:  # half of the block on average: tokens of all slots side by side
             shared = half.plans(weights, slots, engine.buckets.width[-1], shapes)
             passes.append(("target", half.verified_shape(slots), shared.target))
         for model, (sequences, tokens), plan in passes:

@@ -22,7 +22,7 @@ from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
-from dflash_jax.execution.draft_head import best_proposals
+from dflash_jax.execution.draft_head import best_proposals, shortlist
 from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
@@ -79,10 +79,19 @@ def cycle(
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
+                listed = None
+                if drafter.head is not None or (setup.mode == "greedy" and setup.per_request):
+                    listed = shortlist(drafter.config.head, proposing, head, index, drafter.head_rows)
                 if drafter.head is not None:
                     draft_noise = None if noise is None else noise[:, :-1]
                     judged = drafter.judged(
-                        block, setup.width - 1, state.pending, head, target.embed.weight[...], last_features(state)
+                        block,
+                        setup.width - 1,
+                        state.pending,
+                        head,
+                        target.embed.weight[...],
+                        last_features(state),
+                        listed,
                     )
                     pick = picker(setup, emitted_at[:, :-1], state, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
@@ -91,6 +100,10 @@ def cycle(
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))
                 elif setup.mode == "greedy" and not setup.per_request:
                     proposals = best_proposals(drafter, proposing, head, index)
+                elif listed is not None:
+                    draft_law = Law(*listed)
+                    first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)
+                    proposals = jnp.take_along_axis(listed[1], first, axis=-1)[..., 0]
                 else:
                     draft_logits = drafter.logits(proposing, head)
                     if state.adjust is not None:
@@ -184,9 +197,8 @@ def shared_rows(
     logits: Float[Array, "B g V"] | None,
     state: DecodeState,
     estimate: Float[Array, "T"] | None,
-) -> tuple[Float[Array, "B g"], Int[Array, "B"], Packing | None]:
-    """Where slots share the target's rows: their proposals' log-odds, the tokens to verify of each, and where those lie, or None
-    where there is a row for every one.
+) -> tuple[Float[Array, "B g"], Int[Array, "B"], Packing]:
+    """Where slots share the target's rows: their proposals' log-odds, the tokens to verify of each, and where those lie.
 
     Args:
       law: that a draft head's proposals are from; without one `logits` are the drafter's.
@@ -202,8 +214,6 @@ def shared_rows(
         odds = jnp.where(
             jnp.isnan(odds), odds, jax.scipy.special.logit(chances)[:, None].clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
         )
-    if not setup.ragged:
-        return odds, jnp.where(live, setup.width, 0), None
     assert estimate is not None, "whoever verifies per request has an estimate"
     _, rows = setup.verified_shape(slots)
     lengths = budget(survivals(odds, estimate), live, rows)

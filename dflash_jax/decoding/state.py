@@ -89,10 +89,10 @@ class Setup:
         return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks)
 
     def verifying(self, length: int, *, per_request: bool = False) -> "Setup":
-        """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average.
-        One token is the pending one of each."""
+        """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average,
+        where that is neither the pending one alone nor all."""
         verified = None if length >= self.offered else length
-        return replace(self, verified=verified, per_request=per_request and verified != 1 and self.draft is not None)
+        return replace(self, verified=verified, per_request=per_request and 1 < length < self.offered)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -113,14 +113,9 @@ class Setup:
         """Tokens of one slot that the target verifies in one cycle at most (T): the pending one and the first proposals."""
         return self.offered if self.per_request else self.length
 
-    @property
-    def ragged(self) -> bool:
-        """Whether slots may differ in what is verified of them."""
-        return self.per_request and self.length < self.offered
-
     def verified_shape(self, slots: int) -> tuple[int, int]:
         """Sequences and tokens of each in the target's pass; where slots may differ, their tokens side by side are one."""
-        return (1, slots * self.length) if self.ragged else (slots, self.width)
+        return (1, slots * self.length) if self.per_request else (slots, self.width)
 
     def plans(
         self, weights: Mapping[str, Mapping[str, Any]], slots: int, table_width: int, pools: tuple[Pages, Pages]
@@ -133,7 +128,7 @@ class Setup:
           pools: of the target and the drafter; shapes will do.
         """
         # Rows side by side attend by a call of their own: for the plan that is one of a sequence without pages.
-        pages = None if self.ragged else page_shape(pools[0], table_width)
+        pages = None if self.per_request else page_shape(pools[0], table_width)
         target = self.target_plan(weights, self.verified_shape(slots), pages)
         if self.draft is None:
             return Plans(target)

@@ -268,9 +268,9 @@ class Resources:
         own = {role: held(table) for role, table in self.weights.items()}
         return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
 
-    def verifying(self, setup: Setup, length: int) -> Setup:
+    def verifying(self, setup: Setup, length: int, slots: int) -> Setup:
         """What cycles are compiled for that verify so many tokens of each slot, or on average."""
-        return setup.verifying(length, per_request=self.verify_length == "per_request")
+        return setup.verifying(length, per_request=setup.draft is not None and self.verify_policy.shares(slots))
 
     @property
     def estimate(self) -> np.ndarray:

@@ -416,9 +416,9 @@ def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
     status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
     decision = policy.next(kinds, batch.size, batch.context, cycles, status, [job.ticket for job in running])
     if decision.compile is not None:
-        jobs = _jobs(batch, batch.needs, decision.compile)
+        jobs = _jobs(batch, batch.needs, batch.size, decision.compile)
         start_compiling([jobs.loop(batch.size, batch.width_for(decision.cycles, jobs.setup.width))])
-    return batch.core.verifying(batch.setup, decision.length), decision.cycles
+    return batch.core.verifying(batch.setup, decision.length, batch.size), decision.cycles
 
 
 def choose_slots(batch: Batch, most: int) -> int:
@@ -433,7 +433,7 @@ def choose_slots(batch: Batch, most: int) -> int:
     if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
         return fewer
     if core.verify_policy.fewer_slots_pay(now, fewer, batch.context, cycles):
-        jobs = _jobs(batch, batch.needs, length)
+        jobs = _jobs(batch, batch.needs, fewer, length)
         start_compiling(
             [jobs.loop(fewer, batch.width_for(cycles, jobs.setup.width)), *(jobs.resize(*move) for move in moves)]
         )
@@ -458,18 +458,18 @@ def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted)
     policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
 
 
-def _jobs(batch: Batch, needs: Needs, length: int) -> Jobs:
-    return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length), needs.stop_width)
+def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
+    return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length, slots), needs.stop_width)
 
 
 def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
-    jobs = _jobs(batch, needs, length)
+    jobs = _jobs(batch, needs, slots, length)
     sizes = slots, batch.width_for(cycles, jobs.setup.width)
     return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
 
 
 def _resize_status(batch: Batch, old: int, new: int) -> Status:
-    jobs = _jobs(batch, batch.needs, batch.verified)
+    jobs = _jobs(batch, batch.needs, batch.size, batch.verified)
     name = ("resize", batch.draft, batch.needs.mode in ADJUSTING, old, new, jobs.stop_width)
     return batch.core.program_status(name, lambda: jobs.resize(old, new).args)
 

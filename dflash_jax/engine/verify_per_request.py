@@ -2,9 +2,12 @@
 each millisecond that so many rows are expected to take.
 
 Which proposals those are is settled on the device, cycle by cycle (`decoding.verify_budget`). Here only their number is chosen,
-from what the last cycles' proposals were worth, as a mean length: so many rows for each slot.
+from what the last cycles' proposals were worth, as a mean length: so many rows for each slot. Only cycles in which slots share rows
+say what a single proposal is worth: the whole block of all slots is verified as ever, and where nothing in between can pay, lengths
+are chosen as for `verify_length="auto"`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,11 +18,13 @@ from dflash_jax.compile.programs import Status
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, Decision, Kind, VerifyPolicy
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, MARGIN, Choice, Decision, Kind, VerifyPolicy
 
 # Cycles of a request that are looked back at, and cycles after which half of what they say of a proposal is forgotten.
 REMEMBERED = 8
 FORGETTING = 512.0
+# Cycles of whole blocks after which a request is looked at again.
+LOOK_AGAIN = 128
 
 
 class Recent(NamedTuple):
@@ -41,15 +46,31 @@ class PerRequestPolicy(VerifyPolicy):
     little: a drafter that was given up on is tried again after a while.
     """
 
+    cost: CycleCost
+
     def __init__(self, offered: int, cost: CycleCost):
         super().__init__(offered, cost, "per_request")
         self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
         self.recent: dict[int, Recent] = {}
         self.running: Sequence[int] = ()
         self.now = 0
+        self.looking = self.sharing = False
+        self._shares: dict[int, bool] = {}
 
-    @property
-    def shorter(self) -> Sequence[int]:
+    def shares(self, slots: int) -> bool:
+        """See `VerifyPolicy.shares`: whether some length between the pending token and the whole block saves time."""
+        if slots not in self._shares:
+            costs = {length: self._shared_ms(slots, length, 0.0) for length in self._means() if length > 1}
+            self._shares[slots] = MARGIN * min(costs.values(), default=math.inf) < self.cost.ms(
+                slots, self.offered, 0.0
+            )
+        return self._shares[slots]
+
+    def shorter(self, slots: int) -> Sequence[int]:
+        """See `VerifyPolicy.shorter`."""
+        return self._means() if self.shares(slots) else super().shorter(slots)
+
+    def _means(self) -> Sequence[int]:
         """Halves, and what lies between each two of them: costs climb in steps of tiles, and one of these is near to each."""
         lengths, length = {1}, self.offered
         while length > 1:
@@ -58,12 +79,18 @@ class PerRequestPolicy(VerifyPolicy):
         return sorted(lengths - {0, self.offered}, reverse=True)
 
     def cycle_ms(self, slots: int, length: int, context: float) -> float:
-        """See `VerifyPolicy.cycle_ms`: whatever is verified, all proposals are made."""
-        assert self.cost is not None, "lengths are chosen by what they cost"
+        """See `VerifyPolicy.cycle_ms`."""
+        shared = 1 < length < self.offered and self.shares(slots)
+        return self._shared_ms(slots, length, context) if shared else super().cycle_ms(slots, length, context)
+
+    def _shared_ms(self, slots: int, length: int, context: float) -> float:
+        """Whatever is verified, all proposals are made."""
         return self.cost.ms(slots, length, context, proposed=self.offered)
 
     def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
         """See `VerifyPolicy.rates`."""
+        if not self.shares(slots):
+            return super().rates(kinds, costs, slots)
         count = sum(kinds.values())
         gains = best_gains(self._worths(count))
         most = len(gains) - 1
@@ -72,6 +99,29 @@ class PerRequestPolicy(VerifyPolicy):
             return 0.0 if length == 1 else float(gains[min(max(slots * length - count, 0), most)])
 
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
+
+    def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
+        """See `VerifyPolicy.choose`. Where a request is to be looked at, as many rows are shared as may be."""
+        chosen, self.looking = super().choose(kinds, slots, context, status), False
+        self.sharing = self.shares(slots)
+        costs = self.costs(slots, context) if self.sharing else {}
+        shared = [length for length in costs if 1 < length < self.offered]
+        if not shared or not self._unseen(chosen.length):
+            return chosen
+        look = max(shared)
+        self.looking = status(look) == "compiled"
+        if self.looking:
+            self.current = look
+            return Choice(look, look)
+        at_most = costs[self.offered] - min(costs[length] for length in shared)
+        return chosen if chosen.wanted in shared else Choice(chosen.length, look, at_most / 1e3)
+
+    def _unseen(self, length: int) -> bool:
+        """Whether nothing is known of a running request, or nothing of late where so many tokens are whole blocks, which would not
+        tell."""
+        if any(ticket not in self.recent for ticket in self.running):
+            return True
+        return length == self.offered and any(self.now - recent.at >= LOOK_AGAIN for recent in self.recent.values())
 
     def next(
         self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status],
@@ -84,12 +134,16 @@ class PerRequestPolicy(VerifyPolicy):
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
         """See `VerifyPolicy.patience`: few where a request has not been seen, or not for long."""
+        if not self.sharing or not (self.recent or self.looking):
+            return super().patience(kinds, cycles)
+        if not 1 < self.current < self.offered:
+            return cycles
         known = sum(self.now - recent.at < FORGETTING / 8 for recent in self.recent.values())
-        return min(cycles, FIRST_CYCLES) if self.current > 1 and known < sum(kinds.values()) else cycles
+        return min(cycles, FIRST_CYCLES) if self.looking or known < sum(kinds.values()) else cycles
 
     def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
-        """Counts cycles; of proposals `observe_drafts` is told."""
-        self.cycles[verified] += cycles
+        """See `VerifyPolicy.observe`; of proposals `observe_drafts` is told."""
+        super().observe(verified, accepted, cycles)
         self.now += cycles
 
     def observe_drafts(self, tickets: Mapping[int, int], emitted: Emitted) -> None:

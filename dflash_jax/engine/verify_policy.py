@@ -151,15 +151,20 @@ class VerifyPolicy:
             return {self.current: math.nan}
         kept = {self.offered: self.cost.ms(slots, self.offered, context)}
         least = kept[self.offered]
-        for length in self.shorter:
+        for length in self.shorter(slots):
             spent = self.cycle_ms(slots, length, context)
             if spent * MARGIN < least:
                 kept[length] = least = spent
         return dict(sorted(kept.items()))
 
-    @property
-    def shorter(self) -> Sequence[int]:
+    def shares(self, slots: int) -> bool:
+        """Whether lengths are means over so many slots."""
+        del slots  # of every slot the same is verified
+        return False
+
+    def shorter(self, slots: int) -> Sequence[int]:
         """Lengths below the whole block that may be chosen, the longest first."""
+        del slots
         return sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
 
     def cycle_ms(self, slots: int, length: int, context: float) -> float:

@@ -58,7 +58,7 @@ def warmup_jobs(
         for size in sizes:
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
-                yield Jobs(core, core.verifying(setup, length), STOP_WIDTH).loop(size, width)
+                yield Jobs(core, core.verifying(setup, length, size), STOP_WIDTH).loop(size, width)
 
 
 def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
@@ -83,7 +83,7 @@ def first_jobs(
     slots = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
     needs = Needs.of(request.needs for request in requests[:slots])
     setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
-    setup = core.verifying(setup, first_length(core, setup, requests, slots))
+    setup = core.verifying(setup, first_length(core, setup, requests, slots), slots)
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)
     if any(core.snapshot_places(0, 0, len(request.prompt)) for request in requests):

@@ -1,8 +1,9 @@
 """A head's best rows, found in a copy of one byte a number and chosen by the head itself.
 
-Proposals need no logits, only the token of the largest one: the copy says which few rows are in question, and of these the head's
-own are multiplied. A cycle so reads half the bytes of a head for its proposals. They are the head's own choices, but for the seldom
-one whose best row shares its group of candidates with a row that the copy takes for better. No text depends on them.
+Proposals need no logits, only the token of the largest one, or the largest few: the copy says which rows are in question, and of
+these the head's own are multiplied. A cycle so reads half the bytes of a head for its proposals. They are the head's own choices,
+but for the seldom one whose best row shares its group of candidates with a row that the copy takes for better. No text depends on
+them.
 
 Loops with and without an index that took turns on one H200, medians of a cycle at 1k of context, when the last choice still took
 two reductions more: 4B 2.86 for 2.94 ms with one sequence, 4.13 for 4.23 with eight, 10.51 for 10.77 with 32; 8B 6.46 for 6.61 with
@@ -12,18 +13,23 @@ eight, 16.1 for 16.5 with 32.
 from typing import Any
 
 import jax.numpy as jnp
-from dflash_kernels import float8_candidates, float8_refusal
+from dflash_kernels import float8_candidates, float8_dense, float8_refusal
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.heads import HeadConfig
+from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import best_of_head
 from dflash_jax.parallel.collectives import best_of_ranks
 from dflash_jax.quantization.weights import Quantised, quantise, rounded
 
 CANDIDATES = 16
+LISTED = 32  # best rows of the copy among which the best few of the head are
+MOST_REGARDED = 16  # of them
 LEAST_BYTES = 2**27  # of a head: a smaller one is read in the time that the choice among candidates takes
 MOST_ROWS = 2048  # that one launch multiplies
 WHOLE_WIDTH = 512  # rows of a multiple of it are rounded by a launch
+FEWEST_ROWS = 64  # that a product is made of
 
 
 def index_pays(head: Any) -> bool:
@@ -32,6 +38,11 @@ def index_pays(head: Any) -> bool:
     if isinstance(head, Quantised) or features * depth * head.dtype.itemsize < LEAST_BYTES:
         return False
     return features % 16 == depth % WHOLE_WIDTH == 0 and float8_refusal(MOST_ROWS, head.dtype, depth) is None
+
+
+def lists(head: HeadConfig | None) -> bool:
+    """Whether proposals of a drafter with this head, or with none, need the best rows alone."""
+    return head is None or 0 < head.regards <= MOST_REGARDED
 
 
 def head_index(head: Float[Array, "V D"]) -> Quantised:
@@ -68,3 +79,25 @@ def best_by_index(
     if len(head) < count:
         place = best_of_ranks(best, place, len(head))
     return place.reshape(x.shape[:-1])
+
+
+def shortlist(
+    reader: HeadConfig | None, x: Float[Array, "*R D"], head: Any, index: Any, count: int
+) -> tuple[Float[Array, "*R S"], Int[Array, "*R S"]] | None:
+    """Products in float32 with the `LISTED` rows of the LM head that its index takes for the best, and the rows.
+
+    None where proposals need others too, as those of some draft heads (`reader`) do, where there is no index, or no whole one of
+    `count` rows, and for more rows than `MOST_ROWS`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if index is None or isinstance(head, Quantised) or not lists(reader):
+        return None
+    if len(head) < count or len(rows) > MOST_ROWS:
+        return None
+    padded = jnp.pad(rows, ((0, max(FEWEST_ROWS - len(rows), 0)), (0, 0)))
+    rough = float8_dense(rounded(padded, index), index.values, index.scales)[: len(rows)]
+    _, found = largest(rough, LISTED)
+    wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)
+    products = jnp.sum(wide * rows[:, None].astype(jnp.float32), axis=-1)
+    shape = (*x.shape[:-1], LISTED)
+    return products.reshape(shape), found.reshape(shape)

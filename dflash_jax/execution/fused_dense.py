@@ -1,7 +1,7 @@
 """Fused GEMMs for a few hundred rows: each product with its epilogue, SwiGLU or the residual add and the norm, as one launch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
@@ -58,6 +58,8 @@ def run_fused_dense(
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
     """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
 
+    Where sublayers are convolved along the block, what comes out of one is added to the stream after its product, not with it.
+
     Args:
       normed: x after the first layer's norm.
       implementation: of the products.
@@ -67,21 +69,42 @@ def run_fused_dense(
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         mixer, mlp = layer.mixer, layer.mlp
         first, last = mixer.projections
-        projected = dense(normed, first.weight[...], **named)
+        given, own = _convolved(layer.attention_conv, normed, x.shape)
+        projected = dense(given, first.weight[...], **named)
         mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named)
-        inner = dense_gated(normed, mlp.gate_up_proj.weight[...], **named)
-        stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named)
+        stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named, own)
+        given, own = _convolved(layer.mlp_conv, normed, x.shape)
+        inner = dense_gated(given, mlp.gate_up_proj.weight[...], **named)
+        stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named, own)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
 
 
+type _After = Callable[[Float[Array, "M D"]], Float[Array, "M D"]]
+
+
+def _convolved(
+    conv: Any, normed: Float[Array, "M D"], shape: tuple[int, ...]
+) -> tuple[Float[Array, "M D"], _After | None]:
+    """What goes into a sublayer, and what is done to that which comes out of it; None for nothing.
+
+    Args:
+      shape: of the rows as blocks, which no convolution leaves.
+    """
+    if conv is None:
+        return normed, None
+    blocks = normed.reshape(shape)
+    own = conv.own(blocks)
+    return conv(blocks, own, 0).reshape(normed.shape), lambda out: conv(out.reshape(shape), own, 1).reshape(out.shape)
+
+
 def _onto(
-    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named
+    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named, after: _After | None
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
-    """The stream with a product added, and its norm; the product of all ranks' shares."""
-    if ranks_here() > 1:
+    """The stream with a product added, and its norm; the product of all ranks' shares, and what comes `after` it."""
+    if ranks_here() > 1 or after is not None:
         product = reduced(jnp.sum(dense_parts(x, projection.weight[...], **named), axis=0).astype(x.dtype))
+        product = product if after is None else after(product)
         return add_norm(
             product[None], stream, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered, **named
         )

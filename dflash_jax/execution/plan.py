@@ -258,11 +258,14 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
-    if traits.convolved:
-        return "sublayers are convolved along the block, for which no fused runner has an epilogue"
     if traits.value_scale != 1.0:
         return f"what attention gives is multiplied with {traits.value_scale}, which is a step of its own"
     return None
+
+
+def _convolved_refusal(traits: LayerTraits) -> str | None:
+    """Why no kernel that goes on after a sublayer's product takes these layers."""
+    return "sublayers are convolved along the block, for which it has no epilogue" if traits.convolved else None
 
 
 def _dense_layers_refusal(traits: LayerTraits) -> str | None:
@@ -278,7 +281,7 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
 def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     if not switches.PERSISTENT:
         return "switched off"
-    if (reason := _dense_layers_refusal(traits)) is not None:
+    if (reason := _convolved_refusal(traits) or _dense_layers_refusal(traits)) is not None:
         return reason
     if weights.dtype == "mixed" or (weights.quantized and not weights.paired):
         return "matrices of a layer are stored in different formats, or in eight bits without interleaved columns"
@@ -305,7 +308,7 @@ def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFo
 
 
 def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
-    if (reason := _dense_layers_refusal(traits)) is not None:
+    if (reason := _convolved_refusal(traits) or _dense_layers_refusal(traits)) is not None:
         return reason
     if not weights.dynamic:
         return 'weights are not "fp8_dynamic"'
@@ -321,7 +324,7 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
 def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     if weights.experts == "mxfp4":
         return "experts are stored in MXFP4, which the kernel of routed experts does not read"
-    if (reason := _layers_refusal(traits)) is not None:
+    if (reason := _convolved_refusal(traits) or _layers_refusal(traits)) is not None:
         return reason
     experts = traits.experts
     if experts is None:
@@ -371,7 +374,7 @@ def _blocks_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | N
         return f"{ranks} devices share the layers, and matrices are read to each of them as they are"
     if call.rows >= MOST_BLOCKED_ROWS:
         return f"the largest cycle has {call.rows} tokens, XLA's products are faster from {MOST_BLOCKED_ROWS} on"
-    if (reason := _dense_layers_refusal(traits)) is not None:
+    if (reason := _convolved_refusal(traits) or _dense_layers_refusal(traits)) is not None:
         return reason
     return _chain_refusal(traits, 1, call.dtype)
 

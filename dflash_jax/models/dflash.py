@@ -171,6 +171,7 @@ class DFlash(nnx.Module):
         head_weight: Float[Array, "F Dt"] | Quantised,
         embed_weight: Float[Array, "V Dt"] | Quantised,
         features: Float[Array, "B nD"],
+        listed: tuple[Float[Array, "B g S"], Int[Array, "B g S"]] | None = None,
     ) -> Block:
         """What the drafter's head regards for the first `places` of a block.
 
@@ -178,6 +179,7 @@ class DFlash(nnx.Module):
           slots: hidden states of the whole block.
           head_weight, embed_weight: the target's.
           features: tapped, of the last committed token; zeros where they are not at hand.
+          listed: products with some rows of the target's head, and the rows, where the head regards the best few alone.
         """
         hidden = self.proposing(slots)[:, :places]
         table = embed_weight if self.embed is None else self.embed.weight[...]
@@ -190,16 +192,22 @@ class DFlash(nnx.Module):
             found = jnp.any(features != 0, axis=-1, keepdims=True)
             return jnp.where(found, self.context(features), jnp.zeros((), features.dtype))
 
+        if listed is not None:
+            products, rows = listed
+            return Block(anchor, hidden, self._scaled_logits(products), None, slots, embed, context, rows)
         return Block(anchor, hidden, *self._rows(hidden, head_weight), slots, embed, context)
 
     def _rows(self, hidden: Array, head_weight: Array | Quantised) -> tuple[Array, Array | None]:
         """float32 logits over the LM head's rows, and the rows' tokens where it has a vocabulary of its own."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]
-        out = gathered(linear(hidden, head), self.head_rows).astype(jnp.float32) * c.logit_scale
-        if c.logit_softcap:
-            out = jnp.tanh(out / c.logit_softcap) * c.logit_softcap
+        out = self._scaled_logits(gathered(linear(hidden, head), self.head_rows).astype(jnp.float32))
         return out, None if self.d2t is None else jnp.arange(c.draft_vocab_size, dtype=jnp.int32) + self.d2t[...]
+
+    def _scaled_logits(self, products: Array) -> Array:
+        c = self.config
+        out = products * c.logit_scale
+        return jnp.tanh(out / c.logit_softcap) * c.logit_softcap if c.logit_softcap else out
 
     def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised) -> Int[Array, "..."]:
         """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""

@@ -381,6 +381,9 @@ class DecoderLayer(nnx.Module):
       norm: of the stream.
     """
 
+    attention_conv: Any = None  # around its sublayers, in layers that have such
+    mlp_conv: Any = None
+
     def __init__(
         self,
         config: DecoderConfig,

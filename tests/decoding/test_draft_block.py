@@ -19,14 +19,16 @@ from dflash_jax.models import bind
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.sampling_params import SamplingParams
 
+WINDOWS = {"num_layers": 2, "windows": (4, 30), "causal": (True, False)}
+
 
 @pytest.mark.few("sinks", "the last tokens, windows")
 @pytest.mark.parametrize(
     ("changes", "packed", "window"),
     [
-        ({}, False, None), ({"windows": (4, 30), "causal": (True, False)}, True, None),
+        ({}, False, None), (WINDOWS, True, None),
         ({"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}, False, None), ({}, False, 9),
-        ({"windows": (4, 30), "causal": (True, False)}, True, 20),
+        (WINDOWS, True, 20),
     ],
     ids=["plain", "windows", "sinks", "the last tokens", "the last tokens, windows"],
 )  # fmt: skip

@@ -101,19 +101,22 @@ def test_other_proposals(make_pair, make_prompts, proposals):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"windows": (4, 7), "causal": (True, False), "sinks": True, "value_scale": 0.6, "logit_softcap": 5.0},
+        {
+            "windows": (4, 7), "num_layers": 2, "causal": (True, False), "sinks": True, "value_scale": 0.6,
+            "logit_softcap": 5.0,
+        },
         {"sample_from_anchor": True, "own_head": True, "draft_vocab_size": 31},
         {"block_size": 16},
     ],
     ids=lambda changes: next(iter(changes)),
-)
+)  # fmt: skip
 def test_drafter_variants(pair, make_pair, make_prompts, make_config, changes):
     prompts = make_prompts((9, 33))
     assert make_pair(draft=make_config[1](**changes)).run(prompts)[0] == pair.run(prompts, draft=False)[0]
 
 
 def test_sliding_target(make_pair, make_prompts, make_config):
-    pair = make_pair(make_config[0](windows=(None, 6, 20)))
+    pair = make_pair(make_config[0](num_layers=3, windows=(None, 6, 20)))
     prompts = make_prompts((9, 33))
     assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
 

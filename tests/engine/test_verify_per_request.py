@@ -4,17 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
 from dflash_jax.decoding import cycle
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
-from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_per_request import PerRequestPolicy, best_gains
+from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
+from dflash_jax.engine.verify_per_request import LOOK_AGAIN, PerRequestPolicy, best_gains
 from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice
+from dflash_jax.models import family_named
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..decoding.test_verify_budget import lengths_of
+from ..devices import on
 from ..random_pair import VOCAB, draft_config
 
 PLACES = 3
@@ -124,7 +128,7 @@ def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
     policy, rng = PerRequestPolicy(16, Rows()), np.random.default_rng(2)
     mixed = np.where(np.arange(32)[:, None] % 2, 4.0, -5.0) * np.ones(15)
     tickets = list(range(32))
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (16, FIRST_CYCLES)
+    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (12, FIRST_CYCLES)
     for _ in range(60):
         length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets).length
         gained = told(policy, mixed, length, rng)
@@ -180,6 +184,7 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
     monkeypatch.setattr(cycle, "draft_block", remember)
     monkeypatch.setattr(DFlash, "logits", known)
     monkeypatch.setattr(PerRequestPolicy, "choose", always(3))
+    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
     pair.engine.verify_length = "per_request"
     drafted, counts, _ = pair.run(prompts, each)
     assert drafted == plain
@@ -188,3 +193,44 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
     estimate = pair.engine.verify_policy.estimate
     assert estimate is not None
     assert pair.engine.verify_policy.cycles.keys() == {3}
+
+
+def test_whole_blocks_are_plain_ones_and_requests_are_looked_at_before() -> None:
+    """Requests whose proposals all stand get whole blocks, which say nothing of single proposals, after a look and until the next;
+    where no length between pays, lengths are those of acceptance alone."""
+    policy, rng, tickets = PerRequestPolicy(16, Rows()), np.random.default_rng(3), [0, 1, 2, 3]
+    sure, stood = np.full((4, 15), 9.0), {"greedy": np.full(32, 15)}
+
+    def following(status=compiled):
+        return policy.next({"greedy": 4}, 4, 100.0, 32, status, tickets)
+
+    for _ in range(3):
+        assert following().length == (16 if policy.recent else 12)
+        told(policy, sure, 12, rng)
+    assert following()[:2] == (16, 32)
+    for _ in range(LOOK_AGAIN // 32):
+        policy.observe(16, stood, 32)
+    assert following()[:2] == (12, FIRST_CYCLES)
+    assert following(lambda length: "compiled" if length == 16 else "missing").length == 16
+
+    class Flat(Rows):
+        def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
+            return 3.0 if verified > 1 else 2.5
+
+    flat = PerRequestPolicy(16, Flat())
+    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 16
+    flat.observe(16, {"greedy": np.zeros(64, int)}, 64)
+    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 1
+
+
+def test_few_slots_do_not_share() -> None:
+    """Qwen3-4B on an H100: of eight slots sharing saves less than it takes, of 64 much more. A length is then every slot's."""
+    pair = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
+    with on("NVIDIA H100 80GB HBM3"):
+        weights = weight_shapes(pair, jnp.dtype(jnp.bfloat16))
+    policy = PerRequestPolicy(16, cycle_cost(pair[0][0], pair[1][0], weights))
+    assert [policy.shares(slots) for slots in (1, 8, 16, 64)] == [False, False, True, True]
+    assert policy.shorter(8) == [8, 4, 1]
+    assert policy.shorter(64) == [12, 8, 6, 4, 3, 2, 1]
+    assert policy.cycle_ms(8, 8, 100.0) == policy.cost.ms(8, 8, 100.0)
+    assert policy.cycle_ms(64, 8, 100.0) > policy.cost.ms(64, 8, 100.0) + 0.3

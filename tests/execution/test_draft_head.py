@@ -1,5 +1,6 @@
 """Proposals through a copy of the head in float8: they are the head's own, and no text depends on them."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from dflash_jax.execution import draft_head as head_index
 from dflash_jax.execution.draft_head import best_by_index, index_pays
 from dflash_jax.models import family_named
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
+from dflash_jax.models.heads import Block, MarkovConfig, Selector, SelectorConfig, Sizes
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.quantization.weights import quantise
 
@@ -72,6 +74,37 @@ def test_more_rows_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_index, "MOST_ROWS", 8)
     monkeypatch.setattr(head_index, "float8_candidates", None)
     np.testing.assert_array_equal(np.asarray(best_by_index(rows, head, index)), expected)
+
+
+def test_the_best_few_are_on_the_list() -> None:
+    """Products are the head's own, and a selector that reads them proposes what it does of all logits."""
+    head, rows = head_and_rows(30, jnp.float32)
+    products = np.asarray(rows, np.float64) @ np.asarray(head, np.float64).T
+    config = SelectorConfig(rank=4, top_k=16)
+    index, blocks = jax.jit(head_index.head_index)(head), rows.reshape(2, 15, -1)
+    found = jax.jit(partial(head_index.shortlist, config, count=3000))(blocks, head, index)
+    assert found is not None
+    listed, places = (np.asarray(one).reshape(30, -1) for one in found)
+    np.testing.assert_allclose(listed, np.take_along_axis(products, places, 1), rtol=1e-4, atol=1e-3)
+    held = [set(np.argsort(-row)[:16]) <= set(its) for row, its in zip(products, places, strict=True)]
+    assert np.mean(held) >= 0.9
+    sizes = Sizes(hidden=512, vocab=3000, rows=3000)
+    selector, keys = Selector(config, sizes), jax.random.split(jax.random.key(1), 2)
+    selector.hidden_projection.weight[...] = jax.random.normal(keys[0], (4, 512)) / 8
+    selector.successor_codebook[...] = selector.predecessor_codebook[...] = jax.random.normal(keys[1], (3000, 4))
+    block = Block(
+        jnp.array([3, 4]), blocks, jnp.asarray(products, jnp.float32).reshape(2, 15, -1), None, blocks, *[id] * 2
+    )
+    some = block._replace(logits=found[0], listed=found[1])
+
+    def pick(first, scores, tokens):
+        return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
+
+    ours, theirs = (selector.propose(one, pick) for one in (some, block))
+    assert (np.asarray(ours[0]) == np.asarray(theirs[0])).mean() >= 0.9
+    assert head_index.shortlist(config, blocks, head, None, 3000) is None
+    assert head_index.shortlist(config, blocks, head, index, 6000) is None  # one of two ranks' shares
+    assert head_index.shortlist(MarkovConfig(rank=4), blocks, head, index, 3000) is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +199,7 @@ def test_published_pairs_that_are_measured_have_one(name: str) -> None:
         tables = weight_shapes(
             [(target, family_named(family)), (draft, family_named("dflash"))], jnp.dtype(jnp.bfloat16)
         )
-    # Only v1's proposals are the best rows of the target's head, and nothing else; gpt-oss is 2880 wide, no multiple of 128.
-    best_rows = draft.head is None and not draft.own_head
+    # Proposals of v1 and of a selector are among the best rows of the target's head; gpt-oss is 2880 wide, no multiple of 128.
+    best_rows = head_index.lists(draft.head) and not draft.own_head
     assert (HEAD_INDEX in tables["draft"]) == (best_rows and target.hidden_size % 128 == 0)
     assert target.hidden_size % 128 == 0 or name == "gpt-oss-20b"

@@ -87,7 +87,7 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
         ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
         ({"feed_forward": "mixed"}, "persistent", "experts"),
-        ({"convolved": True}, "fused_dense", "convolved along the block"),
+        ({"convolved": True}, "persistent", "convolved along the block"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
         ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"), ({"gated": True}, "in_layer", "attention is gated"),
         ({"delta": DeltaTraits(12352, 4096)}, "in_layer", "gated delta nets"),
@@ -98,7 +98,8 @@ def test_every_trait_that_kernels_lack_is_refused_by_name(change: dict[str, Any]
         assert choose(TRAITS, CYCLE, FORMAT).refusals == ()
         found = choose(replace(TRAITS, **change), CYCLE, FORMAT)
     assert said in (found.refused(what) or "")
-    assert found.runner == ("persistent" if what == "in_layer" else "plain")
+    apart = "fused_dense" if "convolved" in change else "plain"
+    assert found.runner == ("persistent" if what == "in_layer" else apart)
 
 
 def test_a_draft_head_leaves_the_layers_as_fast_as_they_are() -> None:

@@ -23,12 +23,14 @@ from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape
 from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import block_columns
 from dflash_jax.models import bind, family_for, init_params, layer_traits
+from dflash_jax.models.dflash import dflash_parameters, dflash_traits
 from dflash_jax.models.layers import Linear, Rotary
 from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS
 from dflash_jax.models.qwen3_5 import qwen35_parameters
 
 from ..devices import h200
 from ..models.golden_files import GOLDEN, cases, golden
+from ..random_pair import draft_config
 
 CASES = [*cases("qwen3"), "llama_published", "mistral_window", "qwen2_window"]
 
@@ -255,3 +257,22 @@ def test_hybrid_layers_of_published_shapes(name: str, sequences: int, tokens: in
             unit = float(jnp.finfo(ours.dtype).eps) * float(jnp.abs(exact).max())
             assert float(jnp.abs(ours - exact).max()) <= 1.3 * float(jnp.abs(theirs - exact).max()) + 2 * unit
             assert np.asarray(ours).tobytes() == np.asarray(second).tobytes()
+
+
+def test_convolved_layers_agree_with_layers_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of different tokens: what is convolved stays in its own. Of fused runners one takes such layers."""
+    config = draft_config(block_size=5, conv_taps=2, conv_group=4)
+    params = init_params(dflash_parameters(config), jax.random.key(3))
+    x = jax.random.normal(jax.random.key(4), (2, 5, config.hidden_size))
+    monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
+    chosen = choose(dflash_traits(config), CallShape(2, 5, x.dtype), weight_format(params))
+    assert (chosen.runner, "no epilogue" in (chosen.refused("persistent") or "")) == ("fused_dense", True)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chosen: ExecutionPlan, params: Any) -> list[jax.Array]:
+        model: Any = bind(config, params)
+        rotary = model.rotary(jnp.arange(5)[None].repeat(2, axis=0))
+        return runs(chosen, model, x, rotary, dense_attend())
+
+    agree(run(PLAIN, params), run(chosen, params))

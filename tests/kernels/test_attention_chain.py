@@ -73,7 +73,7 @@ def test_agrees_with_separate_operations(
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
-@pytest.mark.few("2-*")
+@pytest.mark.few  # pages in float8 are read below
 @pytest.mark.parametrize(
     ("tokens", "seq_lens", "q_lens", "page_size", "causal", "options"),
     [
@@ -91,9 +91,10 @@ def test_agrees_over_float8_pages(
 @pytest.mark.few("True")
 @pytest.mark.parametrize("float8", [False, True])
 def test_agrees_where_heads_are_not_normed(float8: bool) -> None:
-    call = without_norms(make(5, [70], [5], TINY, page_size=128))
+    """One of the two sequences is empty."""
+    call = without_norms(make(2, [0, 70], [0, 1], TINY, page_size=16))
     call = in_float8(call) if float8 else call
-    check(call, interpreted(call, ctas=3))
+    check(call, interpreted(call, causal=False, ctas=4), causal=False)
 
 
 def test_the_definition() -> None:

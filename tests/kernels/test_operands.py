@@ -15,68 +15,68 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import TypeCheckError
 
+from .plain import ones, zeros
 from .test_attention_wrong_calls import CALLS as ATTENTION
 from .test_wrong_calls import CALLS as OTHERS
 
 B, T, N, K, H, D, F, W, PAGE = 2, 3, 4, 2, 16, 32, 24, 3, 4
 M = B * T
-POOL, TABLE = jnp.ones((9, K, PAGE, H)), jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
+POOL, TABLE = ones((9, K, PAGE, H)), jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
 SLOTS, LENS = jnp.arange(M, dtype=jnp.int32), jnp.full(B, 7, jnp.int32)
-TURNS = {"cos": jnp.ones((M, H // 2)), "sin": jnp.ones((M, H // 2))}
-POOLS, NORMS = {"k_pages": POOL, "v_pages": POOL}, {"q_norm": jnp.ones(H), "k_norm": jnp.ones(H)}
+TURNS = {"cos": ones((M, H // 2)), "sin": ones((M, H // 2))}
+POOLS, NORMS = {"k_pages": POOL, "v_pages": POOL}, {"q_norm": ones(H), "k_norm": ones(H)}
 SEQUENCES = {"page_table": TABLE, "seq_lens": LENS, "q_lens": jnp.full(B, T, jnp.int32)}
-QKV = {"qkv": jnp.ones((M, (N + 2 * K) * H)), **TURNS}
+QKV = {"qkv": ones((M, (N + 2 * K) * H)), **TURNS}
 LAYER = {
-    "stream": jnp.ones((D, 8)),
-    "o": jnp.ones((D, N * H)),
-    "post_norm": jnp.ones(D),
-    "gate_up": jnp.ones((2 * F, D)),
-    "down": jnp.ones((D, F)),
-    "next_norm": jnp.ones(D),
-    "following": jnp.ones((40, D)),
+    "stream": ones((D, 8)),
+    "o": ones((D, N * H)),
+    "post_norm": ones(D),
+    "gate_up": ones((2 * F, D)),
+    "down": ones((D, F)),
+    "next_norm": ones(D),
+    "following": ones((40, D)),
 }
 FUSED: dict[str, dict[str, Any]] = {
-    "cache_write": {**POOLS, "k": jnp.ones((M, K, H)), "v": jnp.ones((M, K, H)), "slots": SLOTS},
-    "latent_write": {"latent_pages": jnp.ones((9, 1, PAGE, 24)), "latents": jnp.ones((M, 24)), "slots": SLOTS},
+    "cache_write": {**POOLS, "k": ones((M, K, H)), "v": ones((M, K, H)), "slots": SLOTS},
+    "latent_write": {"latent_pages": ones((9, 1, PAGE, 24)), "latents": ones((M, 24)), "slots": SLOTS},
     "qkv_write": {**POOLS, **QKV, **NORMS, "slots": SLOTS},
     "mla_write": {
-        "latent_pages": jnp.ones((9, 1, PAGE, 24)), "rows": jnp.ones((M, 24)), "q": jnp.ones((M, N, 20)), "slots": SLOTS,
-        "cos": jnp.ones((M, 4)), "sin": jnp.ones((M, 4)), "norm": jnp.ones(16),
+        "latent_pages": ones((9, 1, PAGE, 24)), "rows": ones((M, 24)), "q": ones((M, N, 20)), "slots": SLOTS,
+        "cos": ones((M, 4)), "sin": ones((M, 4)), "norm": ones(16),
     },
     "qkv_attention": {**POOLS, **QKV, **NORMS, **SEQUENCES},
     "attention_chain": {**POOLS, **QKV, **NORMS, **SEQUENCES, **LAYER, "exchange": None},
-    "layer_chain": {"x": jnp.ones((M, N * H)), **LAYER, "exchange": None},
+    "layer_chain": {"x": ones((M, N * H)), **LAYER, "exchange": None},
     "linear_chain": {
-        "x": jnp.ones((M, 64)), "first": jnp.ones((D, 64)), "norm": jnp.ones(D), "second": jnp.ones((F, D)), "exchange": None,
+        "x": ones((M, 64)), "first": ones((D, 64)), "norm": ones(D), "second": ones((F, D)), "exchange": None,
         "eps": 1e-6,
     },
     "filtered_choice": {
-        "logits": jnp.ones((M, 50)), "noise": jnp.ones((M, 50)), "temperature": jnp.ones(M), "min_p": jnp.zeros(M),
-        "top_k": jnp.zeros(M, jnp.int32), "top_p": jnp.ones(M),
+        "logits": ones((M, 50)), "noise": ones((M, 50)), "temperature": ones(M), "min_p": zeros(M),
+        "top_k": zeros(M, jnp.int32), "top_p": ones(M),
     },
-    "latent_unpack": {"packed": jnp.zeros((M, 160), jnp.uint8), "kv_lora_rank": 128},
+    "latent_unpack": {"packed": zeros((M, 160), jnp.uint8), "kv_lora_rank": 128},
 }  # fmt: skip
 CALLS = {**OTHERS, **ATTENTION, **FUSED}
 ARRAYS = [(op, name) for op, call in CALLS.items() for name, value in call.items() if isinstance(value, jax.Array)]
 
 
-def changed(array: jax.Array) -> Iterator[tuple[str, jax.Array]]:
-    """The array as somebody may pass it by mistake, with words for it."""
-    for axis, length in enumerate(array.shape):
-        yield (
-            f"axis {axis} of {length + 1}",
-            jnp.concatenate([array, array[(slice(None),) * axis + (slice(0, 1),)]], axis),
-        )
-    yield "an axis more", array[None]
-    if array.ndim:
-        yield "an axis less", array[0]
+def changed(array: jax.Array) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    """What somebody may pass by mistake for the array, in shape and dtype, with words for it."""
+    shape = array.shape
+    for axis, length in enumerate(shape):
+        longer = (*shape[:axis], length + 1, *shape[axis + 1 :])
+        yield f"axis {axis} of {length + 1}", jax.ShapeDtypeStruct(longer, array.dtype)
+    yield "an axis more", jax.ShapeDtypeStruct((1, *shape), array.dtype)
+    if shape:
+        yield "an axis less", jax.ShapeDtypeStruct(shape[1:], array.dtype)
     floating = jnp.issubdtype(array.dtype, jnp.floating)
-    yield "the other kind of numbers", jnp.zeros(array.shape, jnp.int32 if floating else jnp.float32)
+    yield "the other kind of numbers", jax.ShapeDtypeStruct(shape, jnp.int32 if floating else jnp.float32)
 
 
 def outcome(function: Any, call: dict[str, Any]) -> BaseException | None:
     """The error of a call that is traced only, None without one."""
-    arrays = {name: value for name, value in call.items() if isinstance(value, jax.Array)}
+    arrays = {name: value for name, value in call.items() if isinstance(value, jax.Array | jax.ShapeDtypeStruct)}
     rest = {name: value for name, value in call.items() if name not in arrays}
     try:
         jax.eval_shape(lambda given: function(**given, **rest), arrays)
@@ -118,6 +118,6 @@ def test_no_number_is_cast_to_eight_bits_without_a_scale(given: Any, stored: Any
         assert pages.dtype == stored
         assert (pages[0].astype(jnp.float32) == 3).all()
     latents = inspect.unwrap(dflash_kernels.latent_write)
-    pool = jnp.zeros((9, 1, PAGE, 24), jnp.float8_e4m3fn)
+    pool = zeros((9, 1, PAGE, 24), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="latent_encode"):
-        latents(pool, jnp.ones((M, 24), given), SLOTS)
+        latents(pool, ones((M, 24), given), SLOTS)

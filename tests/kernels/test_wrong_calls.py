@@ -16,48 +16,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 
+from .plain import ones, zeros
 from .test_attention_wrong_calls import CALLS as ATTENTION
 from .test_attention_wrong_calls import WRITES
 
-POOL, TABLE = jnp.ones((8, 1, 4, 24)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-STARTS, LENS, ROWS = jnp.zeros(2, jnp.int32), jnp.array([3, 4], jnp.int32), jnp.ones((3, 6))
-STREAM, PARTS, EPS = jnp.ones((3, 4)), jnp.ones((2, 3, 4)), 1e-6
-EXPERTS = {"x": ROWS, "gate_up": jnp.ones((4, 8, 6)), "down": jnp.ones((4, 6, 4))}
+POOL, TABLE = ones((8, 1, 4, 24)), jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+STARTS, LENS, ROWS = zeros(2, jnp.int32), jnp.array([3, 4], jnp.int32), ones((3, 6))
+STREAM, PARTS, EPS = ones((3, 4)), ones((2, 3, 4)), 1e-6
+EXPERTS = {"x": ROWS, "gate_up": ones((4, 8, 6)), "down": ones((4, 6, 4))}
 PIECES = {"latent_pages": POOL, "page_table": TABLE, "starts": STARTS, "lens": LENS}
 SIZES = dflash_kernels.DeltaShape(1, 2, 4, 6)
-SLOTS = dflash_kernels.DeltaState(jnp.ones((2, 2, 4, 6)), jnp.ones((2, 3, SIZES.channels)))
-NET = dflash_kernels.DeltaWeights(jnp.ones((SIZES.channels, 4)), jnp.ones(2), jnp.ones(2), jnp.ones(6))
-DELTA = {"projected": jnp.ones((2, 1, SIZES.columns)), "weights": NET, "state": SLOTS, "shape": SIZES, "eps": EPS}
+SLOTS = dflash_kernels.DeltaState(ones((2, 2, 4, 6)), ones((2, 3, SIZES.channels)))
+NET = dflash_kernels.DeltaWeights(ones((SIZES.channels, 4)), ones(2), ones(2), ones(6))
+DELTA = {"projected": ones((2, 1, SIZES.columns)), "weights": NET, "state": SLOTS, "shape": SIZES, "eps": EPS}
 FACTORS = dflash_kernels.DeltaFactors(
-    jnp.ones((2, 3, 1, 4)), jnp.ones((2, 3, 2, 6)), jnp.ones((2, 3, 2)), jnp.ones((2, 3, SIZES.channels))
+    ones((2, 3, 1, 4)), ones((2, 3, 2, 6)), ones((2, 3, 2)), ones((2, 3, SIZES.channels))
 )
 FLAGS = jnp.array([True, False])
-EIGHT = dflash_kernels.Float8Rows(ROWS.astype(jnp.float8_e4m3fn), jnp.ones(3))
+EIGHT = dflash_kernels.Float8Rows(ROWS.astype(jnp.float8_e4m3fn), ones(3))
 FLOAT8 = ("float8_dense", "float8_gated", "float8_best")
 CALLS: dict[str, dict[str, Any]] = {
     "grouped_linear": {
-        "x": jnp.ones((8, 6)), "weight": jnp.ones((3, 4, 6)), "groups": STARTS, "count": jnp.array(2, jnp.int32),
+        "x": ones((8, 6)), "weight": ones((3, 4, 6)), "groups": STARTS, "count": jnp.array(2, jnp.int32),
     },
-    "routed_experts": {**EXPERTS, "experts": jnp.zeros((3, 2), jnp.int32), "weights": jnp.ones((3, 2))},
-    "mixture": {**EXPERTS, "logits": jnp.ones((3, 4)), "taken": 2, "normed": True},
-    "quantized_linear": {"x": jnp.ones((3, 16)), "values": jnp.ones((5, 16), jnp.int8), "scales": jnp.ones(5)},
-    "quantize_tensor": {"x": jnp.ones((3, 16)), "scale": 1.0},
-    "quantize_groups": {"x": jnp.ones((3, 16)), "group": 8},
-    "quantize_nvfp4": {"x": jnp.ones((3, 16)), "global_scale": 1.0},
-    **{op: {"x": ROWS, "weight": jnp.ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
-    "dense_onto": {"x": ROWS, "weight": jnp.ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
-    "float8_rows": {"x": jnp.ones((3, 16))},
-    **{op: {"x": EIGHT, "weight": jnp.ones((4, 6), jnp.float8_e4m3fn), "scales": jnp.ones(4)} for op in FLOAT8},
+    "routed_experts": {**EXPERTS, "experts": zeros((3, 2), jnp.int32), "weights": ones((3, 2))},
+    "mixture": {**EXPERTS, "logits": ones((3, 4)), "taken": 2, "normed": True},
+    "quantized_linear": {"x": ones((3, 16)), "values": ones((5, 16), jnp.int8), "scales": ones(5)},
+    "quantize_tensor": {"x": ones((3, 16)), "scale": 1.0},
+    "quantize_groups": {"x": ones((3, 16)), "group": 8},
+    "quantize_nvfp4": {"x": ones((3, 16)), "global_scale": 1.0},
+    **{op: {"x": ROWS, "weight": ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
+    "dense_onto": {"x": ROWS, "weight": ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
+    "float8_rows": {"x": ones((3, 16))},
+    **{op: {"x": EIGHT, "weight": ones((4, 6), jnp.float8_e4m3fn), "scales": ones(4)} for op in FLOAT8},
     "float8_onto": {
-        "x": EIGHT, "weight": jnp.ones((4, 6), jnp.float8_e4m3fn), "scales": jnp.ones(4), "stream": STREAM, "norm": STREAM[0],
+        "x": EIGHT, "weight": ones((4, 6), jnp.float8_e4m3fn), "scales": ones(4), "stream": STREAM, "norm": STREAM[0],
         "eps": EPS,
     },
     "add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
     "add_norm_scores": {
-        "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": jnp.ones((5, 4)), "eps": EPS,
+        "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": ones((5, 4)), "eps": EPS,
     },
-    "embed_norm": {"table": jnp.ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
-    "stream_norm": {"stream": jnp.ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
+    "embed_norm": {"table": ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
+    "stream_norm": {"stream": ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
     "delta_verify": DELTA,
     "delta_step": {**DELTA, "live": FLAGS},
     "delta_fold": {"state": SLOTS, "factors": FACTORS, "counts": LENS},
@@ -65,10 +66,10 @@ CALLS: dict[str, dict[str, Any]] = {
     "merge_states": {
         "prefix_out": PARTS, "prefix_lse": PARTS[..., 0], "suffix_out": PARTS, "suffix_lse": PARTS[..., 0],
     },
-    "latent_pack": {"latents": jnp.ones((3, 136)), "kv_lora_rank": 128},
-    "latent_encode": {"latents": jnp.ones((3, 136)), "pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 128},
+    "latent_pack": {"latents": ones((3, 136)), "kv_lora_rank": 128},
+    "latent_encode": {"latents": ones((3, 136)), "pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 128},
     "latent_gather": {**PIECES, "rows": 7},
-    "latent_expand": {**PIECES, "w_uk": jnp.ones((2, 5, 16)), "w_uv": jnp.ones((2, 6, 16)), "rows": 8},
+    "latent_expand": {**PIECES, "w_uk": ones((2, 5, 16)), "w_uv": ones((2, 6, 16)), "rows": 8},
 }  # fmt: skip
 ALL = {**CALLS, **ATTENTION, **WRITES}
 # Ops whose rows have any number of axes, and what messages call some arrays.
@@ -123,7 +124,7 @@ def test_axes_too_many_are_named(op: str, data: st.DataObject) -> None:
     for name, array in arrays_of(op).items():
         more = data.draw(st.lists(st.integers(1, 2), min_size=1, max_size=2), name)
         shape = (*more, *array.shape)
-        named(op, name, jnp.broadcast_to(array, shape), f"{shape}")
+        named(op, name, jnp.asarray(np.broadcast_to(np.asarray(array), shape)), f"{shape}")
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -137,7 +138,7 @@ def test_numbers_of_another_kind_are_named(op: str, data: st.DataObject) -> None
         flags = array.dtype == jnp.bool_
         kinds = NO_INTEGERS if counts else NO_FLAGS if flags else NO_PAGES if "pages" in name else NO_FLOATS
         kind = data.draw(st.sampled_from(kinds), name)
-        named(op, name, array.astype(kind), str(jnp.dtype(kind)))
+        named(op, name, jnp.asarray(np.asarray(array).astype(jnp.dtype(kind))), str(jnp.dtype(kind)))
 
 
 @pytest.mark.parametrize("op", MASKED)
@@ -164,8 +165,8 @@ def test_options_of_attention_are_named(op: str, side: int, other: int | None, f
             for op in ATTENTION
             if op != "ragged_attention"
         ),
-        ("paged_attention", {"q": jnp.ones((2, 0, 4, 16))}, "q .* must have one entry or more"),
-        ("grouped_linear", {"x": jnp.ones((0, 6))}, "0 rows do not make 2 blocks"),
+        ("paged_attention", {"q": ones((2, 0, 4, 16))}, "q .* must have one entry or more"),
+        ("grouped_linear", {"x": ones((0, 6))}, "0 rows do not make 2 blocks"),
     ],
 )  # fmt: skip
 def test_nothing_at_all_is_named(op: str, changes: dict[str, Any], message: str) -> None:
@@ -181,11 +182,11 @@ def test_a_number_that_counts_nothing(op: str, name: str, number: Any) -> None:
 
 def test_bytes_of_packed_rows() -> None:
     with pytest.raises(ValueError, match="packed rows are bytes, uint8, not float32"):
-        inspect.unwrap(dflash_kernels.latent_unpack)(jnp.ones((3, 148)), kv_lora_rank=128)
+        inspect.unwrap(dflash_kernels.latent_unpack)(ones((3, 148)), kv_lora_rank=128)
 
 
 def test_no_rows_at_all() -> None:
-    packed = dflash_kernels.latent_pack(jnp.ones((0, 136)), kv_lora_rank=128)
+    packed = dflash_kernels.latent_pack(ones((0, 136)), kv_lora_rank=128)
     assert packed.shape == (0, 148)
     assert dflash_kernels.latent_unpack(packed, kv_lora_rank=128).shape == (0, 136)
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
+from dflash_jax.models.largest import largest
 
 LARGEST_RANK, LARGEST_TOP_K = 1 << 16, 1 << 12
 
@@ -23,20 +25,28 @@ class Block(NamedTuple):
     Attributes:
       anchor: the token before the first of g places.
       hidden: states of the slots that propose.
-      logits: float32 base logits, over the rows of the drafter's LM head: what it says of each place by itself.
-      tokens: of each row; None where row i is token i.
+      logits: float32 base logits, over rows of the drafter's LM head: what it says of each place by itself.
+      tokens: of each row of the LM head; None where row i is token i.
       slots: states of all slots, the anchor's among them.
       embed: embeddings of tokens, as the block's own were made.
       context: the context state of the last committed token, zeros where it is not at hand.
+      listed: the rows that `logits` are of, where a head that regards the best few alone was given a shortlist; None for all.
     """
 
     anchor: Int[Array, "B"]
     hidden: Float[Array, "B g D"]
-    logits: Float[Array, "B g rows"]
+    logits: Float[Array, "B g S"]
     tokens: Int[Array, "rows"] | None
     slots: Float[Array, "B G D"]
     embed: Callable[[Array], Array]
     context: Callable[[], Array]
+    listed: Int[Array, "B g S"] | None = None
+
+    def best(self, count: int) -> tuple[Float[Array, "B g C"], Int[Array, "B g C"], Int[Array, "B g C"]]:
+        """The largest base logits of each place, their rows of the LM head and those rows' tokens."""
+        unary, columns = largest(self.logits, count)
+        rows = columns if self.listed is None else jnp.take_along_axis(self.listed, columns, axis=-1)
+        return unary, rows, rows if self.tokens is None else self.tokens[rows]
 
 
 class Law(NamedTuple):
@@ -95,6 +105,11 @@ class HeadConfig:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise ConfigError(f"{type(self).__name__}: {name} must be {least} to {most:,}, got {shown(value)}")
+
+    @property
+    def regards(self) -> int:
+        """Base logits of a place that the head reads, the best ones; 0 where it reads all."""
+        return 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "HeadConfig":

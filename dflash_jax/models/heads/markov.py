@@ -4,8 +4,9 @@
     gated    l_k = U_k + W2 (sigmoid(gate [h_k ; e]) * e)
     rnn      [g, c, o] = joint [s ; e ; h_k],  s = sigmoid(g) s + (1 - sigmoid(g)) tanh(c),  l_k = U_k + W2 tanh(o)
 
-Places go one after the other, each through all rows of W2, or through those of its best candidates by U alone (`top_k`). A head may
-come with another one that estimates whether a place's proposal will stand.
+Places go one after the other, each through all rows of W2, or through those of its best candidates by U alone (`top_k`). Where
+these are few, and one token before is all that counts, the scores of all pairs come from one product, as a selector's do, and the
+walk only follows them. A head may come with another one that estimates whether a place's proposal will stand.
 """
 
 from collections.abc import Collection
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import KeyReader, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.heads.base import Block, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.pairs import walk
 from dflash_jax.models.heads.places import one_by_one, products_of
 from dflash_jax.models.heads.reading import Source, missing
 from dflash_jax.models.layers import Linear
@@ -28,6 +30,7 @@ from dflash_jax.models.parameters import Parameter, single
 PREFIX, CONFIDENCE_PREFIX = "markov_head.", "confidence_head."
 FORMS = ("vanilla", "gated", "rnn")
 CONFIDENCES = ("none", "hidden", "hidden_and_token")
+MOST_PAIRED = 32  # candidates of a place: pairs grow with their square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ class MarkovConfig(HeadConfig):
         for name, value, known in (("form", self.form, FORMS), ("confidence", self.confidence, CONFIDENCES)):
             if value not in known:
                 raise ConfigError(f"{type(self).__name__}: {name} must be {' or '.join(known)}, got {shown(value)}")
+
+    @property
+    def regards(self) -> int:
+        """See `HeadConfig`."""
+        return self.top_k
 
 
 def read_markov(source: Source, names: Collection[str], sizes: Sizes) -> MarkovConfig | None:
@@ -104,6 +112,9 @@ class Markov(nnx.Module):
 
     def propose(self, block: Block, pick: Pick) -> tuple[Int[Array, "B g"], Law]:
         """See `DraftHead`."""
+        if 0 < self.config.top_k <= MOST_PAIRED and self.config.form != "rnn":
+            unary, rows, tokens = block.best(self.config.top_k)
+            return walk(self.pairs(block, unary, rows, tokens), tokens, pick)
         first = jnp.zeros((block.hidden.shape[0], self.config.rank), block.hidden.dtype)
 
         def bias(place: int, before: Array, rows: Array | None, state: Array) -> tuple[Array, Array]:
@@ -111,6 +122,18 @@ class Markov(nnx.Module):
             return products_of(latent, self.markov_w2.weight[...], rows) * self.logit_scale, state
 
         return one_by_one(block, self.config.top_k, bias, first, pick)
+
+    def pairs(
+        self, block: Block, unary: Float[Array, "B g C"], rows: Int[Array, "B g C"], tokens: Int[Array, "B g C"]
+    ) -> Float[Array, "B g C C"]:
+        """float32 scores of each place's candidates, the last axis, after each candidate of the place before."""
+        first = jnp.broadcast_to(block.anchor[:, None, None], tokens[:, :1].shape)
+        before = jnp.concatenate([first, tokens[:, :-1]], axis=1)
+        hidden = jnp.broadcast_to(block.hidden[:, :, None], (*before.shape, block.hidden.shape[-1]))
+        latent, _ = self.latent(before, hidden, jnp.zeros((*before.shape, self.config.rank), hidden.dtype))
+        wide = latent.astype(jnp.float32), self.markov_w2.weight[...][rows].astype(jnp.float32)
+        bias = jnp.einsum("bgpr,bgcr->bgpc", *wide, precision=jax.lax.Precision.HIGHEST) * self.logit_scale
+        return unary[:, :, None] + bias
 
     def latent(
         self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"], state: Float[Array, "*R r"]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.heads.base import Block, Law, Pick
-from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import linear
 
 
@@ -24,15 +23,15 @@ def one_by_one(
       bias: of a place, given the token before it, the rows that are candidates (None for all) and the state that it gave last.
       state: the first one.
     """
-    unary, columns = largest(block.logits, top_k) if top_k else (block.logits, None)
+    unary, columns, named = block.best(top_k) if top_k else (block.logits, None, None)
     before, path, laws, tokens = block.anchor, [], [], []
     for place in range(unary.shape[1]):
         rows = None if columns is None else columns[:, place]
         added, state = bias(place, before, rows, state)
         scores = unary[:, place] + added
-        seen = rows
-        if block.tokens is not None:
-            seen = jnp.broadcast_to(block.tokens if rows is None else block.tokens[rows], scores.shape)
+        seen = None if named is None else named[:, place]
+        if block.tokens is not None and rows is None:
+            seen = jnp.broadcast_to(block.tokens, scores.shape)
         picked, law = pick(place, scores[:, None, None], None if seen is None else seen[:, None])
         column = picked[:, 0]
         before = column[:, 0] if seen is None else jnp.take_along_axis(seen, column, axis=1)[:, 0]

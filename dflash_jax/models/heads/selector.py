@@ -18,7 +18,6 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.heads.base import Block, HeadConfig, Law, Pick, Sizes
 from dflash_jax.models.heads.pairs import walk
 from dflash_jax.models.heads.reading import Source, missing
-from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import Linear
 from dflash_jax.models.parameters import Parameter, single
 
@@ -35,6 +34,11 @@ class SelectorConfig(HeadConfig):
         super().__post_init__()
         if not self.top_k:
             raise ConfigError(f"{type(self).__name__}: top_k must be at least 1, a selector chooses among candidates")
+
+    @property
+    def regards(self) -> int:
+        """See `HeadConfig`."""
+        return self.top_k
 
 
 def read_selector(source: Source, names: Collection[str], sizes: Sizes) -> SelectorConfig | None:
@@ -69,8 +73,7 @@ class Selector(nnx.Module):
 
     def propose(self, block: Block, pick: Pick) -> tuple[Int[Array, "B g"], Law]:
         """See `DraftHead`."""
-        unary, columns = largest(block.logits, self.top_k)
-        tokens = columns if block.tokens is None else block.tokens[columns]
+        unary, _, tokens = block.best(self.top_k)
         return walk(self.scores(block.hidden, unary, tokens, block.anchor), tokens, pick)
 
     def scores(

@@ -1,0 +1,36 @@
+"""A draft head that was trained: the DSpark drafter of `tests/data/dspark` beside the target that ships."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+
+DATA = Path(__file__).parents[1] / "data"
+PROMPTS = [row["text"] for row in json.loads((DATA / "heldout_prompts.json").read_text(encoding="utf-8"))]
+
+
+def gained(completions: list[dj.Completion]) -> float:
+    """Tokens per cycle."""
+    return float(np.mean([length for one in completions for length in one.acceptance_lengths]))
+
+
+def test_proposals_of_a_trained_head_stand_and_change_no_text() -> None:
+    """Greedy and sampled; a head with random weights would gain little more than a token a cycle."""
+    model = dj.load(draft=DATA / "dspark", max_batch=2, max_model_len=112)
+    for temperature, least in ((0.0, 4.5), (1.0, 1.5)):
+        params = dj.SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+        drafted, plain = (dj.generate(model, PROMPTS[:4], params, draft=draft) for draft in (True, False))
+        assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+        assert gained(drafted) > least
+
+
+@pytest.mark.gpu
+def test_held_out_prompts_in_bfloat16() -> None:
+    """What a cycle gains on all of them, greedy: 7.2 was asked for, 6.5 is what the drafter that ships gains."""
+    model = dj.load(draft=DATA / "dspark", max_batch=8, max_model_len=224)
+    done = dj.generate(model, PROMPTS, dj.SamplingParams(max_tokens=128, ignore_eos=True))
+    assert len(done) == 100
+    assert gained(done) > 7.1
