@@ -23,6 +23,7 @@ from dflash_jax.decoding import grammar_masks
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.engine.requests import Request
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.grammars import installed
 
 RECORD = {
     "type": "object", "required": ["name", "size", "tags"], "additionalProperties": False,
@@ -105,15 +106,18 @@ def main() -> None:
     if args.shapes:
         model = random_pair(args.shapes, **options)
         model.engine.imposed_acceptance = ACCEPTANCE
-        grammar = synthetic_grammar(model.target.vocab_size)
+        grammar = synthetic_grammar(model.target.vocab_size) if installed() else None
     else:
         model = dj.load(**options)
-        grammar = model.grammars.compiled({"json": SCHEMA})
+        grammar = model.grammars.compiled({"json": SCHEMA}) if installed() else None
     kinds = {
         "free": (None, {}), "repetition_penalty=1.05": (None, {"repetition_penalty": 1.05}), "structured": (grammar, {}),
     }  # fmt: skip
+    if grammar is None:
+        del kinds["structured"]
     print(f"{args.shapes or 'the shipped pair'} on {jax.local_devices()[0].device_kind}", flush=True)
-    compiled = model.warmup(modes=("greedy", "adjusted", "structured"), draft=(True,), batch=args.users)
+    modes = ("greedy", "adjusted", "structured")[: len(kinds)]
+    compiled = model.warmup(modes=modes, draft=(True,), batch=args.users)
     print(f"compiled in {compiled:.1f} s", flush=True)
     for users in args.users:
         base = 0.0

@@ -188,7 +188,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
     }
     if ranks is not None:
-        weights = completed(pair, weights, ranks)
+        weights = completed(pair, weights, ranks, asked.weight_dtype, asked.draft_weight_dtype)
     else:
         weights["target"] = families[0].derived(target, weights["target"])
         weights["draft"] = fuse_context_projection(draft, weights["draft"])

@@ -21,7 +21,7 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
 from dflash_jax.parallel.ranks import Ranks, held, held_bytes, share_config
 from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
-from dflash_jax.quantization.weights import Quantised, Weight, quantise_weights
+from dflash_jax.quantization.weights import Quantised, Weight, quantise_shares, quantise_weights
 
 type Shapes = dict[str, dict[str, Any]]
 
@@ -68,6 +68,8 @@ def weight_shapes(
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         if ranks is None:
             shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
+        elif _rounds(kind):
+            shapes[family.role] = jax.eval_shape(partial(quantise_weights, kind=kind), shapes[family.role])
         if family.role == "draft":
             shapes[family.role] |= jax.eval_shape(
                 partial(_copied_head, cast(DFlashConfig, config), kind=kind), shapes.get("target", {})
@@ -95,8 +97,8 @@ def _axes(
     cuts = {one.name: ranks.cut_of(one) for one in family.parameters(config)}
     axes: dict[str, int | None] = {name: None if cut is None else cut.axis for name, cut in cuts.items()}
     made: dict[str, int | None] = dict.fromkeys(weights[family.role].keys() - axes.keys(), 0)
-    if HEAD_INDEX in made and _head(weights["target"]).shape[0] == config.vocab_size:
-        made[HEAD_INDEX] = None
+    if family.role == "draft" and _head(weights["target"]).shape[0] == config.vocab_size:
+        made |= dict.fromkeys(made.keys() & {HEAD_INDEX, SHARED_HEAD}, None)
     return axes | made
 
 
@@ -114,14 +116,20 @@ def shared_weights(
 
 
 def completed(
-    models: Sequence[tuple[DecoderConfig, Family]], placed: Mapping[str, dict[str, Any]], ranks: Ranks
+    models: Sequence[tuple[DecoderConfig, Family]],
+    placed: Mapping[str, dict[str, Any]],
+    ranks: Ranks,
+    weight_dtype: WeightDtype | None = None,
+    draft_weight_dtype: WeightDtype | None = None,
 ) -> dict[str, dict[str, Weight]]:
-    """Declared arrays, cut for ranks, with what is made of them."""
+    """Declared arrays, cut for ranks, with what is made of them; see `read_weights` for the dtypes."""
     result: dict[str, dict[str, Weight]] = {}
     for config, family in models:
-        result[family.role] = _derived(config, family, placed[family.role], ranks)
+        kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
+        params = _derived(config, family, placed[family.role], ranks)
+        result[family.role] = quantise_shares(params, kind, ranks) if _rounds(kind) else params
         if family.role == "draft":
-            result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], None, ranks)
+            result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], kind, ranks)
     return result
 
 
@@ -212,27 +220,20 @@ def read_weights(
         it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
       rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
-      ranks: devices that share the weights, each of which gets its share alone. They share none that are rounded.
+      ranks: devices that share the weights, each of which gets its share alone.
     """
-    kept = partial(_kept, rows=rows) if ranks is None else _as_read
     params = _derived(target.config, target.family, target.load(dtype.name, ranks), ranks)
     if observe is not None:
         observe(params)
-    weights = {"target": kept(target.config, dtype, params=params, kind=weight_dtype)}
+    weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
     if drafter is not None:
         params = drafter.load(dtype.name, ranks)
         check_draft_vocabulary(drafter.config, params)
         params = _derived(drafter.config, drafter.family, params, ranks)
         kind = draft_weight_dtype or weight_dtype
-        own = kept(drafter.config, dtype, params=params, kind=kind)
+        own = _kept(drafter.config, dtype, rows, params, kind, ranks)
         weights["draft"] = own | _copied_head(drafter.config, weights["target"], kind, ranks)
     return weights
-
-
-def _as_read(config: DecoderConfig, dtype: jnp.dtype, params: dict[str, Array], kind: WeightDtype | None) -> Any:
-    """What ranks keep of what was read."""
-    del config, dtype, kind
-    return params
 
 
 def round_weights(
@@ -255,8 +256,15 @@ def round_weights(
 
 
 def _kept(
-    config: DecoderConfig, dtype: jnp.dtype, rows: int, params: dict[str, Array], kind: WeightDtype | None
+    config: DecoderConfig,
+    dtype: jnp.dtype,
+    rows: int,
+    params: dict[str, Array],
+    kind: WeightDtype | None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Weight]:
+    if ranks is not None:
+        return quantise_shares(params, kind, ranks) if _rounds(kind) else {**params}
     if kind not in RELEASED:
         params = dequantise_weights(params)
     if _rounds(kind):
@@ -285,7 +293,8 @@ def _copied_head(
             return {HEAD_INDEX: _index(head)}
         axis = None if len(head) == config.vocab_size else 0
         return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
-    return quantise_weights({SHARED_HEAD: head}, kind)
+    copied = {SHARED_HEAD: head}
+    return quantise_weights(copied, kind) if ranks is None else quantise_shares(copied, kind, ranks)
 
 
 def _head(target: Mapping[str, Any]) -> Any:

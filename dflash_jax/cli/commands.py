@@ -128,7 +128,7 @@ def run_generate(args: argparse.Namespace) -> int:
         "frequency_penalty": args.frequency_penalty, "logit_bias": args.logit_bias,
         "allowed_token_ids": args.allowed_token_ids, "bad_words": args.bad_word,
         "skip_special_tokens": not args.keep_special_tokens, "truncate_prompt_tokens": args.truncate_prompt_tokens,
-        "prompt_logprobs": args.prompt_logprobs, "n": args.n,
+        "prompt_logprobs": args.prompt_logprobs, "n": args.n, "structured": args.structured,
     }  # fmt: skip
     SamplingParams(**given)  # what is wrong is told before a model is loaded
     for name in ("logprobs", "prompt_logprobs"):

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
-from dflash_jax.cli.values import chat_option, layer_ids, token_bias, token_ids
+from dflash_jax.cli.values import chat_option, layer_ids, spoken_value, token_bias, token_ids
 from dflash_jax.options import FLAGS
 from dflash_jax.text.answers.choice import REASONING_PARSERS, TOOL_PARSERS
 
@@ -37,6 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--generation-config", choices=["auto", "none"], default="none",
         help="whether temperature, top_p, top_k, min_p and repetition_penalty are the model's own where they are not given "
         "(default: none, they are not)",
+    )  # fmt: skip
+    sampling.add_argument(
+        "--structured", type=spoken_value, metavar="FORM",
+        help='what a text has to be: {"json": SCHEMA}, {"regex": "[0-9]+"}, {"choice": ["yes", "no"]} or {"grammar": "..."} '
+        "(extra: structured)",
     )  # fmt: skip
     # None is what was not given.
     generate.set_defaults(**dict.fromkeys(MODEL_DEFAULTS))

@@ -111,7 +111,8 @@ def allowed_logits(
     words = -(-logits.shape[-1] // BITS)
     shape = jax.ShapeDtypeStruct((*ids.shape, words), jnp.uint32)
     # Asked twice it answers the same: that is all that makes it pure.
-    masks = jax.pure_callback(functools.partial(_masks, words), shape, grammars, produced, ids)
+    asked = jnp.concatenate([grammars[:, None], produced[:, None], ids], axis=1)  # one copy to the host, not three
+    masks = jax.pure_callback(functools.partial(_masks, words), shape, asked)
     return masked(logits, masks)
 
 
@@ -122,13 +123,16 @@ def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Floa
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _masks(words: int, grammars: Any, produced: Any, ids: Any) -> np.ndarray:
-    """The host's part of `allowed_logits`. It raises nothing: an error would take the whole batch with it."""
-    slots, places = ids.shape
+def _masks(words: int, slots_asked: Any) -> np.ndarray:
+    """The host's part of `allowed_logits`. It raises nothing: an error would take the whole batch with it.
+
+    Args:
+      slots_asked: `[B, 2 + T]` int32: of each slot its grammar's number, the tokens emitted, and the block.
+    """
+    slots, places = slots_asked.shape[0], slots_asked.shape[1] - 2
     masks = np.full((slots * places, words), -1, np.int32)
     asked, besides, followers = [], [], []
-    rows = zip(np.asarray(grammars).tolist(), np.asarray(produced).tolist(), np.asarray(ids).tolist(), strict=True)
-    for slot, (number, count, block) in enumerate(rows):
+    for slot, (number, count, *block) in enumerate(np.asarray(slots_asked).tolist()):
         follower = None if number == NO_GRAMMAR else _FOLLOWERS.get(number)
         if follower is None or follower.error:
             continue

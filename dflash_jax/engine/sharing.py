@@ -20,9 +20,6 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
-    kinds = (options.weight_dtype, options.draft_weight_dtype)
-    if any(kind is not None for kind in kinds):
-        reasons.append("weight_dtype and draft_weight_dtype are not there for several devices yet: leave them out")
     if options.cache_dtype is not None:
         reasons.append("cache_dtype is not there for several devices yet: leave it out")
     if reasons:

@@ -246,7 +246,7 @@ def _ranks_refusal(runner: Runner) -> str | None:
     if runner == "persistent":
         return "devices add up what they multiply twice a layer, inside of what would be one kernel"
     if runner == "fused_float8":
-        return "devices share no weights in eight bits"
+        return "devices add up what they multiply between its launches, which lack that"
     return None
 
 

@@ -46,6 +46,11 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return total.astype(x.dtype)
 
 
+def largest_of_ranks(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The largest number at each place among all ranks'."""
+    return jax.lax.pmax(x, AXIS) if ranks_here() > 1 else x
+
+
 def gathered(x: Float[Array, "... F"], width: int) -> Float[Array, "... V"]:
     """All `width` columns, of which each rank has its share; x itself where it has all of them."""
     if x.shape[-1] == width:

@@ -69,6 +69,11 @@ class Ranks:
             shape[cut.axis] = cut.width(self.count)
         return tuple(shape)
 
+    def axis_of(self, array: Any) -> int | None:
+        """Along which axis an array is cut; None for one that all have whole."""
+        spec = tuple(array.sharding.spec)
+        return spec.index(AXIS) if AXIS in spec else None
+
     def share_of(self, parameter: Declared, dtype: Any) -> jax.ShapeDtypeStruct:
         """The shape over all ranks of an array, with its sharding."""
         cut = self.cut_of(parameter)
@@ -92,6 +97,9 @@ class Ranks:
 
     def over(self, share: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
         """The shape over all ranks of arrays that have this one on each, cut along `axis`; None: all have all of it."""
+        axis = (
+            axis if axis is None or axis < len(share.shape) else None
+        )  # a row's scale is the same whoever has its columns
         wide = [size * (self.count if at == axis else 1) for at, size in enumerate(share.shape)]
         sharding = self.whole if axis is None else self.along(axis)
         return jax.ShapeDtypeStruct(tuple(wide), share.dtype, sharding=sharding)

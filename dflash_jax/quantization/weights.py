@@ -8,8 +8,9 @@ With many rows a step takes as long as its products, and float8 times float8 is 
 "fp8_dynamic" rounds what is multiplied as well where rows are many, each row by its own largest number; few rows are left alone.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, no_type_check
 
 import jax
@@ -28,6 +29,8 @@ from dflash_kernels import (
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.options import WeightDtype
+from dflash_jax.parallel.collectives import largest_of_ranks
+from dflash_jax.parallel.ranks import Ranks, held_shape
 from dflash_jax.quantization.mxfp4 import Mxfp4
 
 # What a weight becomes, and the largest number of that dtype.
@@ -80,11 +83,15 @@ class Quantised:
 type Weight = Array | Quantised | ColumnBlocks | Mxfp4
 
 
-def quantise(matrix: Float[Array, "F D"], kind: WeightDtype) -> Quantised:
-    """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one."""
+def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False) -> Quantised:
+    """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one.
+
+    `across`: ranks have columns of the same rows, whose largest entries are those of all ranks.
+    """
     dtype, largest = _FORMATS[kind]
     wide = matrix.astype(jnp.float32)
     top = jnp.max(jnp.abs(wide), axis=1)
+    top = largest_of_ranks(top) if across else top
     scales = jnp.where(top > 0, top, 1.0) / largest
     scaled = wide / scales[:, None]
     values = jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype)
@@ -134,6 +141,38 @@ def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, W
     result: dict[str, Weight] = {}
     for name in list(params):
         array = params.pop(name)
-        rounded = name.endswith(_SUFFIXES) and ".experts." not in name
-        result[name] = jitted(array, kind) if rounded else jnp.copy(array)
+        result[name] = jitted(array, kind) if _is_rounded(name) else jnp.copy(array)
     return result
+
+
+def quantise_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -> dict[str, Weight]:
+    """`quantise_weights` of arrays that ranks share: the same model is rounded in the same way for any number of them."""
+    result: dict[str, Weight] = {}
+    for name in list(params):
+        array = params.pop(name)
+        result[name] = _rounded_share(array, kind, ranks) if _is_rounded(name) else array
+    return result
+
+
+def _is_rounded(name: str) -> bool:
+    return name.endswith(_SUFFIXES) and ".experts." not in name
+
+
+def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks) -> Quantised:
+    axis = ranks.axis_of(array)
+    own = jax.ShapeDtypeStruct(held_shape(array), array.dtype)
+    values, scales = _share_rounder(kind, ranks, axis)(array)
+    return replace(jax.eval_shape(partial(quantise, kind=kind), own), values=values, scales=scales)
+
+
+@cache
+def _share_rounder(kind: WeightDtype, ranks: Ranks, axis: int | None) -> Callable[[Array], tuple[Array, Array]]:
+    """What rounds a matrix cut along `axis`: one function for all matrices, which compiles once for each shape."""
+
+    def rounded_share(matrix: Array) -> tuple[Array, Array]:
+        made = quantise(matrix, kind, across=axis == 1)
+        return made.values, made.scales
+
+    cut, whole = (ranks.whole if axis is None else ranks.along(axis)).spec, ranks.whole.spec
+    outputs = cut, cut if axis == 0 else whole
+    return jax.jit(jax.shard_map(rounded_share, mesh=ranks.mesh, in_specs=(cut,), out_specs=outputs, check_vma=False))

@@ -9,6 +9,7 @@ from typing import Any
 from dflash_jax.completion import Completion, Piece, TokenLogprob
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.serving.bodies import Ask
+from dflash_jax.serving.problems import Problem, dumped
 from dflash_jax.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -215,6 +216,26 @@ class Answer:
         if piece.finish_reason:
             deltas.append({"index": index, "delta": {}, "logprobs": None, **ends})
         return [self._chunk(one) for one in deltas]
+
+    # What a stream has around its chunks.
+
+    END = b"data: [DONE]\n\n"
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Before everything else."""
+        return []
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Behind the last piece's."""
+        return [] if self.ask.usage is None else [self.last_chunk()]
+
+    def failed(self, problem: Problem) -> dict[str, Any]:
+        """In place of what would have come."""
+        return problem.body()
+
+    def framed(self, chunk: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return b"data: " + dumped(chunk) + b"\n\n"
 
     def last_chunk(self) -> dict[str, Any]:
         """The one with the usage, behind all others."""

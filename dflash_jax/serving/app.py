@@ -28,6 +28,8 @@ from dflash_jax.serving.chat_answers import ChatAnswer
 from dflash_jax.serving.gate import Gate
 from dflash_jax.serving.metrics import Metrics
 from dflash_jax.serving.problems import Problem, dumped, problem_of, unavailable
+from dflash_jax.serving.response_answers import ResponseAnswer
+from dflash_jax.serving.responses import ResponseAsk, response_ask
 from dflash_jax.serving.tools import ChatAsk, chat_with_tools
 from dflash_jax.text.answers.choice import ReasoningParser, ToolParser
 
@@ -148,6 +150,7 @@ def make_app(model: Model | None, options: ServeOptions | None = None) -> "Serve
             Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
             Route("/tokenizer_info", routes.tokenizer_info),
@@ -226,6 +229,16 @@ class Routes:
             chat=True,
         )
 
+    async def responses(self, request: Request) -> Response:
+        """`/v1/responses`."""
+        body, tokenizer = await self._body(request), self.front.ready().model.tokenizer
+        return await self._answer(
+            request,
+            lambda: response_ask(parsed(body), tokenizer, self.front.defaults, self.front.options.tool_parser),
+            body,
+            chat=True,
+        )
+
     async def _answer(self, request: Request, read: Callable[[], Ask], body: bytes, *, chat: bool) -> Response:
         engine, started = self.front.ready(), time.perf_counter()
         self._check_name(parsed(body).get("model"))
@@ -265,8 +278,8 @@ class Routes:
     def _form(self, ask: Ask, model: Model, prompt: Sequence[int], *, chat: bool, name: str) -> Answer:
         if not isinstance(ask, ChatAsk) or model.tokenizer is None:
             return Answer(ask, model.tokenizer, chat=chat, model=name)
-        options = self.front.options
-        return ChatAnswer(
+        options, made = self.front.options, ResponseAnswer if isinstance(ask, ResponseAsk) else ChatAnswer
+        return made(
             ask,
             model.tokenizer,
             prompt,
@@ -295,9 +308,11 @@ class Routes:
         answer, run = call.answer, call.run
         waiting: asyncio.Task[list[Piece]] | None = None
         try:
+            for chunk in answer.opening():
+                yield answer.framed(chunk)
             while True:
                 for chunk in [chunk for piece in pieces for chunk in answer.chunks(piece)]:
-                    yield _event(chunk)
+                    yield answer.framed(chunk)
                 if run.ended:
                     break
                 waiting = waiting or asyncio.create_task(call.take())
@@ -308,15 +323,15 @@ class Routes:
                     call.check_time()
                     pieces = []
                     yield b": keep-alive\n\n"
-            if answer.ask.usage is not None:
-                yield _event(answer.last_chunk())
-            yield b"data: [DONE]\n\n"
+            for chunk in answer.closing():
+                yield answer.framed(chunk)
+            yield answer.END
         except Exception as error:
             problem = problem_of(error, begun=True)
             if problem.status == 500:
                 log.error("a stream failed: %r", error)
-            yield _event(problem.body())
-            yield b"data: [DONE]\n\n"
+            yield answer.framed(answer.failed(problem))
+            yield answer.END
         finally:
             if waiting is not None:
                 waiting.cancel()
@@ -491,10 +506,6 @@ class Call:
 def _too_long(limit: float | None) -> Problem:
     message = f"the answer took longer than the {limit} seconds that it may"
     return Problem(504, message, code="request_timeout", headers={"x-should-retry": "false"})
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + dumped(value) + b"\n\n"
 
 
 async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:

@@ -18,6 +18,7 @@ from dflash_jax.generation import (
     make_requests,
 )
 from dflash_jax.model import Model
+from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.serving.feed import Bell, Feed
 from dflash_jax.text.prompts import Prompt, is_single
 
@@ -179,7 +180,7 @@ class AsyncEngine:
     async def prepare(
         self, prompts: Sequence[Any], params: Params = None, *, chat: bool = False, chat_options: Any = None
     ) -> list[Request]:
-        """Requests of prompts, numbered in order. Long texts and all messages are made token ids in another thread."""
+        """Requests of prompts, numbered in order. Long texts, all messages and grammars are seen to in another thread."""
 
         def make() -> list[Request]:
             requests = make_requests(self.model, prompts, params, chat=chat, chat_options=chat_options)
@@ -189,7 +190,9 @@ class AsyncEngine:
 
         long = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) > INLINE_CHARACTERS
         templated = chat or any(isinstance(prompt, Sequence) and not isinstance(prompt, str) for prompt in prompts)
-        return await asyncio.to_thread(make) if long or templated else make()
+        listed = [params] if isinstance(params, SamplingParams) else params or ()
+        structured = any(getattr(one, "structured", None) is not None for one in listed)
+        return await asyncio.to_thread(make) if long or templated or structured else make()
 
     def submit(self, requests: Sequence[Request], *, draft: bool = True, cycles: int = STREAM_CYCLES) -> AsyncRun:
         """Queues what `prepare` made, whose numbers pieces carry. `release` the run when it has been read or is not wanted."""

@@ -95,6 +95,8 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
     [
         (["generate", "x", "--max-tokens", "0"], 2, "max_tokens must be"),
         (["generate", "x", "--top-p", "2"], 2, "top_p must be"),
+        (["generate", "x", "--structured", '{"xml": 1}'], 2, "structured takes json, regex, choice, grammar"),
+        (["generate", "x", "--structured", "word"], 2, "structured must be a dflash_jax.Structured or a mapping"),
         (
             ["generate", "x", "--max-tokens", "900"],
             4,

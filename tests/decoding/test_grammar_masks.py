@@ -186,7 +186,7 @@ def test_thoughts_come_before_a_grammar() -> None:
     grammar = grammar_of("ab", 6, 5, ord("a"), opens=3, closes=4)
 
     def masks(follower: Follower, produced: int, *ids: int) -> list[str]:
-        found = grammar_masks._masks(1, np.array([follower.number]), np.array([produced]), np.array([ids]))
+        found = grammar_masks._masks(1, np.array([[follower.number, produced, *ids]]))
         return ["".join("abcdef"[token] for token in range(6) if row >> token & 1) for row in found[0, :, 0].tolist()]
 
     anything = "abcdef"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from ..convert.conftest import DFLASH, QWEN3, Folders
 
@@ -20,6 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tensors = made.tensors(config, "float32")
     tensors["lm_head.weight"][LIKELY] *= 6
     target = made.write("target", config, tensors)
+    words = tokenizers.models.WordLevel({f"w{token}": token for token in range(96)}, unk_token="w0")
+    (target / "tokenizer.json").write_text(tokenizers.Tokenizer(words).to_str())
     drafter = DFLASH | SIZES | {"num_hidden_layers": 1, "num_target_layers": 2}
     drafter["dflash_config"] = {"mask_token_id": 95, "target_layer_ids": [0, 1]}
     made.write("target/draft", drafter, made.tensors(drafter, "float32"))

@@ -1,5 +1,7 @@
 """Weights come to ranks as they would have been cut on the host, from a Hugging Face folder and from a converted one."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 from dflash_convert.cli import main
 
 from dflash_jax.checkpoints.opening import open_checkpoint
-from dflash_jax.checkpoints.weights import read_weights
+from dflash_jax.checkpoints.weights import read_weights, spread, weight_shapes
 from dflash_jax.cli.info import plan
 from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.quantization.weights import Quantised
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -38,6 +41,38 @@ def test_shares(request, folder, kind):
     for rank, shard in enumerate(made.addressable_shards):
         head = np.concatenate([of_keys[8 * rank : 8 * rank + 8], of_keys[32 + 8 * rank : 40 + 8 * rank]])
         np.testing.assert_array_equal(np.asarray(shard.data), head)
+
+
+def test_rows_are_rounded_as_if_nobody_shared_them(folder):
+    """A row's scale is that of all its columns, whoever has them; and the drafter's copy of the head is cut as the head is."""
+    target, drafter, ranks = open_checkpoint(folder), open_checkpoint(folder / "draft"), local_ranks(2)
+    assert ranks is not None
+    whole, cut = (read_weights(target, drafter, FLOAT32, "int8", ranks=each) for each in (None, ranks))
+    declared = {one.name: ranks.cut_of(one) for one in target.family.parameters(target.config)}
+    rounded = [name for name, one in whole["target"].items() if isinstance(one, Quantised)]
+    assert len(rounded) == 2 * 4 + 2
+    for name in rounded:
+        expected, how, made = np.asarray(whole["target"][name][:]), declared[name], cut["target"][name]
+        shards = zip(made.values.addressable_shards, made.scales.addressable_shards, strict=True)
+        for rank, (values, scales) in enumerate(shards):
+            own = replace(
+                made, values=jnp.asarray(np.asarray(values.data)), scales=jnp.asarray(np.asarray(scales.data))
+            )
+            share = expected if how is None else how.share(expected, rank, 2)
+            np.testing.assert_array_equal(np.asarray(own[:]), share, err_msg=name)
+    planned = spread_shapes(folder, "int8", ranks)
+    for role, table in planned.items():
+        assert table.keys() == cut[role].keys()
+        for name, shape in table.items():
+            kept = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding.spec), cut[role][name])
+            assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding.spec), shape) == kept, name
+
+
+def spread_shapes(folder, kind, ranks):
+    """What is planned before anything is read."""
+    checkpoints = open_checkpoint(folder), open_checkpoint(folder / "draft")
+    models = [(one.config, one.family) for one in checkpoints]
+    return spread(models, weight_shapes(models, FLOAT32, kind, ranks=ranks), ranks)
 
 
 def test_info_tells_what_each_device_holds(folder):

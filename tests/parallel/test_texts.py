@@ -84,16 +84,17 @@ def test_pools_stay_and_ranks_agree(double):
     assert places() == before
 
 
-def test_stop_ids_prefixes_and_resizing(single, double, greedy):
+def test_stops_prefixes_and_resizing(single, double, greedy):
     """A prompt whose beginning is in pages, one that ends early, and a batch that grows and shrinks."""
     long = [int(token) for token in np.random.default_rng(1).integers(5, 90, 20)]
     stop = greedy[0][0][6]
     ends = dj.SamplingParams(max_tokens=20, stop_token_ids=[stop])
+    word = dj.SamplingParams(max_tokens=20, ignore_eos=True, stop=f"w{stop}")
     found = []
     for model in (single, double):
         texts = [dj.generate(model, [long + tail], GREEDY)[0] for tail in ([3], [4])]
-        texts += dj.generate(model, [*PROMPTS, long], [ends, GREEDY, GREEDY])
-        found.append([(one.token_ids, one.finish_reason, one.stats.cached_tokens) for one in texts])
+        texts += dj.generate(model, [*PROMPTS, long], [ends, GREEDY, word])
+        found.append([(one.text, one.token_ids, one.finish_reason, one.stats.cached_tokens) for one in texts])
     assert found[0] == found[1]
-    assert found[1][1][2] == 16
-    assert found[1][2][1] == "stop"
+    assert found[1][1][3] == 16
+    assert [text[2] for text in found[1]] == ["length", "length", "stop", "length", "stop"]
