@@ -32,6 +32,7 @@ BENCHMARKS = {
     "decode_27b": ("decode.py --models qwen3.5-27b --batch 1 8 --calls 2", 150),
     "decode_35b": ("decode.py --models qwen3.5-35b-a3b --batch 1 --calls 2", 100),
     "decode_llama": ("decode.py --models llama-3.1-8b --batch 1 8 32 --calls 5", 100),
+    "decode_heads": ("decode.py --models qwen3-8b qwen3-8b-dflash2 --batch 1 8 --calls 3 --kinds cycle", 110),
     "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
     "decode_32k": ("decode.py --models qwen3-4b --context 1024 32768 --attention best xla --calls 3", 110),
     "decode_8k": ("decode.py --models qwen3-4b --context 8192 --batch 8 --calls 3 --cache-dtype none fp8 int8", 90),
@@ -76,6 +77,11 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
+# Commands of rows that need several GPUs at once, which a job here does not get.
+SEVERAL_GPUS = (
+    "several_gpus.py --models qwen3-8b --tp 2 1 --batch 1 8 --calls 4",
+    "several_gpus.py --models qwen3-32b --tp 2 --batch 1 --calls 3",
+)
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes
 TESTS = [*(f"tests{part}" for part in range(1, PARTS + 1)), "tests_large"]

@@ -101,12 +101,13 @@ class PerRequestPolicy(VerifyPolicy):
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
 
     def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
-        """See `VerifyPolicy.choose`. Where a request is to be looked at, as many rows are shared as may be."""
+        """See `VerifyPolicy.choose`. Where a request is to be looked at that the best length says nothing of, as many rows are
+        shared as may be; whichever are, all proposals are seen."""
         chosen, self.looking = super().choose(kinds, slots, context, status), False
         self.sharing = self.shares(slots)
         costs = self.costs(slots, context) if self.sharing else {}
         shared = [length for length in costs if 1 < length < self.offered]
-        if not shared or not self._unseen(chosen.length):
+        if not shared or chosen.length in shared or not self._unseen(chosen.length):
             return chosen
         look = max(shared)
         self.looking = status(look) == "compiled"

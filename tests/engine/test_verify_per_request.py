@@ -153,6 +153,18 @@ def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
     assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, [*tickets[:-16], *range(100, 116)]).length > 1
 
 
+def test_a_new_request_among_many_changes_little() -> None:
+    """Where rows are shared anyway nobody has to be looked at apart: one unknown request of 32 leaves the length as it was."""
+    policy, rng = PerRequestPolicy(16, Rows()), np.random.default_rng(4)
+    mixed = np.where(np.arange(32)[:, None] % 2, 4.0, -5.0) * np.ones(15)
+    for _ in range(20):
+        length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, range(32)).length
+        told(policy, mixed, length, rng)
+    later = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, [*range(31), 99])
+    assert 4 <= length <= later.length <= 9
+    assert later.cycles == FIRST_CYCLES
+
+
 def always(length: int):
     """A choice of so many tokens for each slot on average, whatever they cost."""
     return lambda policy, *_: Choice(length, length)

@@ -42,6 +42,7 @@ def test_jobs_are_the_commands_of_the_results(jobs, script):
     rows = {path: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS}
     named = {row["command"] for several in rows.values() for row in several}
     commands = {name: f"python benchmarks/{command}" for name, (command, _) in jobs.BENCHMARKS.items()}
+    commands |= {command: f"python benchmarks/{command}" for command in jobs.SEVERAL_GPUS}
     assert {name: command for name, command in commands.items() if command not in named} == {}
     assert len(set(commands.values())) == len(commands)
     for path, several in rows.items():
