@@ -95,7 +95,8 @@ def start_compiling(jobs: Iterable[Callable[[], Any]], *, in_order: bool = True)
                 pool.submit(run, number)
             except RuntimeError as error:  # Python ends, or the system has no thread left
                 reason = SystemExit() if "shutdown" in str(error) else error
-                given_up.update((number, *left))  # a pool that finds no thread for `number` has it in its queue all the same
+                # A pool that finds no thread for `number` has it in its queue all the same.
+                given_up.update((number, *left))
                 for late in given_up:
                     if futures[late].set_running_or_notify_cancel():
                         futures[late].set_exception(reason)
