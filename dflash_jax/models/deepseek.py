@@ -34,6 +34,7 @@ from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import (
     MLP,
     Cache,
+    IndexedAttend,
     LatentAttend,
     Linear,
     RMSNorm,
@@ -362,12 +363,14 @@ class DeepseekLayer(nnx.Module):
 
     def __init__(self, config: DeepseekConfig, index: int, attention: type[MLAttention] = MLAttention):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = attention(config, index)
+        self.attn: Any = attention(config, index)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         dense = index < config.num_dense_layers
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
 
-    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
+    def __call__(
+        self, x: Array, rotary: Rotary, attend: LatentAttend | IndexedAttend, cache: Cache = None
+    ) -> tuple[Array, Cache]:
         attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
         x = x + attended
         return x + self.mlp(self.post_norm(x)), cache

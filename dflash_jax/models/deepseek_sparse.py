@@ -218,7 +218,13 @@ class SparseAttention(MLAttention):
         super().__init__(config, index)
         self.indexer = Indexer(config) if config.indexers[index] else None
 
-    def __call__(self, x: Array, rotary: Rotary, attend: IndexedAttend, cache: Cache = None) -> tuple[Array, Cache]:
+    def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
+        """Raises NotImplementedError where `attend` is no `IndexedAttend`: it would look past the indexer."""
+        if not isinstance(attend, IndexedAttend):
+            raise NotImplementedError(
+                f"{type(attend).__name__} has no attention to what an indexer chooses: take DenseAttend, or a PagedAttend within "
+                "IndexedPages"
+            )
         q_latent, row = self.project_latents(x)
         index = None if self.indexer is None else self.indexer(x, q_latent, rotary)
         out, cache = attend.indexed(self, self.queries(q_latent), row, index, rotary, cache)
