@@ -8,6 +8,7 @@ the same lengths, so those without an indexer never look for a choice that nobod
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, no_type_check
 
 import jax
@@ -28,8 +29,8 @@ class IndexedCache:
 
     Attributes:
       pages: latent rows and index keys.
-      slots: rows that the last indexer chose for each query, -1 behind them; None before the first one, and where no table is
-        longer than what is chosen.
+      slots: rows that the last indexer chose for each query, -1 behind them; None before the first one, and where the page table
+        has room for no more than may be chosen.
     """
 
     pages: Pages
@@ -53,47 +54,41 @@ class IndexedPages:
         paged, count, place = self.paged, layer.config.index_topk, layer.config.index_place(layer.index)
         q_nope, q_pe, pages = paged.write_latents(layer, q, row, rotary, cache.pages)
         if index is not None:
-            pages, index = self._write(index, place, pages)
+            index, pages = self._write(index, place, pages)
         if paged.page_table.shape[1] * pages.page_size <= count:
             return paged.over_latents(layer, q_nope, q_pe, pages), IndexedCache(pages, None)
-        slots = cache.slots
-        if index is not None:
-            slots = self._unless_short(
+        slots = (
+            cache.slots
+            if index is None
+            else self._unless_short(
                 count,
                 lambda: jnp.full((*q.shape[:2], count), -1, jnp.int32),
-                lambda: self._chosen(index, place, pages, count),
+                partial(self._chosen, index, place, pages, count),
             )
-        scale = pages.k_scale[layer.index] if pages.k_scale else None
-
-        def among_chosen() -> Array:
-            o_latent = mla_selected_attention(
-                layer.absorb(q_nope, q_pe), pages.k[layer.index], slots, kv_lora_rank=layer.config.kv_lora_rank,
-                scale=layer.scale, latent_scale=scale,
-            )  # fmt: skip
-            return layer.up(o_latent)
-
-        out = self._unless_short(count, lambda: paged.over_latents(layer, q_nope, q_pe, pages), among_chosen)
+        )
+        assert slots is not None, "the first layer has an indexer"
+        out = self._unless_short(
+            count,
+            partial(paged.over_latents, layer, q_nope, q_pe, pages),
+            partial(self._over_chosen, layer, q_nope, q_pe, pages, slots),
+        )
         return out, IndexedCache(pages, slots)
 
     def _unless_short(self, count: int, everything: Callable[[], Array], chosen: Callable[[], Array]) -> Array:
-        """One of both by the longest sequence, whichever tokens are chosen of how many."""
+        """One of both, by whether some sequence is longer than `count`."""
         return jax.lax.cond(jnp.max(self.paged.seq_lens) <= count, everything, chosen)
 
-    def _write(self, index: IndexRows, place: int, pages: Pages) -> tuple[Pages, IndexRows]:
-        """Pages with the new tokens' keys, and the rows in the pool's dtype; scales of queries go into the heads' weights."""
+    def _write(self, index: IndexRows, place: int, pages: Pages) -> tuple[IndexRows, Pages]:
+        """The rows as the pool keeps them, and pages with the new tokens' keys; scales of queries go into the heads' weights."""
         pool, slots = pages.index[place], self.paged.slots
         if pages.index_scale:
             (q, q_scale), (k, k_scale) = index_encode(index.q), index_encode(index.k)
-            rows = (
-                pages.index_scale[place]
-                .reshape(-1)
-                .at[slots]
-                .set(k_scale.reshape(-1), mode="drop", wrap_negative_indices=False)
-            )
+            rows = pages.index_scale[place].reshape(-1)
+            rows = rows.at[slots].set(k_scale.reshape(-1), mode="drop", wrap_negative_indices=False)
             pages = pages.with_layer(place, index_scale=rows.reshape(pool.shape[:3]))
             index = IndexRows(q, k, index.weights * q_scale)
         keys = latent_write(pool, index.k.reshape(-1, pool.shape[3]), slots)
-        return pages.with_layer(place, index=keys), index
+        return index, pages.with_layer(place, index=keys)
 
     def _chosen(self, index: IndexRows, place: int, pages: Pages, count: int) -> Int[Array, "B T K"]:
         """Slots of the best rows of each query, in ascending order of their positions."""
@@ -102,7 +97,13 @@ class IndexedPages:
             index.q, index.weights, pages.index[place], paged.page_table, paged.seq_lens, q_lens=paged.q_lens,
             index_scale=pages.index_scale[place] if pages.index_scale else None,
         )  # fmt: skip
-        positions = index_select(scores, count=count).reshape(b, t * count)
-        return slots_of(paged.page_table, jnp.maximum(positions, 0), positions >= 0, pages.page_size).reshape(
-            b, t, count
-        )
+        places = index_select(scores, count=count).reshape(b, t * count)
+        slots = slots_of(paged.page_table, jnp.maximum(places, 0), places >= 0, pages.page_size)
+        return slots.reshape(b, t, count)
+
+    def _over_chosen(self, layer: Any, q_nope: Array, q_pe: Array, pages: Pages, slots: Int[Array, "B T K"]) -> Array:
+        o_latent = mla_selected_attention(
+            layer.absorb(q_nope, q_pe), pages.k[layer.index], slots, kv_lora_rank=layer.config.kv_lora_rank,
+            scale=layer.scale, latent_scale=pages.k_scale[layer.index] if pages.k_scale else None,
+        )  # fmt: skip
+        return layer.up(o_latent)

@@ -33,7 +33,7 @@ from dflash_jax.models.deepseek import (
     expert_keys,
     rotate_interleaved,
 )
-from dflash_jax.models.layers import Cache, IndexedAttend, IndexRows, LayerNorm, Linear, Rotary, rotate
+from dflash_jax.models.layers import Cache, IndexRows, LayerNorm, Linear, Rotary, rotate
 from dflash_jax.models.parameters import Parameter, single
 
 V32, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
@@ -219,8 +219,8 @@ class SparseAttention(MLAttention):
         self.indexer = Indexer(config) if config.indexers[index] else None
 
     def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
-        """Raises NotImplementedError where `attend` is no `IndexedAttend`: it would look past the indexer."""
-        if not isinstance(attend, IndexedAttend):
+        """Raises NotImplementedError where `attend` is no `IndexedAttend`: nothing else asks the indexer."""
+        if not hasattr(attend, "indexed"):
             raise NotImplementedError(
                 f"{type(attend).__name__} has no attention to what an indexer chooses: take DenseAttend, or a PagedAttend within "
                 "IndexedPages"

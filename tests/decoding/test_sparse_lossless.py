@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.cache import LayerSpec, layer_specs, make_pages, page_bytes
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.models import bind, family_of, to_huggingface
 
 VOCAB, LONGEST = 67, 96
@@ -90,6 +91,12 @@ def test_no_text_changes(model: dj.Model) -> None:
     texts = [prompt + list(out.token_ids) for prompt, out in zip(prompts[:3], drafted, strict=False)]
     for prompt, text, row in zip(prompts, texts, choices(model, texts), strict=False):
         assert row[len(prompt) - 1 : len(text) - 1].tolist() == text[len(prompt) :]
+
+
+def test_scales_of_latent_rows_are_found(model: dj.Model) -> None:
+    scales = calibrate(CONFIG, model.engine.weights["target"], [list(range(2, 50)), [5]]).k
+    assert [scale.shape for scale in scales] == [(), ()]
+    assert max(scales) < 1  # of rows whose largest number lies far below 200
 
 
 def test_what_the_pages_keep(model: dj.Model) -> None:
