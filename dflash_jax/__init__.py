@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dflash_jax.cli.info import plan
-    from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
     from dflash_jax.errors import (
         CapacityError,
         CheckpointError,
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
     from dflash_jax.model import Model, load
     from dflash_jax.sampling_params import SamplingParams, Structured
     from dflash_jax.serving.async_engine import AsyncEngine, agenerate, astream
+    from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 
 _HOME = {
     "cli.info": ("plan",),
-    "completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
     "errors": (
         "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "DeviceError", "PairError", "ParameterError",
         "PromptError", "TokenizerError", "UnsupportedModelError",
@@ -45,7 +44,7 @@ _HOME = {
     "model": ("Model", "load"),
     "sampling_params": ("SamplingParams", "Structured"),
     "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
-
+    "text.completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack, overload
 
 import jax
 
-from dflash_jax.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.engine.acceptance import acceptance_by_position, low_acceptance
 from dflash_jax.engine.progress import progress_bar
 from dflash_jax.engine.requests import Request, Update
@@ -17,6 +16,7 @@ from dflash_jax.errors import ParameterError, PromptError, TokenizerError
 from dflash_jax.model import Model
 from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.text.detokenizer import TextStream
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
 from dflash_jax.text.refused_words import refused_ids

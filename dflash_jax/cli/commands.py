@@ -28,7 +28,6 @@ from dflash_jax.cli.progress import announced, told_if_slow
 from dflash_jax.cli.signals import interrupts, was_interrupted
 from dflash_jax.cli.streams import leave_stdout, open_closed_streams
 from dflash_jax.cli.terminal import json_line, note, printable, shows_all
-from dflash_jax.completion import Completion, Piece
 from dflash_jax.errors import (
     CapacityError,
     CheckpointError,
@@ -41,6 +40,7 @@ from dflash_jax.errors import (
 )  # fmt: skip
 from dflash_jax.options import FLAGS
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.completion import Completion, Piece
 
 OK, UNEXPECTED, USAGE, MODEL, REQUEST, INTERRUPTED = 0, 1, 2, 3, 4, 130
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from dflash_jax.completion import Completion
+from dflash_jax.text.completion import Completion
 
 _BARS = "▁▂▃▄▅▆▇█"
 

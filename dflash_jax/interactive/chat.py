@@ -5,12 +5,12 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from dflash_jax.completion import Completion, Piece
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, TokenizerError
 from dflash_jax.generation import check_flags, make_requests, stream
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.completion import Completion, Piece
 from dflash_jax.text.prompts import prompt_ids
 
 DEFAULT_TOKENS = 1024

@@ -7,10 +7,10 @@ from contextlib import closing
 from html import escape
 from typing import Any
 
-from dflash_jax.completion import Completion
 from dflash_jax.generation import STREAM_CYCLES, Writer, check_flags, check_single, make_requests
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.completion import Completion
 from dflash_jax.text.prompts import Prompt
 
 UPDATE_S = 0.05  # between two updates of a notebook's output

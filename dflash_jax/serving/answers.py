@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.completion import Completion, Piece, TokenLogprob
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.serving.bodies import Ask
 from dflash_jax.serving.problems import Problem, dumped
+from dflash_jax.text.completion import Completion, Piece, TokenLogprob
 from dflash_jax.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

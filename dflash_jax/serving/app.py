@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from dflash_jax.completion import Piece
 from dflash_jax.errors import DFlashError, PromptError
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
@@ -32,6 +31,7 @@ from dflash_jax.serving.response_answers import ResponseAnswer
 from dflash_jax.serving.responses import ResponseAsk, response_ask
 from dflash_jax.serving.tools import ChatAsk, chat_with_tools
 from dflash_jax.text.answers.choice import ReasoningParser, ToolParser
+from dflash_jax.text.completion import Piece
 
 KEEP_ALIVE_S = 15.0  # of silence, after which a stream says that it is alive
 STALLED_S = 60.0  # without a step while there is work: longer than any program compiles

@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypedDict, Unpack, cast, overload
 
-from dflash_jax.completion import Completion, Piece
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.errors import DFlashError
 from dflash_jax.generation import (
@@ -20,6 +19,7 @@ from dflash_jax.generation import (
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.serving.feed import Bell, Feed
+from dflash_jax.text.completion import Completion, Piece
 from dflash_jax.text.prompts import Prompt, is_single
 
 # Tokenizers and templates keep a loop for about a millisecond with so many characters; longer texts go to a thread.

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dflash_jax.completion import Piece
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.serving.answers import Answer
 from dflash_jax.serving.tools import ChatAsk, template_of
 from dflash_jax.text.answers import choice
 from dflash_jax.text.answers.events import Arguments, CallBegin, CallEnd, Event, Parser, Text, Thought, merged
 from dflash_jax.text.answers.reasoning import BEGIN, END, Start
+from dflash_jax.text.completion import Piece
 from dflash_jax.text.tokenizer import Tokenizer
 
 _TAIL = 16  # tokens of a prompt that show how the answer begins

@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from dataclasses import replace
 
-from dflash_jax.completion import Piece
+from dflash_jax.text.completion import Piece
 
 
 def merged(first: Piece, second: Piece) -> Piece:

@@ -4,10 +4,10 @@ import time
 import uuid
 from typing import Any
 
-from dflash_jax.completion import Piece
 from dflash_jax.serving.chat_answers import ChatAnswer
 from dflash_jax.serving.problems import Problem, dumped
 from dflash_jax.serving.responses import ResponseAsk
+from dflash_jax.text.completion import Piece
 
 _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dflash_jax.completion import Completion
+    from dflash_jax.text.completion import Completion
 
 MOST_TOKENS = 4000
 MOST_CYCLES = 400

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.completion import Completion
 from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.generation import Writer
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.completion import Completion
 from dflash_jax.text.detokenizer import TextStream
 from dflash_jax.text.tokenizer import Tokenizer
 
