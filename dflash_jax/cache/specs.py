@@ -37,4 +37,4 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
         rank = getattr(config, "kv_lora_rank", 0)
         width = packed_latent_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
         return (LayerSpec(1, width, values=False),) * config.cached_layers
-    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.cached_layers
+    return tuple(LayerSpec(heads, dim) for heads, dim in config.key_shapes)
