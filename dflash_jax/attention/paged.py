@@ -20,6 +20,7 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
@@ -37,11 +38,12 @@ class PagedAttend:
       page_table: `[B, W]` int32, one row for each sequence.
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
-      page_size: tokens of a page.
+      page_size: tokens of a page; of a rank's part of it where those are dealt out.
       form: when layers with latent attention expand their rows.
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
+      dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class PagedAttend:
         *,
         related: bool = False,
         heads: tuple[int, int] | None = None,
+        dealt: int = 1,
     ):
-        self.form, self.related = form, related
+        self.form, self.related, self.dealt = form, related, dealt
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
-        self.slots = slots_of(page_table, positions, live, page_size).reshape(-1)
+        where = page_table, positions, live, page_size
+        self.slots = (slots_of(*where) if dealt == 1 else slots_on_rank(*where, dealt)).reshape(-1)
         self.schedule = None if heads is None else self._make_schedule(*heads, page_size)
 
     def _make_schedule(self, heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
@@ -140,15 +144,21 @@ class PagedAttend:
 
     def latent(self, layer: MLAttention, q: Array, row: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """Latent attention of what the layer projects: rows are normed and rotated on their way into the pages."""
+        q_nope, q_pe, cache = self.write_latents(layer, q, row, rotary, cache)
+        return self.over_latents(layer, q_nope, q_pe, cache), cache
+
+    def write_latents(
+        self, layer: MLAttention, q: Array, row: Array, rotary: Rotary, cache: Pages
+    ) -> tuple[Array, Array, Pages]:
+        """Both parts of the queries, rotated, and the pages with the new rows."""
         i, config = layer.index, layer.config
         rows, queries, cos, sin = (x.reshape(-1, *x.shape[2:]) for x in (row, q, *rotary))
         queries, pool = mla_write(
             cache.k[i], rows, queries, self.slots, cos, sin, norm=layer.kv_a_norm.weight[...], eps=layer.kv_a_norm.eps,
             interleaved=config.rope_interleaved, latent_scale=cache.k_scale[i] if cache.k_scale else None,
         )  # fmt: skip
-        cache = cache.with_layer(i, k=pool)
         q_nope, q_pe = jnp.split(queries.reshape(q.shape), [config.qk_nope_head_dim], axis=-1)
-        return self._over_latents(layer, q_nope, q_pe, cache), cache
+        return q_nope, q_pe, cache.with_layer(i, k=pool)
 
     def latent_parts(
         self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, cache: Pages
@@ -159,21 +169,26 @@ class PagedAttend:
         scale = cache.k_scale[i] if cache.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
         cache = cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots))
-        return self._over_latents(layer, q_nope, q_pe, cache), cache
+        return self.over_latents(layer, q_nope, q_pe, cache), cache
 
-    def _over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
+    def over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
         """The queries over their sequences' pages, which hold the queries' own rows already."""
         pool, rank = cache.k[layer.index], layer.w_uv.shape[-1]
         scale = cache.k_scale[layer.index] if cache.k_scale else None
         tokens, heads, nope = q_nope.shape[1:]
-        if not self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1]):
+        expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
+        if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, pool.shape[2]):
+            return absorbed_over_ranks(
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt
+            )
+        if self.dealt == 1 and not expands:
             return absorbed_attention(
                 layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
             )
         row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
-            context_chunk=self.form.chunk(row), latent_scale=scale,
+            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt,
         )  # fmt: skip
 
 

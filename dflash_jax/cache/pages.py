@@ -1,4 +1,8 @@
-"""Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
+"""Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate.
+
+An indexer's keys are a pool beside that of its layer's latent rows, with one page table and one life: both follow from the same
+tokens.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, no_type_check
@@ -7,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dflash_jax.cache.specs import layer_specs
+from dflash_jax.cache.specs import LayerSpec, layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.options import CALIBRATED
-from dflash_jax.quantization.kv_formats import CacheScales, default_scales, pool_dtype
+from dflash_jax.quantization.kv_formats import CacheScales, default_scales, index_dtype, pool_dtype
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -24,21 +28,25 @@ class Pages:
       v: values; () for a model with latent attention.
       k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; of int8 pools the
         keys' `[P, K, p]`, written with them, and the values' `[K, H]`; () for other pools.
+      index: keys of those layers that have an indexer, `[P, 1, p, E]`; () where none has.
+      index_scale: of float8 ones, `[P, 1, p]`, written with them; () of others.
     """
 
     k: tuple[Shaped[Array, "P K p H"], ...]
     v: tuple[Shaped[Array, "P K p H"], ...]
     k_scale: tuple[Float[Array, "..."], ...] = ()
     v_scale: tuple[Float[Array, "..."], ...] = ()
+    index: tuple[Shaped[Array, "P 1 p E"], ...] = ()
+    index_scale: tuple[Float[Array, "P 1 p"], ...] = ()
 
     @property
     def page_size(self) -> int:
         return self.k[0].shape[2]
 
-    def with_layer(self, index: int, **pools: Array) -> "Pages":
-        """The same pools but for those of one layer, named as the attributes are."""
+    def with_layer(self, layer: int, **pools: Array) -> "Pages":
+        """The same pools but for those of one layer, by its place in each of them, named as the attributes are."""
         changed = {
-            name: (*getattr(self, name)[:index], pool, *getattr(self, name)[index + 1 :])
+            name: (*getattr(self, name)[:layer], pool, *getattr(self, name)[layer + 1 :])
             for name, pool in pools.items()
         }
         return replace(self, **changed)
@@ -66,29 +74,48 @@ def make_pages(
         )
         for keys in (True, False)
     )
+    index, index_scale = _index_pools(specs, num_pages, page_size, index_dtype(cache_dtype, dtype))
     if cache_dtype not in CALIBRATED:
-        return Pages(k, v)
+        return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, cache_dtype)
     k_scale, v_scale = (tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v))
     if cache_dtype == "int8":
         k_scale = tuple(jax.device_put(jnp.zeros(pool.shape[:3], jnp.float32)) for pool in k)
-    return Pages(k, v, k_scale, v_scale)
+    return Pages(k, v, k_scale, v_scale, index, index_scale)
 
 
-def pool_axes(pages: Pages) -> Any:
-    """`Pages` with, in place of each array, the axis that key heads are on; -1 for latent rows, which are all heads'."""
+def _index_pools(
+    specs: tuple[LayerSpec, ...], num_pages: int, page_size: int, kind: jnp.dtype
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Pools of indexers' keys and, where they are float8, of their scales."""
+    shapes = [(num_pages, 1, page_size, spec.index) for spec in specs if spec.index]
+    keys = tuple(jax.device_put(jnp.zeros(shape, kind)) for shape in shapes)
+    if kind != jnp.float8_e4m3fn:
+        return keys, ()
+    return keys, tuple(jax.device_put(jnp.zeros(shape[:3], jnp.float32)) for shape in shapes)
+
+
+def pool_axes(pages: Pages, *, deal: bool = False) -> Any:
+    """`Pages` with, in place of each array, the axis along which ranks share it: the one that key heads are on; of latent rows,
+    which are all heads', that of a page's tokens where those are dealt out, else -1."""
     if not pages.v:
-        return jax.tree.map(lambda _: -1, pages)
+        return jax.tree.map(lambda leaf: 2 if deal and leaf.ndim == 4 else -1, pages)
     scales = 1 if pages.k_scale and pages.k_scale[0].ndim > 1 else 0
     axes: dict[str, Any] = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
     return Pages(**{name: (axis,) * len(getattr(pages, name)) for name, axis in axes.items()})
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
-    """Bytes one page takes over all layers of `config`, keys and values, and the scales of int8 keys."""
-    specs = layer_specs(config, cache_dtype)
+    """Bytes one page takes over all layers of `config`, keys and values, indexers' keys, and the scales of int8 and index keys."""
+    specs, kind = layer_specs(config, cache_dtype), index_dtype(cache_dtype, dtype)
     entries, scales = sum(spec.entries for spec in specs), sum(spec.heads for spec in specs if cache_dtype == "int8")
-    return page_size * (entries * pool_dtype(cache_dtype, dtype).itemsize + scales * 4)
+    return page_size * (entries * pool_dtype(cache_dtype, dtype).itemsize + scales * 4 + index_bytes(specs, kind))
+
+
+def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:
+    """Bytes of one token's index keys in all layers, scales included."""
+    scale = 4 if kind == jnp.float8_e4m3fn else 0
+    return sum(spec.index * kind.itemsize + scale for spec in specs if spec.index)
 
 
 def slots_of(

@@ -80,6 +80,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
+            "dealt_to": engine.dealt,
             "num_pages": engine.num_pages,
             "pool_bytes": engine.pool_bytes,
         },
@@ -180,6 +181,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             keys += f" ({full[0]} of {full[1]} in layers without a window)"
         if "latent_width" in model:
             keys = f"one latent row of {model['latent_width']}"
+        if "index_width" in model:
+            keys += f" and, in {model['index_layers']}, an index key of {model['index_width']}"
         shape = (
             f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
             f"{keys}, vocabulary {model['vocabulary']}"
@@ -192,6 +195,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             ),
             ("", shape),
         ]
+        if "index_topk" in model:
+            rows.append(("", f"a token attends to the {model['index_topk']:,} that an indexer scores best"))
         if "experts" in model:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
@@ -203,7 +208,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rows += [
         (
             "pages",
-            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens"
+            + (f", each dealt out to {pages['dealt_to']} devices" if pages["dealt_to"] > 1 else ""),
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
         *_shortage(pages, memory),

@@ -16,12 +16,13 @@ from golden import (
     llama_oracle,
     qwen3_moe_oracle,
     qwen3_oracle,
+    sparse_oracle,
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "dflash", "all")
+    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "sparse", "dflash", "all")
     parser.add_argument("family", nargs="?", choices=families, default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
@@ -38,6 +39,8 @@ def main() -> None:
         sizes |= gemma_oracle.write_all()
     if family in ("deepseek", "all"):
         sizes |= deepseek_oracle.write_all()
+    if family in ("sparse", "all"):
+        sizes |= sparse_oracle.write_all()
     if family in ("dflash", "all"):
         sizes |= dflash_oracle.write_all()
     for case, size in sizes.items():
