@@ -1,5 +1,6 @@
 """Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, no_type_check
 
@@ -46,7 +47,7 @@ class Pages:
 
 def make_pages(
     config: DecoderConfig,
-    num_pages: int,
+    num_pages: int | Sequence[int],
     page_size: int,
     dtype: jnp.dtype,
     *,
@@ -56,13 +57,17 @@ def make_pages(
     """Zeroed pools of `num_pages` pages for every layer of `config`, whose model computes in `dtype`.
 
     Args:
+      num_pages: of every layer alike, or of each one with pages.
       cache_dtype: see `cache.formats`.
       scales: of "fp8" and "int8" pools; None for `default_scales`.
     """
     specs, kind = layer_specs(config, cache_dtype), pool_dtype(cache_dtype, dtype)
+    counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
     k, v = (
         tuple(
-            jax.device_put(jnp.zeros(spec.shape(num_pages, page_size), kind)) for spec in specs if keys or spec.values
+            jax.device_put(jnp.zeros(spec.shape(count, page_size), kind))
+            for spec, count in zip(specs, counts, strict=True)
+            if keys or spec.values
         )
         for keys in (True, False)
     )
@@ -86,9 +91,15 @@ def pool_axes(pages: Pages) -> Any:
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
     """Bytes one page takes over all layers of `config`, keys and values, and the scales of int8 keys."""
-    specs = layer_specs(config, cache_dtype)
-    entries, scales = sum(spec.entries for spec in specs), sum(spec.heads for spec in specs if cache_dtype == "int8")
-    return page_size * (entries * pool_dtype(cache_dtype, dtype).itemsize + scales * 4)
+    return sum(layer_bytes(config, page_size, dtype, cache_dtype=cache_dtype))
+
+
+def layer_bytes(
+    config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None
+) -> tuple[int, ...]:
+    """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
+    size, scale = pool_dtype(cache_dtype, dtype).itemsize, 4 if cache_dtype == "int8" else 0
+    return tuple(page_size * (spec.entries * size + spec.heads * scale) for spec in layer_specs(config, cache_dtype))
 
 
 def slots_of(

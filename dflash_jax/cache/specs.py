@@ -15,11 +15,13 @@ class LayerSpec:
       heads: key heads; 1 for a latent row.
       dim: entries of each.
       values: whether a value pool of the same shape stands beside the key pool. A latent row is key and value at once.
+      window: keys that a query sees, the last ones, its own included; None for all.
     """
 
     heads: int
     dim: int
     values: bool = True
+    window: int | None = None
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
         return num_pages, self.heads, page_size, self.dim
@@ -37,4 +39,6 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
         rank = getattr(config, "kv_lora_rank", 0)
         width = packed_latent_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
         return (LayerSpec(1, width, values=False),) * config.cached_layers
-    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.cached_layers
+    # Only layers without windows stand beside such as have no pages.
+    windows = config.windows if len(config.windows) == config.cached_layers else (None,) * config.cached_layers
+    return tuple(LayerSpec(config.num_kv_heads, config.head_dim, window=window) for window in windows)
