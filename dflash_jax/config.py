@@ -188,7 +188,7 @@ def _same(value: Any, other: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding, half-split form. Kinds: default, linear, llama3, yarn."""
+    """Rotary position embedding, half-split form. Kinds: default, linear, llama3, yarn, proportional."""
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -310,6 +310,7 @@ _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "proportional": ("factor",),
 }
 _ROPE_KINDS = f"{', '.join(list(_ROPE_KEYS)[:-1])} or {list(_ROPE_KEYS)[-1]}"
 # Said of a rotation by a file whose kind does not read it, and the same as nothing.
@@ -415,7 +416,8 @@ class DecoderConfig:
         given: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
-        given["rope"] = RopeConfig.from_dict(values["rope"])
+        rotations = [field.name for field in dataclasses.fields(cls) if field.type is RopeConfig]
+        given |= {name: RopeConfig.from_dict(values[name]) for name in rotations}
         _check_fields(cls, given)
         return cls(**given)
 

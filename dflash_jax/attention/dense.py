@@ -26,7 +26,7 @@ class DenseAttend:
             v = jnp.concatenate([self.context[1][layer.index].astype(v.dtype), v], axis=1)
         visible = layer_mask(layer, q.shape[1], k.shape[1])[None] if self.mask is None else self.mask
         sinks = None if layer.sinks is None else layer.sinks[...]
-        return masked_attention(q, k, v, visible, layer.scale, sinks), cache
+        return masked_attention(q, k, v, visible, layer.scale, sinks, layer.soft_cap), cache
 
     def delta(self, layer: DeltaNet, projected: Array, cache: Cache = None) -> tuple[Array, Cache]:
         """Gated delta nets that begin with the tokens: `projected [B,T,W]` to `[B,T,Hv*dv]`."""
@@ -85,13 +85,18 @@ def masked_attention(
     mask: Bool[Array, "b T S"],
     scale: float,
     sinks: Float[Array, "N"] | None = None,
+    soft_cap: float | None = None,
 ) -> Float[Array, "B T N h"]:
-    """Grouped-query attention with a softmax in at least float32; `sinks` add exp(sink) to each head's denominator."""
+    """Grouped-query attention with a softmax in at least float32; `sinks` add exp(sink) to each head's denominator.
+
+    `soft_cap`: c of `c * tanh(score / c)`.
+    """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     b, t, n, h = q.shape
     precision = jax.lax.Precision.HIGHEST if q.dtype == wide else None
     grouped = q.reshape(b, t, k.shape[2], -1, h)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision).astype(wide) * scale
+    scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         column = sinks.astype(wide).reshape(1, k.shape[2], -1, 1, 1)

@@ -95,7 +95,7 @@ class PagedAttend:
         out = attend_to_pages(
             q.reshape(*qkv.shape[:2], *q.shape[1:]), k, v, table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
-            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale,
+            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, soft_cap=layer.soft_cap,
             k_scale=k_scale, v_scale=v_scale, schedule=self.schedule,
         )  # fmt: skip
         return out, cache
@@ -104,6 +104,8 @@ class PagedAttend:
         """Whether norm, rotation, write and attention are one operation."""
         config = layer.config
         if self.related or layer.window is not None or layer.sinks is not None or layer.beside or layer.zero_centered:
+            return False
+        if layer.soft_cap is not None:
             return False
         if not switches.FUSED_QKV or pool.dtype != qkv.dtype:
             return False

@@ -57,6 +57,7 @@ def start_compiling(jobs: Iterable[Callable[[], Any]], *, in_order: bool = True)
     jobs = list(jobs)
     futures, left, turn = [Future() for _ in jobs], iter(range(len(jobs))), Lock()
     running = arriving = 0
+    given_up = set[int]()
     # Threads do not inherit this setting where it was made for a block.
     precision = jax.config.jax_default_matmul_precision
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
@@ -66,7 +67,9 @@ def start_compiling(jobs: Iterable[Callable[[], Any]], *, in_order: bool = True)
         if not in_order:
             arrived()
         with job(number, arrived if in_order else _nothing):
-            if futures[number].set_running_or_notify_cancel():
+            with turn:
+                begins = number not in given_up and futures[number].set_running_or_notify_cancel()
+            if begins:
                 try:
                     with jax.default_matmul_precision(precision), short_turns():
                         jobs[number]()
@@ -92,7 +95,9 @@ def start_compiling(jobs: Iterable[Callable[[], Any]], *, in_order: bool = True)
                 pool.submit(run, number)
             except RuntimeError as error:  # Python ends, or the system has no thread left
                 reason = SystemExit() if "shutdown" in str(error) else error
-                for late in (number, *left):
+                # A pool that finds no thread for `number` has it in its queue all the same.
+                given_up.update((number, *left))
+                for late in given_up:
                     if futures[late].set_running_or_notify_cancel():
                         futures[late].set_exception(reason)
 

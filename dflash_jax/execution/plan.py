@@ -256,6 +256,8 @@ def _layers_refusal(traits: LayerTraits) -> str | None:
         return "keys and values are latent rows, whose projections no fused runner has"
     if traits.delta is not None and not switches.HYBRID:
         return "some layers are gated delta nets, whose fused runners are switched off"
+    if traits.normed_out:
+        return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
     if traits.activation != "silu":
         return f"the feed-forward's activation is {traits.activation}, kernels have silu"
     if traits.value_scale != 1.0:

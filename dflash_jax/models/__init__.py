@@ -4,6 +4,7 @@ from dflash_jax.config import Qwen3Config
 from dflash_jax.models.deepseek import Deepseek, DeepseekConfig
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
+from dflash_jax.models.gemma3 import Gemma3, Gemma3Config
 from dflash_jax.models.gpt_oss import GptOss, GptOssConfig
 from dflash_jax.models.llama import Llama, LlamaConfig
 from dflash_jax.models.mistral import Mistral, MistralConfig
@@ -23,8 +24,9 @@ from dflash_jax.models.registry import (
 from dflash_jax.models.traits import LayerTraits
 
 __all__ = [
-    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "GptOss", "GptOssConfig", "LayerTraits", "Llama",
-    "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3", "Qwen3Config", "Qwen3Moe",
-    "Qwen3MoeConfig", "Source", "bind", "count", "default_target_layer_ids", "family_for", "family_named", "family_of",
-    "fuse_context_projection", "init_params", "layer_traits", "parameter_names", "to_huggingface",
+    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Gemma3", "Gemma3Config", "GptOss", "GptOssConfig",
+    "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3",
+    "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "bind", "count", "default_target_layer_ids", "family_for",
+    "family_named", "family_of", "fuse_context_projection", "init_params", "layer_traits", "parameter_names",
+    "to_huggingface",
 ]  # fmt: skip

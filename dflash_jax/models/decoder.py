@@ -40,12 +40,21 @@ class Decoder(nnx.Module):
 
     Args:
       norm: the final one; None for an `RMSNorm`.
+      embedding_scale: factor on embeddings, rounded to their dtype; the head that shares them has none.
+      logit_softcap: c of `c * tanh(logit / c)`; 0 for no cap.
     """
 
     def __init__(
-        self, config: DecoderConfig, layers: Iterable[nnx.Module], *, tied: bool, norm: nnx.Module | None = None
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nnx.Module],
+        *,
+        tied: bool,
+        norm: nnx.Module | None = None,
+        embedding_scale: float = 1.0,
+        logit_softcap: float = 0.0,
     ):
-        self.config = config
+        self.config, self.embedding_scale, self.logit_softcap = config, embedding_scale, logit_softcap
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
         self.norm: Any = RMSNorm(config.hidden_size, config.norm_eps) if norm is None else norm
@@ -68,6 +77,8 @@ class Decoder(nnx.Module):
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
         """
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
+        if self.embedding_scale != 1.0:
+            x, normed = x * jnp.asarray(self.embedding_scale, x.dtype), None
         streams, hidden, cache = run(self.layers, self.norm, x, self.rotary(positions), attend, cache, normed=normed)
         tapped = [x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
@@ -83,10 +94,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """float32 logits of hidden states after the final norm."""
-        return gathered(linear(hidden, self.head_weight), self.config.vocab_size).astype(jnp.float32)
+        out = gathered(linear(hidden, self.head_weight), self.config.vocab_size).astype(jnp.float32)
+        return jnp.tanh(out / self.logit_softcap) * self.logit_softcap if self.logit_softcap else out
 
     def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:
-        """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written."""
+        """The tokens of the greatest logits, the first of equal ones; float32 logits are nowhere written, and a soft cap does not
+        change which are the greatest."""
         return best_of_head(hidden, self.head_weight, self.config.vocab_size)
 
 

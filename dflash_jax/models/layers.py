@@ -111,7 +111,16 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3)."""
+    """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3).
+
+    Proportional ones are those of a whole head; pairs of entries past the part that turns have frequency 0.
+    """
+    if rope.kind == "proportional":
+        turning = int(rope.partial * head_dim // 2)
+        exponents = np.arange(0, 2 * turning, 2, dtype=np.float32) / np.float32(head_dim)
+        freqs = np.zeros(head_dim // 2, np.float32)
+        freqs[:turning] = np.float32(1) / np.float32(rope.theta) ** exponents
+        return freqs / np.float32(rope.factor), 1.0
     dim = int(head_dim * rope.partial)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     freqs = (np.float32(1) / np.float32(rope.theta) ** exponents).astype(np.float32)
@@ -293,16 +302,28 @@ class SummedLinear(Linear):
 class Attention(nnx.Module):
     """Projections around the caller's `attend`, and the per-head q/k norm and rotation it asks for.
 
-    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`, `norms`,
-    `zero_centered` for weights of these that are offsets from 1, and `beside`, heads of the projection after the values'.
+    Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`,
+    `soft_cap` (c of `c * tanh(score / c)`; None = no cap), `norms`, `zero_centered` for weights of these that are offsets from 1,
+    and `beside`, heads of the projection after the values'.
 
     Args:
       beside: heads whose rows of the projection stand after the values', for a subclass that has a use for them.
+      norm: of every head's queries and keys, where the traits say that they are normed.
     """
 
     zero_centered = False
+    soft_cap: float | None = None
 
-    def __init__(self, config: DecoderConfig, index: int, traits: LayerTraits, *, causal: bool = True, beside: int = 0):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        index: int,
+        traits: LayerTraits,
+        *,
+        causal: bool = True,
+        beside: int = 0,
+        norm: "type[Norm]" = RMSNorm,
+    ):
         self.config, self.index, self.causal, self.beside = config, index, causal, beside
         self.scale = config.head_dim**-0.5
         reach = config.windows[index]
@@ -310,7 +331,7 @@ class Attention(nnx.Module):
         n, k, h = config.num_heads, config.num_kv_heads, config.head_dim
         self.qkv_proj = Linear((n + 2 * k + beside) * h, config.hidden_size, bias=traits.bias != "none")
         self.o_proj = SummedLinear(config.hidden_size, n * h, bias=traits.bias == "all")
-        self.q_norm, self.k_norm = (RMSNorm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
+        self.q_norm, self.k_norm = (norm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
 
     @property

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.gemma3 import Gemma3Config
 from dflash_jax.models.gpt_oss import GptOssConfig
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
@@ -296,6 +297,52 @@ def _gpt_oss(layers: int, experts: int) -> GptOssConfig:
 
 GPT_OSS_TARGETS: Mapping[str, GptOssConfig] = MappingProxyType(
     {"gpt-oss-20b": _gpt_oss(24, 32), "gpt-oss-120b": _gpt_oss(36, 128)}
+)
+
+
+def _windowed(layers: int, window: int) -> tuple[int | None, ...]:
+    """Windows of layers of which every sixth has none."""
+    return tuple(None if i % 6 == 5 else window for i in range(layers))
+
+
+def _gemma3(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    *,
+    window: int = 1024,
+    vocab: int = 262_208,
+    max_position: int = 131_072,
+    factor: float = 8.0,
+    query_scalar: float = 256.0,
+) -> Gemma3Config:
+    """A target of Gemma 3; `heads` are queries, keys and head size, `factor` stretches the rotation of layers without a window."""
+    kind = "linear" if factor != 1.0 else "default"
+    return Gemma3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=heads[2],
+        rope=RopeConfig(kind=kind, theta=1e6, factor=factor, original_max_position=max_position),
+        local_rope=RopeConfig(theta=1e4, original_max_position=max_position),
+        max_position=max_position,
+        windows=_windowed(layers, window),
+        query_scalar=query_scalar,
+    )
+
+
+# Text models; those from 4B on are published inside vision-language checkpoints.
+GEMMA3_TARGETS: Mapping[str, Gemma3Config] = MappingProxyType(
+    {
+        "gemma-3-1b": _gemma3(1152, 6912, 26, (4, 1, 256), window=512, vocab=262_144, max_position=32_768, factor=1.0),
+        "gemma-3-4b": _gemma3(2560, 10_240, 34, (8, 4, 256)),
+        "gemma-3-12b": _gemma3(3840, 15_360, 48, (16, 8, 256)),
+        "gemma-3-27b": _gemma3(5376, 21_504, 62, (32, 16, 128), query_scalar=168.0),
+    }
 )
 
 _HEADS = (32, 8, 128)

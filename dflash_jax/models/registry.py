@@ -27,6 +27,9 @@ from dflash_jax.models.deepseek import (
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.gemma3 import ARCHITECTURES as GEMMA3_ARCHITECTURES
+from dflash_jax.models.gemma3 import MODEL_TYPES as GEMMA3_TYPES
+from dflash_jax.models.gemma3 import Gemma3, Gemma3Config, gemma3_canonical, gemma3_parameters, gemma3_traits
 from dflash_jax.models.gpt_oss import (
     GptOss,
     GptOssConfig,
@@ -158,6 +161,10 @@ FAMILIES = (
     Family(
         "gpt_oss", "target", ("GptOssForCausalLM",), GptOssConfig, GptOss, gpt_oss_parameters, gpt_oss_canonical,
         traits=gpt_oss_traits, derive=gpt_oss_derived, reads_names=True, facts=_experts,
+    ),
+    Family(
+        "gemma3", "target", GEMMA3_ARCHITECTURES, Gemma3Config, Gemma3, gemma3_parameters, gemma3_canonical,
+        traits=gemma3_traits, model_types=GEMMA3_TYPES,
     ),
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,

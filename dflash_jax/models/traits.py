@@ -56,6 +56,7 @@ class LayerTraits:
       value_scale: factor on what attention gives.
       gated: whether what attention gives is gated, by rows of the projection after those of queries, keys and values.
       zero_centered: whether weights of the norms of the stream are offsets from 1.
+      normed_out: whether what comes out of a sublayer is normed before it is added to the stream.
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
@@ -80,6 +81,7 @@ class LayerTraits:
     experts: ExpertTraits | None = None
     gated: bool = False
     zero_centered: bool = False
+    normed_out: bool = False
     convolved: bool = False
     delta: DeltaTraits | None = None
 

@@ -124,7 +124,7 @@ def test_options_that_change_logits_are_parameters(target, monkeypatch) -> None:
         (("--bad-word", "a", "--bad-word", "b c"), {"bad_words": ["a", "b c"]}),
     ):
         assert main(["generate", "ab", *options]) == 0
-        assert seen.pop() == dj.SamplingParams(**params)
+        assert dj.SamplingParams(**seen.pop()) == dj.SamplingParams(**params)
     for wrong in ("7", "7=", "a=1"):
         with pytest.raises(SystemExit):
             main(["generate", "ab", "--logit-bias", wrong])

@@ -46,6 +46,7 @@ BAD: dict[str, tuple[str, tuple[Any, ...]]] = {
         "texts that are not empty, or of lists of token ids",
         ("a", [""], [" "], [[]], [[-1]], [1], [b"a"], None, 5),
     ),
+    "structured": ("a dflash_jax.Structured or a mapping", (5, "[0-9]+", [1], True)),
 }
 CASES = [(field, span, value) for field, (span, values) in BAD.items() for value in values]
 
@@ -133,7 +134,8 @@ def test_vllms_spellings_are_taken() -> None:
 
 def test_the_signature_names_every_field() -> None:
     names = [*inspect.signature(SamplingParams).parameters]
-    assert names == [*(field.name for field in dataclasses.fields(SamplingParams)), "include_stop_str_in_output"]
+    fields = [field.name for field in dataclasses.fields(SamplingParams)]
+    assert names == [*fields, "structured_outputs", "include_stop_str_in_output"]
 
 
 def test_min_tokens_reaches_as_far_as_max_tokens() -> None:
@@ -166,13 +168,14 @@ NUMPY = {
     "n": np.int8(2), "prompt_logprobs": np.uint8(3), "skip_special_tokens": np.False_, "truncate_prompt_tokens": np.int64(-1),
     "presence_penalty": np.float32(0.5), "frequency_penalty": np.int8(-1), "repetition_penalty": jnp.float32(1.5),
     "logit_bias": {np.int32(7): np.float32(0.5), 3: 1}, "allowed_token_ids": np.array([3, 7]), "bad_words": [np.array([1, 2])],
+    "structured": None,
 }  # fmt: skip
 PYTHON = {
     "max_tokens": 40, "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.25, "seed": 2**64 - 1, "stop": ("a", "b"),
     "stop_token_ids": (3, 4), "ignore_eos": True, "min_tokens": 2, "logprobs": 1, "include_stop": False,
     "n": 2, "prompt_logprobs": 3, "skip_special_tokens": False, "truncate_prompt_tokens": -1,
     "presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "logit_bias": ((3, 1.0), (7, 0.5)),
-    "allowed_token_ids": (3, 7), "bad_words": ((1, 2),),
+    "allowed_token_ids": (3, 7), "bad_words": ((1, 2),), "structured": None,
 }  # fmt: skip
 
 

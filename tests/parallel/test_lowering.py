@@ -15,10 +15,8 @@ from dflash_jax.checkpoints.weights import spread, weight_shapes
 from dflash_jax.compile.jax_patches import name_values_once
 from dflash_jax.compile.over_ranks import over_ranks
 from dflash_jax.compile.programs import Programs
-from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import Caches, prefill_chunk
 from dflash_jax.engine import STOP_WIDTH, Engine
-from dflash_jax.engine.requests import empty_state
+from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.parallel.collectives import AXIS
@@ -69,22 +67,11 @@ def test_programs_lower(name, slots, count):
     name_values_once()
     with jax.sharding.use_abstract_mesh(ranks.mesh):
         engine = engine_of(name, ranks, slots)
-        setup = engine.setup(mode="greedy", draft=True)
-        state = jax.eval_shape(partial(empty_state, setup, slots, STOP_WIDTH, BFLOAT16), engine.pool_shapes())
-        table, number = jax.ShapeDtypeStruct((slots, 8), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
-        flag, flags = jax.ShapeDtypeStruct((), jnp.bool_), jax.ShapeDtypeStruct((slots,), jnp.bool_)
-        cycles = lowered(ranks, loop, (setup, 32), (2,), engine.weights, table, state, number, flag, flags)
-        ids, numbers = jax.ShapeDtypeStruct((2, 32), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
-        call = (
-            engine.weights,
-            jax.ShapeDtypeStruct((2, 8), jnp.int32),
-            Caches(*engine.pool_shapes()),
-            ids,
-            numbers,
-            numbers,
-            numbers,
-        )
-        prompts = lowered(ranks, prefill_chunk, (setup.for_prefill(),), (2,), *call)
+        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+        jobs.prepare = partial(lowered, ranks)
+        cycles, prompts = jobs.loop(slots, 8)(), jobs.prefill(8, 2, 32, slots)()
+        texts = [jobs.admit(slots, 1)(), jobs.resize(slots, 2 * slots)()]
+    assert [name for text in texts for name in MEETINGS if name in text] == []
     for text in (cycles, prompts):
         assert "mosaic_gpu" in "".join(re.findall(r"custom_call @(\w+)", text))
     meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)

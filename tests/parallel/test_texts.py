@@ -8,7 +8,8 @@ import pytest
 
 import dflash_jax as dj
 
-OPTIONS: Any = {"dtype": "float32", "max_batch": 2, "max_model_len": 64, "page_size": 16}
+# Pages for one request of full length and one more.
+OPTIONS: Any = {"dtype": "float32", "max_batch": 2, "max_model_len": 64, "page_size": 16, "num_pages": 6}
 PROMPTS = [[7, 3, 60, 5], [90, 11, 12, 13, 14, 15, 2, 5, 60]]
 GREEDY = dj.SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = dj.SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.9, top_p=0.9, seed=3, logprobs=2)
@@ -18,6 +19,19 @@ def served(model: Any, params: Any, *, draft: bool = True) -> list[tuple]:
     """Tokens of both prompts, and what each cycle gained."""
     done = dj.generate(model, PROMPTS, params, draft=draft)
     return [(one.token_ids, one.acceptance_lengths) for one in done]
+
+
+def check_ranks_agree(model: Any, ranks: int) -> None:
+    """What is the same on all ranks is so to the last bit, in the middle of two texts."""
+    pieces = dj.stream(model, PROMPTS, GREEDY, cycles=2)
+    for _, _ in zip(range(4), pieces, strict=False):
+        pass
+    state = model.engine.scheduler.batch.state
+    for name in ("pending", "seq_lens", "fresh", "features", "produced", "done"):
+        shards = getattr(state, name).addressable_shards
+        assert len(shards) == ranks
+        assert len({np.asarray(shard.data).tobytes() for shard in shards}) == 1, name
+    pieces.close()  # which cancels both
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +61,7 @@ def test_greedy(request, folder, greedy, ranks):
     own = max(4 // ranks, 1)
     assert pool.shape[1] == own * ranks
     assert {shard.data.shape[1] for shard in pool.addressable_shards} == {own}
+    check_ranks_agree(model, ranks)
 
 
 def test_alone(double, greedy):
@@ -63,23 +78,15 @@ def test_sampled_with_log_probabilities(single, double):
         np.testing.assert_allclose(*zip(*pairs, strict=True), atol=1e-5)
 
 
-def test_pools_stay_and_ranks_agree(double):
-    """Donated pools are written where they are, shard by shard, and what is the same on all ranks is so to the last bit."""
+def test_pools_stay(double):
+    """Donated pools are written where they are, shard by shard."""
 
     def places():
         pools = jax.tree.leaves(double.engine.take_pools())
         return [shard.data.unsafe_buffer_pointer() for pool in pools for shard in pool.addressable_shards]
 
     before = places()
-    pieces = dj.stream(double, PROMPTS, GREEDY, cycles=2)
-    for _, _ in zip(range(4), pieces, strict=False):
-        pass
-    state = double.engine.scheduler.batch.state
-    for name in ("pending", "seq_lens", "fresh", "features", "produced", "done"):
-        shards = getattr(state, name).addressable_shards
-        assert len(shards) == 2
-        assert len({np.asarray(shard.data).tobytes() for shard in shards}) == 1, name
-    pieces.close()  # which cancels both
+    check_ranks_agree(double, 2)
     assert double.engine.allocator.num_free == double.engine.num_pages
     assert places() == before
 
@@ -98,3 +105,16 @@ def test_stops_prefixes_and_resizing(single, double, greedy):
     assert found[0] == found[1]
     assert found[1][1][3] == 16
     assert [text[2] for text in found[1]] == ["length", "length", "stop", "length", "stop"]
+
+
+@pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")
+def test_who_loses_its_pages_comes_back(single, double):
+    """Both requests fit as they begin, and only one of them as it ends."""
+    prompts = [[int(token) for token in np.random.default_rng(seed).integers(5, 90, 20)] for seed in (2, 3)]
+    long, found = dj.SamplingParams(max_tokens=28, ignore_eos=True), []
+    for model in (single, double):
+        done = dj.generate(model, prompts, long)
+        found.append([(one.token_ids, one.acceptance_lengths) for one in done])
+        assert model.engine.scheduler.stats.preemptions == 1
+        assert model.engine.allocator.num_free == 6
+    assert found[0] == found[1]
