@@ -51,12 +51,13 @@ def page_groups(
     def columns(reach: int | None) -> int:
         return width if reach is None else min(width, columns_held(reach, ahead, page_size))
 
-    sides = [[None if columns(reach) == width else reach for reach in side] for side in (target, draft)]
-    reaches = sorted({*sides[0], *sides[1]}, key=lambda reach: (reach is not None, -(reach or 0)))
-    return tuple(
-        PageGroup(reach, *(tuple(i for i, own in enumerate(side) if own == reach) for side in sides), columns(reach))
-        for reach in reaches
-    )
+    ours, theirs = ([None if columns(reach) == width else reach for reach in side] for side in (target, draft))
+
+    def of(side: list[int | None], reach: int | None) -> tuple[int, ...]:
+        return tuple(i for i, own in enumerate(side) if own == reach)
+
+    reaches = sorted({*ours, *theirs}, key=lambda reach: (reach is not None, -(reach or 0)))
+    return tuple(PageGroup(reach, of(ours, reach), of(theirs, reach), columns(reach)) for reach in reaches)
 
 
 @dataclass(frozen=True)

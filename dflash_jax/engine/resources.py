@@ -156,6 +156,10 @@ class Resources:
         """The account of the pages of the group that sees farthest."""
         return self.groups[0].allocator
 
+    @allocator.setter
+    def allocator(self, allocator: PageAllocator) -> None:
+        self.groups = (replace(self.groups[0], allocator=allocator), *self.groups[1:])
+
     @property
     def group_bytes(self) -> tuple[int, ...]:
         """Bytes of one page of each group over both models, of what each device holds of it."""

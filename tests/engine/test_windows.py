@@ -16,6 +16,7 @@ from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
 from ..random_pair import Pair, draft_config, random_prompts, target_config
+from .schedules import make_texts, play
 
 OPTIONS = {"max_model_len": 640, "page_size": 32, "max_chunk": 128, "max_batch": 2}
 PARAMS = SamplingParams(max_tokens=20)
@@ -55,9 +56,12 @@ def owned(pair, monkeypatch) -> list[tuple[int, ...]]:
 
     def called(function, static, donate, weights, table, pools, *rest):
         if isinstance(table, PageTables):
-            accounts = {pool.allocator.num_pages: pool.allocator for pool in engine.groups}
+            sizes = (engine.num_pages, *engine.window_pages)
+            accounts = {size: pool.allocator for size, pool in zip(sizes, engine.groups, strict=True)}
             assert len(accounts) == len(engine.groups)  # told apart by their sizes
-            held = {count: np.array([own > 0 for own in account._owners]) for count, account in accounts.items()}
+            held = {
+                count: np.isin(np.arange(count), np.flatnonzero(account._owners)) for count, account in accounts.items()
+            }
             named = {count: np.isin(np.arange(count), [*account._keys]) for count, account in accounts.items()}
             unused = {count: ~(held[count] | named[count]) for count in accounts}
             seen.append(tuple(int(sum(mine)) for mine in held.values()))
@@ -139,6 +143,19 @@ def test_requests_that_lose_their_pages_or_are_cancelled(pair, texts) -> None:
     run.close()
     pair.assert_free()
     assert pair.run(PROMPTS, PARAMS)[0] == texts
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_schedules(pair, monkeypatch, ahead, all_cases) -> None:
+    """Of prompts that begin alike, with pools that run out, cancellations and interrupts."""
+    monkeypatch.setattr(pair.engine, "groups", pair.engine.groups)
+    for pool in pair.engine.groups:
+        pool.allocator.forget()  # other accounts had these pages before
+    stem = PROMPTS[0][:450]
+    prompts = [stem[: 90 * i] + PROMPTS[1][: 7 * i + 1] for i in range(6)]
+    texts = make_texts(pair.engine, prompts, tokens=12)
+    for seed in range(40 if all_cases else 5):
+        play(pair.engine, texts, seed, interrupt=seed % 4 == 3, ahead=ahead)
 
 
 def test_layers_are_grouped_by_what_they_see() -> None:
