@@ -77,7 +77,8 @@ _LARGEST = {
     "max_position": MAX_POSITION, "num_experts": 1 << 14, "num_local_experts": 1 << 14, "n_routed_experts": 1 << 14,
     "n_shared_experts": 1 << 14, "num_shared_experts": 1 << 14, "num_experts_per_tok": 1 << 14, "experts_per_token": 1 << 14,
     "q_lora_rank": 1 << 20, "kv_lora_rank": 1 << 20, "qk_nope_head_dim": 1 << 14, "qk_rope_head_dim": 1 << 14,
-    "v_head_dim": 1 << 14, "block_size": MAX_BLOCK,
+    "v_head_dim": 1 << 14, "block_size": MAX_BLOCK, "index_topk": MAX_POSITION, "index_n_heads": 1 << 14, "index_heads": 1 << 14,
+    "index_head_dim": 1 << 14, "index_topk_freq": MAX_LAYERS, "index_skip_topk_offset": MAX_LAYERS,
 }  # fmt: skip
 _MOST_SHOWN = 200
 

@@ -4,17 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import delta_prefill
+from dflash_kernels import delta_prefill, index_select
+from dflash_kernels.attention.index.reference import head_scores
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.cache.recurrent import zero_state
 from dflash_jax.models.delta_net import DeltaNet
-from dflash_jax.models.layers import Attention, Cache, Rotary
+from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
 
 
 class DenseAttend:
-    """An `Attend` and `LatentAttend` over the tokens of one call, which gives a cache back as it is; see `dense_attend`."""
+    """An `Attend`, `LatentAttend` and `IndexedAttend` over the tokens of one call; see `dense_attend`.
+
+    It gives a cache back as it is, but for `indexed`.
+    """
 
     def __init__(self, mask: Array | None, context: tuple[Array, Array] | None):
         self.mask, self.context = mask, context
@@ -42,6 +46,21 @@ class DenseAttend:
     def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
         """Latent attention of what the layer projects; see `latent_parts`."""
         return self.latent_parts(layer, *layer.parts(q, row, rotary)), cache
+
+    def indexed(
+        self, layer: Any, q: Array, row: Array, index: IndexRows | None, rotary: Rotary, cache: Any = None
+    ) -> tuple[Array, Any]:
+        """Latent attention to what an indexer chooses. The cache is which keys each query sees, for layers without an indexer."""
+        visible = cache if index is None else self.chosen(index, layer.config.index_topk)
+        return DenseAttend(visible, None).latent_parts(layer, *layer.parts(q, row, rotary)), visible
+
+    def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
+        """The `count` keys with the best scores of those that each query sees."""
+        scores = head_scores(index.q, index.k, index.weights)
+        visible = jnp.tril(jnp.ones((1, *scores.shape[1:]), bool)) if self.mask is None else self.mask
+        places = index_select(jnp.where(visible, scores, -jnp.inf), count=min(count, scores.shape[2]))
+        rows = (*jnp.indices(places.shape, sparse=True)[:2], places)
+        return jnp.zeros(scores.shape, bool).at[rows].set(True, mode="drop", wrap_negative_indices=False)
 
     def latent_parts(self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array) -> Array:
         """Latent attention with keys and values of every head written out: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`,

@@ -141,15 +141,21 @@ class PagedAttend:
 
     def latent(self, layer: MLAttention, q: Array, row: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """Latent attention of what the layer projects: rows are normed and rotated on their way into the pages."""
+        q_nope, q_pe, cache = self.write_latents(layer, q, row, rotary, cache)
+        return self.over_latents(layer, q_nope, q_pe, cache), cache
+
+    def write_latents(
+        self, layer: MLAttention, q: Array, row: Array, rotary: Rotary, cache: Pages
+    ) -> tuple[Array, Array, Pages]:
+        """Both parts of the queries, rotated, and the pages with the new rows."""
         i, config = layer.index, layer.config
         rows, queries, cos, sin = (x.reshape(-1, *x.shape[2:]) for x in (row, q, *rotary))
         queries, pool = mla_write(
             cache.k[i], rows, queries, of_layer(self.slots, i), cos, sin, norm=layer.kv_a_norm.weight[...], eps=layer.kv_a_norm.eps,
             interleaved=config.rope_interleaved, latent_scale=cache.k_scale[i] if cache.k_scale else None,
         )  # fmt: skip
-        cache = cache.with_layer(i, k=pool)
         q_nope, q_pe = jnp.split(queries.reshape(q.shape), [config.qk_nope_head_dim], axis=-1)
-        return self._over_latents(layer, q_nope, q_pe, cache), cache
+        return q_nope, q_pe, cache.with_layer(i, k=pool)
 
     def latent_parts(
         self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, cache: Pages
@@ -160,9 +166,9 @@ class PagedAttend:
         scale = cache.k_scale[i] if cache.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
         cache = cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), of_layer(self.slots, i)))
-        return self._over_latents(layer, q_nope, q_pe, cache), cache
+        return self.over_latents(layer, q_nope, q_pe, cache), cache
 
-    def _over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
+    def over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
         """The queries over their sequences' pages, which hold the queries' own rows already."""
         pool, rank = cache.k[layer.index], layer.w_uv.shape[-1]
         scale = cache.k_scale[layer.index] if cache.k_scale else None

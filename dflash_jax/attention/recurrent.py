@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dflash_kernels import DeltaFactors, DeltaState, delta_fold, delta_prefill, delta_step, delta_verify
 from jaxtyping import Array, Bool, Int
 
+from dflash_jax.attention.indexed import IndexedCache, IndexedPages
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import Pages
 from dflash_jax.models.delta_net import DeltaNet
@@ -65,7 +66,8 @@ class HybridAttend:
 def verifying(
     paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], live: Bool[Array, "B"]
 ) -> tuple[Any, Any]:
-    """What a target verifies with: `paged` over `pages`, and where it has states those beside. Slots that are not live keep theirs.
+    """What a target verifies with: `paged` over `pages`, and where it has states or indexers those beside. Slots that are not live
+    keep theirs.
 
     One token alone always stands: then states are final at once, and there are no factors.
     """
@@ -105,6 +107,8 @@ def prefilling(
 
 
 def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], mix: Mix) -> tuple[Any, Any]:
+    if pages.index:
+        return IndexedPages(paged), IndexedCache(pages, None)
     if not states:
         return paged, pages
     return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
@@ -120,7 +124,7 @@ def committed(
       states: as they were before; () for a target without.
     """
     if not states:
-        return cache, ()
+        return (cache.pages if isinstance(cache, IndexedCache) else cache), ()
     return cache.pages, tuple(
         state if factors is None else delta_fold(state, factors, counts)
         for state, factors in zip(cache.states, cache.factors, strict=True)

@@ -1,4 +1,8 @@
-"""Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate."""
+"""Page pools: for each layer a key pool `[P, K, p, H]` and, but for latent rows, a value pool; a pytree that programs donate.
+
+An indexer's keys are a pool beside that of its layer's latent rows, with one page table and one life: both follow from the same
+tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dflash_jax.cache.specs import layer_specs
+from dflash_jax.cache.specs import LayerSpec, layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.options import CALIBRATED
-from dflash_jax.quantization.kv_formats import CacheScales, default_scales, pool_dtype
+from dflash_jax.quantization.kv_formats import CacheScales, default_scales, index_dtype, pool_dtype
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -25,21 +29,25 @@ class Pages:
       v: values; () for a model with latent attention.
       k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; of int8 pools the
         keys' `[P, K, p]`, written with them, and the values' `[K, H]`; () for other pools.
+      index: keys of those layers that have an indexer, `[P, 1, p, E]`; () where none has.
+      index_scale: of float8 ones, `[P, 1, p]`, written with them; () of others.
     """
 
     k: tuple[Shaped[Array, "P K p H"], ...]
     v: tuple[Shaped[Array, "P K p H"], ...]
     k_scale: tuple[Float[Array, "..."], ...] = ()
     v_scale: tuple[Float[Array, "..."], ...] = ()
+    index: tuple[Shaped[Array, "P 1 p E"], ...] = ()
+    index_scale: tuple[Float[Array, "P 1 p"], ...] = ()
 
     @property
     def page_size(self) -> int:
         return self.k[0].shape[2]
 
-    def with_layer(self, index: int, **pools: Array) -> "Pages":
-        """The same pools but for those of one layer, named as the attributes are."""
+    def with_layer(self, layer: int, **pools: Array) -> "Pages":
+        """The same pools but for those of one layer, by its place in each of them, named as the attributes are."""
         changed = {
-            name: (*getattr(self, name)[:index], pool, *getattr(self, name)[index + 1 :])
+            name: (*getattr(self, name)[:layer], pool, *getattr(self, name)[layer + 1 :])
             for name, pool in pools.items()
         }
         return replace(self, **changed)
@@ -71,13 +79,25 @@ def make_pages(
         )
         for keys in (True, False)
     )
+    index, index_scale = _index_pools(specs, counts, page_size, index_dtype(cache_dtype, dtype))
     if cache_dtype not in CALIBRATED:
-        return Pages(k, v)
+        return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, cache_dtype)
     k_scale, v_scale = (tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v))
     if cache_dtype == "int8":
         k_scale = tuple(jax.device_put(jnp.zeros(pool.shape[:3], jnp.float32)) for pool in k)
-    return Pages(k, v, k_scale, v_scale)
+    return Pages(k, v, k_scale, v_scale, index, index_scale)
+
+
+def _index_pools(
+    specs: tuple[LayerSpec, ...], counts: Sequence[int], page_size: int, kind: jnp.dtype
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Pools of indexers' keys and, where they are float8, of their scales."""
+    shapes = [(count, 1, page_size, spec.index) for spec, count in zip(specs, counts, strict=True) if spec.index]
+    keys = tuple(jax.device_put(jnp.zeros(shape, kind)) for shape in shapes)
+    if kind != jnp.float8_e4m3fn:
+        return keys, ()
+    return keys, tuple(jax.device_put(jnp.zeros(shape[:3], jnp.float32)) for shape in shapes)
 
 
 def pool_axes(pages: Pages) -> Any:
@@ -90,7 +110,7 @@ def pool_axes(pages: Pages) -> Any:
 
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
-    """Bytes one page takes over all layers of `config`, keys and values, and the scales of int8 keys."""
+    """Bytes one page takes over all layers of `config`, keys and values, indexers' keys, and the scales of int8 and index keys."""
     return sum(layer_bytes(config, page_size, dtype, cache_dtype=cache_dtype))
 
 
@@ -98,8 +118,18 @@ def layer_bytes(
     config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None
 ) -> tuple[int, ...]:
     """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
-    size, scale = pool_dtype(cache_dtype, dtype).itemsize, 4 if cache_dtype == "int8" else 0
-    return tuple(page_size * (spec.entries * size + spec.heads * scale) for spec in layer_specs(config, cache_dtype))
+    kind, size = index_dtype(cache_dtype, dtype), pool_dtype(cache_dtype, dtype).itemsize
+    scale = 4 if cache_dtype == "int8" else 0
+    return tuple(
+        page_size * (spec.entries * size + spec.heads * scale + index_bytes((spec,), kind))
+        for spec in layer_specs(config, cache_dtype)
+    )
+
+
+def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:
+    """Bytes of one token's index keys in all layers, scales included."""
+    scale = 4 if kind == jnp.float8_e4m3fn else 0
+    return sum(spec.index * kind.itemsize + scale for spec in specs if spec.index)
 
 
 def slots_of(

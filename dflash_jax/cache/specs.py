@@ -15,12 +15,14 @@ class LayerSpec:
       heads: key heads; 1 for a latent row.
       dim: entries of each.
       values: whether a value pool of the same shape stands beside the key pool. A latent row is key and value at once.
+      index: entries of an indexer's key, in a pool of its own; 0 where a layer has no indexer.
       window: keys that a query sees, the last ones, its own included; None for all.
     """
 
     heads: int
     dim: int
     values: bool = True
+    index: int = 0
     window: int | None = None
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
@@ -28,7 +30,7 @@ class LayerSpec:
 
     @property
     def entries(self) -> int:
-        """Numbers kept for one token."""
+        """Numbers kept for one token, but for an indexer's key."""
         return self.heads * self.dim * (2 if self.values else 1)
 
 
@@ -38,7 +40,9 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
     if latent_width:
         rank = getattr(config, "kv_lora_rank", 0)
         width = packed_latent_width(rank, latent_width - rank) if cache_dtype == "fp8_packed" else latent_width
-        return (LayerSpec(1, width, values=False),) * config.cached_layers
+        indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
+        index: int = getattr(config, "index_head_dim", 0)
+        return tuple(LayerSpec(1, width, values=False, index=index if own else 0) for own in indexers)
     # Only layers without windows stand beside such as have no pages.
     windows = config.windows if len(config.windows) == config.cached_layers else (None,) * config.cached_layers
     return tuple(LayerSpec(config.num_kv_heads, config.head_dim, window=window) for window in windows)

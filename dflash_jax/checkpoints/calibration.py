@@ -19,10 +19,12 @@ from dflash_jax.attention.dense import DenseAttend
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
-from dflash_jax.models.layers import Attention, Cache, Rotary
+from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
 from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, scale_for
 
 type Record = dict[int, dict[str, Array]]
+
+CHOSEN = -1  # in place of a layer
 
 
 class Observer(DenseAttend):
@@ -43,6 +45,17 @@ class Observer(DenseAttend):
         latents = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
         found = {"keys": self._largest(latents)[0]}
         return self.latent_parts(layer, q_nope, q_pe, kv_c, k_pe), {**(cache or {}), layer.index: found}
+
+    def indexed(
+        self, layer: Any, q: Array, row: Array, index: IndexRows | None, rotary: Rotary, cache: Any = None
+    ) -> tuple[Array, Record]:
+        """As `latent`; what the last indexer chose goes from layer to layer with the record."""
+        record = dict(cache or {})
+        before = record.pop(CHOSEN, {})
+        out, visible = super().indexed(layer, q, row, index, rotary, before.get("visible"))
+        _, _, kv_c, k_pe = layer.parts(q, row, rotary)
+        found = {"keys": self._largest(jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None])[0]}
+        return out, {**record, layer.index: found, CHOSEN: {"visible": visible}}
 
     def _largest(self, x: Array, axis: tuple[int, ...] = (0, 1, 3)) -> Array:
         """`[B,T,K,H]` to `[K]`, in float32, or to what `axis` leaves."""

@@ -188,6 +188,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
         keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
         if "latent_width" in model:
             keys = f"one latent row of {model['latent_width']}"
+        if "index_width" in model:
+            keys += f" and, in {model['index_layers']}, an index key of {model['index_width']}"
         shape = (
             f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
             f"{keys}, vocabulary {model['vocabulary']}"
@@ -200,6 +202,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             ),
             ("", shape),
         ]
+        if "index_topk" in model:
+            rows.append(("", f"a token attends to the {model['index_topk']:,} that an indexer scores best"))
         if "experts" in model:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:

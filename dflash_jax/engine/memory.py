@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
+from dflash_kernels.attention.mla_selected.xla import WORKSPACE as SELECTED_WORKSPACE
 
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.cache.recurrent import delta_layers
@@ -117,7 +119,8 @@ def workspace_bytes(
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
-    scores = 2 * 4 * rows * target.num_heads * tokens
+    chosen = getattr(target, "index_topk", tokens)
+    scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
     return (
         activations
         + experts_bytes(target, rows, dtype)
@@ -154,6 +157,14 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
         return 0
     row = target.num_heads * (target.head_dim + getattr(target, "v_head_dim", 0)) * dtype.itemsize
     return min(tokens, LatentForm().chunk(row)) * (row + 2 * latent * dtype.itemsize)
+
+
+def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
+    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys, sorted with their places, and what is in
+    work of some pages and some tokens."""
+    if tokens <= getattr(target, "index_topk", tokens):
+        return 0
+    return 4 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
 
 
 def plan_memory(

@@ -2,6 +2,7 @@
 
 from dflash_jax.config import Qwen3Config
 from dflash_jax.models.deepseek import Deepseek, DeepseekConfig
+from dflash_jax.models.deepseek_sparse import SparseDeepseek, SparseDeepseekConfig
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
 from dflash_jax.models.gemma3 import Gemma3, Gemma3Config
@@ -26,7 +27,7 @@ from dflash_jax.models.traits import LayerTraits
 __all__ = [
     "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Gemma3", "Gemma3Config", "GptOss", "GptOssConfig",
     "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3",
-    "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "bind", "count", "default_target_layer_ids", "family_for",
-    "family_named", "family_of", "fuse_context_projection", "init_params", "layer_traits", "parameter_names",
-    "to_huggingface",
+    "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "SparseDeepseek", "SparseDeepseekConfig", "bind", "count",
+    "default_target_layer_ids", "family_for", "family_named", "family_of", "fuse_context_projection", "init_params",
+    "layer_traits", "parameter_names", "to_huggingface",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ keys and values (`MLAttention.expand`), or move the up-projections to the query 
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import (
     MLP,
     Cache,
+    IndexedAttend,
     LatentAttend,
     Linear,
     RMSNorm,
@@ -55,9 +56,9 @@ ARCHITECTURES = (V2, V3, "KimiK2ForCausalLM", *COMPOSITES)
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
 
 # Training, bookkeeping, and a size that follows from others (transformers overwrites it).
-_NEUTRAL = NEUTRAL_KEYS | {"aux_loss_alpha", "ep_size", "head_dim", "seq_aux"}
+NEUTRAL = NEUTRAL_KEYS | {"aux_loss_alpha", "ep_size", "head_dim", "seq_aux"}
 # Latent attention has norms on its latents, not on heads, and no windows.
-_NEUTRAL_VALUES = {
+LATENT_VALUES = {
     **NEUTRAL_VALUES,
     "layer_types": (None,), "num_experts": (None,), "num_local_experts": (None,), "qk_layernorm": (None, False),
     "sliding_window": (None,), "use_qk_norm": (None, False), "use_sliding_window": (None, False),
@@ -153,16 +154,16 @@ class DeepseekConfig(DecoderConfig):
         refuse_quantised(values)
         kind = V2 if V2 in names or (not names and values.get("model_type") == "deepseek_v2") else V3
         keys = KeyReader(f"config.json ({kind})", values, notices)
-        config = cls(**_decoder(keys), **_attention(keys), **_experts(keys, kind))
-        keys.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+        config = cls(**decoder_keys(keys), **attention_keys(keys), **expert_keys(keys, kind))
+        keys.refuse_rest(NEUTRAL, LATENT_VALUES)
         if whole is not None:
             # What the text model reads may be said twice, but not in two ways.
             twice = {key: (values.get(key),) for key in keys.read} | {"tie_word_embeddings": (config.tie_embeddings,)}
-            whole.refuse_rest(_BESIDE_TEXT, _NEUTRAL_VALUES | twice)
+            whole.refuse_rest(_BESIDE_TEXT, LATENT_VALUES | twice)
         return config
 
 
-def _decoder(keys: KeyReader) -> dict[str, Any]:
+def decoder_keys(keys: KeyReader) -> dict[str, Any]:
     """The fields of `DecoderConfig`, and whether the head is the embedding."""
     layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     if (kv_heads := keys.integer("num_key_value_heads", heads)) != heads:
@@ -190,7 +191,8 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
     }
 
 
-def _attention(keys: KeyReader) -> dict[str, Any]:
+def attention_keys(keys: KeyReader) -> dict[str, Any]:
+    """The fields of latent attention."""
     rotary, plain = keys.integer("qk_rope_head_dim"), keys.integer("qk_nope_head_dim")
     if (whole := keys.integer("qk_head_dim", plain + rotary)) != plain + rotary:
         raise ConfigError(
@@ -210,7 +212,7 @@ def _attention(keys: KeyReader) -> dict[str, Any]:
     }
 
 
-def _experts(keys: KeyReader, kind: str) -> dict[str, Any]:
+def expert_keys(keys: KeyReader, kind: str) -> dict[str, Any]:
     """The fields of the mixture of experts; routing must be one that both the file and transformers' class for it mean."""
     absent = _ABSENT[kind]
     routing = keys.get("topk_method", _ROUTING[kind][0])
@@ -291,13 +293,22 @@ class MLAttention(nnx.Module):
 
     def project(self, x: Array) -> tuple[Array, Array]:
         """Queries `[B,T,N,P+r]` and latent rows `[B,T,R+r]` of `x [B,T,D]`, neither normed nor rotated."""
-        config = self.config
         if self.direct:
-            q, row = self.q_proj(x), self.kv_a_proj(x)
-        else:
-            q_a, row = jnp.split(self.qkv_a_proj(x), [config.q_lora_rank or 0], axis=-1)
-            q = self.q_b_proj(self.q_a_norm(q_a))
-        return q.reshape(*x.shape[:-1], config.num_heads, config.head_dim), row
+            return self._by_heads(self.q_proj(x)), self.kv_a_proj(x)
+        q_latent, row = self.project_latents(x)
+        return self.queries(q_latent), row
+
+    def project_latents(self, x: Array) -> tuple[Array, Array]:
+        """The queries' normed latent, where queries have one, and latent rows as of `project`."""
+        q_a, row = jnp.split(self.qkv_a_proj(x), [self.config.q_lora_rank or 0], axis=-1)
+        return self.q_a_norm(q_a), row
+
+    def queries(self, q_latent: Array) -> Array:
+        """Queries `[B,T,N,P+r]` of their normed latent."""
+        return self._by_heads(self.q_b_proj(q_latent))
+
+    def _by_heads(self, q: Array) -> Array:
+        return q.reshape(*q.shape[:-1], self.config.num_heads, self.config.head_dim)
 
     def parts(self, q: Array, row: Array, rotary: Rotary) -> tuple[Array, Array, Array, Array]:
         """`q_nope`, `q_pe` (rotated), `kv_c` (normed) and `k_pe` (rotated) of what `project` gives."""
@@ -348,14 +359,18 @@ def _precision(x: Array) -> jax.lax.Precision | None:
 
 
 class DeepseekLayer(nnx.Module):
-    def __init__(self, config: DeepseekConfig, index: int):
+    """Latent attention and feed-forward, each added to the residual stream; `attention` makes a layer's from its index."""
+
+    def __init__(self, config: DeepseekConfig, index: int, attention: type[MLAttention] = MLAttention):
         self.input_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attn = MLAttention(config, index)
+        self.attn: Any = attention(config, index)
         self.post_norm = RMSNorm(config.hidden_size, config.norm_eps)
         dense = index < config.num_dense_layers
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
 
-    def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
+    def __call__(
+        self, x: Array, rotary: Rotary, attend: LatentAttend | IndexedAttend, cache: Cache = None
+    ) -> tuple[Array, Cache]:
         attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
         x = x + attended
         return x + self.mlp(self.post_norm(x)), cache
@@ -379,8 +394,8 @@ def deepseek_traits(config: DeepseekConfig) -> LayerTraits:
 class Deepseek(Decoder):
     """A decoder with latent attention; see `Decoder` for how it is called, with a `LatentAttend`."""
 
-    def __init__(self, config: DeepseekConfig):
-        layers = [DeepseekLayer(config, i) for i in range(config.num_layers)]
+    def __init__(self, config: DeepseekConfig, attention: type[MLAttention] = MLAttention):
+        layers = [DeepseekLayer(config, i, attention) for i in range(config.num_layers)]
         self.rotary_dim = config.qk_rope_head_dim
         super().__init__(config, layers, tied=config.tie_embeddings)
 
@@ -388,13 +403,19 @@ class Deepseek(Decoder):
         return rotary_tables(positions, self.config.rope, self.rotary_dim)
 
 
-def deepseek_parameters(config: DeepseekConfig) -> tuple[Parameter, ...]:
-    """Parameters of a checkpoint with latent attention."""
+def deepseek_parameters(
+    config: DeepseekConfig, beside: Callable[[int, str, str], list[Parameter]] | None = None
+) -> tuple[Parameter, ...]:
+    """Parameters of a checkpoint with latent attention.
+
+    `beside` declares what layer i's attention has beside that, given i, our prefix and the checkpoint's.
+    """
     d, table = config.hidden_size, list[Parameter]()
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         table.append(single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)))
         table += _attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
+        table += [] if beside is None else beside(i, f"{ours}attn.", f"{theirs}self_attn.")
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         if i < config.num_dense_layers:
             table += mlp_parameters(config, f"{ours}mlp.", f"{theirs}mlp.")

@@ -60,6 +60,31 @@ class LatentAttend(Protocol):
         ...
 
 
+class IndexRows(NamedTuple):
+    """What an indexer makes of tokens: rotated queries `[B,T,I,E]` and keys `[B,T,E]`, and float32 weights `[B,T,I]` of its heads.
+
+    A query's score of a key is `sum over heads of weight * relu(q . k)`.
+    """
+
+    q: Array
+    k: Array
+    weights: Array
+
+
+@runtime_checkable
+class IndexedAttend(Protocol):
+    """Attention of each query to the latent rows that an indexer chooses for it."""
+
+    def indexed(
+        self, layer: Any, q: Array, row: Array, index: IndexRows | None, rotary: Rotary, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """As `LatentAttend.latent`, over the `layer.config.index_topk` best rows of each query by its own score.
+
+        `index` None takes over the rows that the layers before have chosen last.
+        """
+        ...
+
+
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised | ColumnBlocks) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
     if isinstance(weight, Quantised):
@@ -274,6 +299,20 @@ class ZeroCenteredNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * (1.0 + self.offset[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and deviation of a row are made 0 and 1, all in float32."""
+
+    def __init__(self, dim: int, eps: float):
+        self.weight, self.bias = nnx.Param(jnp.ones((dim,))), nnx.Param(jnp.zeros((dim,)))
+        self.eps = eps
+
+    def __call__(self, x: Array) -> Array:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 type Norm = RMSNorm | ZeroCenteredNorm

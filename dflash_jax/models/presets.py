@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
+from dflash_jax.models.deepseek_sparse import SparseDeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.gemma3 import Gemma3Config
 from dflash_jax.models.gpt_oss import GptOssConfig
@@ -497,5 +498,52 @@ DEEPSEEK_TARGETS: Mapping[str, DeepseekConfig] = MappingProxyType(
         "Kimi-K2": _K2,
         # The text model, without its vision tower.
         "Kimi-K2.5": _K25,
+    }
+)
+
+
+def _sparse_target(
+    base: DeepseekConfig, heads: int, *, interleaved: bool, indexers: tuple[bool, ...]
+) -> SparseDeepseekConfig:
+    """`base` with indexers of so many heads; their width and what they choose are the same for all."""
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+    return SparseDeepseekConfig(
+        **fields,
+        index_topk=2048,
+        index_heads=heads,
+        index_head_dim=128,
+        index_interleaved=interleaved,
+        indexers=indexers,
+    )
+
+
+_GLM_5 = dataclasses.replace(
+    _latent_target(6144, 78, 64, (12_288, 2048), (256, 8, 1), dense=3),
+    vocab_size=154_880,
+    head_dim=256,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    q_lora_rank=2048,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e6, original_max_position=202_752),
+    max_position=202_752,
+    routing="noaux_tc",
+    norm_routing_weights=True,
+    routing_scale=2.5,
+    num_mtp_layers=1,
+)
+_GLM_52 = dataclasses.replace(
+    _GLM_5, rope=RopeConfig(theta=8e6, original_max_position=1_048_576), max_position=1_048_576
+)
+
+# Rotations of V3.2 are taken to be V3's, and GLM-5.2's sizes are from a survey of its file.
+SPARSE_TARGETS: Mapping[str, SparseDeepseekConfig] = MappingProxyType(
+    {
+        "DeepSeek-V3.2": _sparse_target(_V3, 64, interleaved=False, indexers=(True,) * 61),
+        # GLM-5.1 has the same configuration.
+        "GLM-5": _sparse_target(_GLM_5, 32, interleaved=True, indexers=(True,) * 78),
+        "GLM-5.2": _sparse_target(
+            _GLM_52, 32, interleaved=True, indexers=tuple(max(i - 2, 0) % 4 == 0 for i in range(78))
+        ),
     }
 )

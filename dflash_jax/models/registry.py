@@ -24,6 +24,13 @@ from dflash_jax.models.deepseek import (
     deepseek_traits,
     is_mtp_tensor,
 )
+from dflash_jax.models.deepseek_sparse import (
+    SPARSE_ARCHITECTURES,
+    SPARSE_TYPES,
+    SparseDeepseek,
+    SparseDeepseekConfig,
+    sparse_parameters,
+)
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
@@ -133,6 +140,15 @@ def _latent(config: DeepseekConfig) -> dict[str, Any]:
     return {"latent_width": config.latent_width} | _experts(config)
 
 
+def _indexed(config: SparseDeepseekConfig) -> dict[str, Any]:
+    index = {
+        "index_width": config.index_head_dim,
+        "index_layers": sum(config.indexers),
+        "index_topk": config.index_topk,
+    }
+    return _latent(config) | index
+
+
 def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -169,6 +185,10 @@ FAMILIES = (
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,
         traits=deepseek_traits, model_types=MODEL_TYPES, surplus=is_mtp_tensor, facts=_latent,
+    ),
+    Family(
+        "deepseek_sparse", "target", SPARSE_ARCHITECTURES, SparseDeepseekConfig, SparseDeepseek, sparse_parameters,
+        deepseek_canonical, traits=deepseek_traits, model_types=SPARSE_TYPES, surplus=is_mtp_tensor, facts=_indexed,
     ),
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,

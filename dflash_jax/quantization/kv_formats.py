@@ -63,6 +63,15 @@ def pool_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
     )
 
 
+def index_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of indexers' keys: float8 with a scale for each (`dflash_kernels.index_encode`), as the releases are served.
+
+    A model in float32 with pages in float32 keeps them so.
+    """
+    exact = cache_dtype is None and dtype == jnp.float32
+    return jnp.dtype(jnp.float32 if exact else jnp.float8_e4m3fn)
+
+
 def default_scales(config: DecoderConfig, cache_dtype: str | None = "fp8") -> CacheScales:
     """All 1: right where the norms before the cache keep numbers well below 448, as they do in the released models.
 

@@ -1,11 +1,13 @@
 """Attention and cache operations for the GPU: arrays in, arrays out. Knows no model.
 
 Letters: B sequences, T query tokens per sequence, S keys, N query heads, K key/value heads, H head dim, P pages, p page size,
-R latent width, r rotated key part, C = R + r.
+R latent width, r rotated key part, C = R + r; of an indexer I heads of E numbers.
 """
 
+from dflash_kernels.attention.index.api import index_scores, index_select
 from dflash_kernels.attention.merge_states.api import merge_states
 from dflash_kernels.attention.mla.api import mla_attention
+from dflash_kernels.attention.mla_selected.api import mla_selected_attention
 from dflash_kernels.attention.paged.api import paged_attention
 from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from dflash_kernels.attention.ragged.api import ragged_attention, ragged_paged_attention
@@ -36,6 +38,7 @@ from dflash_kernels.fused.layer.api import (
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
+from dflash_kernels.kv_cache.index.api import index_encode
 from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_unpack
 from dflash_kernels.kv_cache.latent.gather import latent_gather
 from dflash_kernels.kv_cache.latent.reference import LATENT_TILE, packed_latent_width
@@ -126,6 +129,9 @@ __all__ = [
     "grouped_linear",
     "grouped_linear_refusal",
     "in_column_blocks",
+    "index_encode",
+    "index_scores",
+    "index_select",
     "interleave_columns",
     "kv_write",
     "latent_decode",
@@ -143,6 +149,7 @@ __all__ = [
     "merge_states",
     "mixture",
     "mla_attention",
+    "mla_selected_attention",
     "mla_write",
     "packed_latent_width",
     "paged_attention",

@@ -183,3 +183,38 @@ def test_a_missing_expert_is_named(hf):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight is missing"):
         open_checkpoint(folder)
+
+
+def test_indexers_go_both_ways(hf, bits):
+    """Norms of their keys stay float32 among bfloat16 weights, and a layer without an indexer has no tensors of one."""
+    changes = {
+        "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_topk": 4, "index_n_heads": 4,
+        "index_head_dim": 16, "indexer_types": ["full", "shared", "full"],
+    }  # fmt: skip
+    part = "model.layers.{}.self_attn.indexer.k_norm.{}"
+    norms = {
+        part.format(i, name): np.linspace(-1, 2, 16, dtype=np.float32) for i in (0, 2) for name in ("weight", "bias")
+    }
+    config = CONFIG | changes
+    folder = hf.write("target", config, hf.tensors(config, extra=BIASES | norms), shards=2)
+    assert hf.convert(folder, "--output", hf.root / "out") == 0
+    converted = open_converted(hf.root / "out")
+    assert converted.config == open_checkpoint(folder).config
+    stored = converted.marker["parameters"]
+    assert {name: row["dtype"] for name, row in stored.items() if ".0.attn.indexer" in name} == {
+        "layers.0.attn.indexer.q_proj.weight": "bfloat16", "layers.0.attn.indexer.k_proj.weight": "bfloat16",
+        "layers.0.attn.indexer.weights_proj.weight": "bfloat16", "layers.0.attn.indexer.k_norm.weight": "float32",
+        "layers.0.attn.indexer.k_norm.bias": "float32",
+    }  # fmt: skip
+    assert not [name for name in stored if ".1.attn.indexer" in name]
+    assert hf.convert(hf.root / "out", "--reverse", "--output", hf.root / "back") == 0
+    before, after = tensors_of(folder), tensors_of(hf.root / "back")
+    assert {name: bits(value) for name, value in before.items()} == {name: bits(value) for name, value in after.items()}
+    facts = collect(folder, draft=False)
+    text = "\n".join(lines(facts))
+    assert "2 heads and one latent row of 24 and, in 2, an index key of 16, vocabulary 96" in text
+    assert "a token attends to the 4 that an indexer scores best" in text
+    pages = facts["pages"]
+    wide = jnp.dtype(pages["dtype"])
+    index = 16 * wide.itemsize if wide == jnp.float32 else 20
+    assert pages["pool_bytes"] == pages["num_pages"] * pages["page_size"] * (3 * 24 * wide.itemsize + 2 * index)

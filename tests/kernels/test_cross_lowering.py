@@ -78,6 +78,16 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (LATENTS, integers(BATCH, TABLE), *[integers(BATCH)] * 2, *[array(16, 128, 512)] * 2), {"rows": 512},
     ),
     "latent_gather": ((LATENTS, integers(BATCH, TABLE), integers(BATCH), integers(BATCH)), {"rows": 512}),
+    "index_encode": ((array(64, 128),), {}),
+    "index_scores": (
+        (array(BATCH, TOKENS, 64, 128), array(BATCH, TOKENS, 64, dtype=jnp.float32), array(99, 1, 64, 128), integers(BATCH, TABLE),
+         integers(BATCH)), {},
+    ),
+    "index_select": ((array(BATCH, TOKENS, TABLE * 64, dtype=jnp.float32),), {"count": 2048}),
+    "mla_selected_attention bytes": (
+        (array(BATCH, TOKENS, 128, 576), array(99, 1, 64, 656, dtype=jnp.uint8), integers(BATCH, TOKENS, 2048)),
+        {"kv_lora_rank": 512, "scale": 0.1},
+    ),
     "latent_write bytes": (
         (array(99, 1, 64, 656, dtype=jnp.uint8), array(64, 656, dtype=jnp.uint8), integers(64)), {},
     ),

@@ -69,14 +69,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "latent_pack": {"latents": ones((3, 136)), "kv_lora_rank": 128},
     "latent_encode": {"latents": ones((3, 136)), "pool_dtype": jnp.float8_e4m3fn, "kv_lora_rank": 128},
     "latent_gather": {**PIECES, "rows": 7},
+    "index_encode": {"x": ones((3, 16))},
+    "index_scores": {
+        "q": ones((2, 3, 5, 24)), "weights": ones((2, 3, 5)), "index_pages": POOL, "page_table": TABLE, "seq_lens": LENS,
+    },
+    "index_select": {"scores": ones((3, 16)), "count": 4},
+    "mla_selected_attention": {
+        "q": ones((2, 3, 5, 24)), "latent_pages": POOL, "slots": zeros((2, 3, 7), jnp.int32), "kv_lora_rank": 16, "scale": 0.1,
+    },
     "latent_expand": {**PIECES, "w_uk": ones((2, 5, 16)), "w_uv": ones((2, 6, 16)), "rows": 8},
 }  # fmt: skip
 ALL = {**CALLS, **ATTENTION, **WRITES}
 # Ops whose rows have any number of axes, and what messages call some arrays.
-ANY_ROWS = ("quantize_tensor", "quantize_groups", "quantize_nvfp4", "latent_pack", "latent_encode")
+ANY_ROWS = (
+    "quantize_tensor",
+    "quantize_groups",
+    "quantize_nvfp4",
+    "latent_pack",
+    "latent_encode",
+    "index_encode",
+    "index_select",
+)
 CALLED = {
     "qkv": "projection", "kv": "projection", "cu_q_lens": "cu_kv_lens", "k_pages": "pages|pools", "v_pages": "pages|pools",
-    "latent_pages": "pages", **dict.fromkeys(CALLS["merge_states"], "outputs and lse"),
+    "latent_pages": "pages", "index_pages": "pages", **dict.fromkeys(CALLS["merge_states"], "outputs and lse"),
 }  # fmt: skip
 NO_ARRAY = st.sampled_from([None, [1.0, 2.0], "x", 3])
 # Numbers of a kind that no such array holds: one in its place has to be refused, whatever it is.
@@ -85,7 +101,13 @@ NO_PAGES = [*NO_FLOATS, jnp.uint16, jnp.float8_e5m2]
 NO_INTEGERS = [jnp.float32, jnp.bfloat16, jnp.bool_, jnp.complex64]
 NO_FLAGS = [jnp.float32, jnp.int32, jnp.complex64]
 MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")
-COUNTED = [("latent_gather", "rows"), ("latent_expand", "rows"), ("stream_norm", "rows"), ("mixture", "taken")]
+COUNTED = [
+    ("latent_gather", "rows"),
+    ("latent_expand", "rows"),
+    ("stream_norm", "rows"),
+    ("mixture", "taken"),
+    ("index_select", "count"),
+]
 few = settings(derandomize=True, deadline=None, max_examples=6)
 
 

@@ -8,12 +8,20 @@ Committed results are compared by the test_parity_*.py files, which need neither
 import argparse
 
 import torch
-from golden import deepseek_oracle, dflash_oracle, gpt_oss_oracle, llama_oracle, qwen3_moe_oracle, qwen3_oracle
+from golden import (
+    deepseek_oracle,
+    dflash_oracle,
+    gpt_oss_oracle,
+    llama_oracle,
+    qwen3_moe_oracle,
+    qwen3_oracle,
+    sparse_oracle,
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "deepseek", "dflash", "all")
+    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "deepseek", "sparse", "dflash", "all")
     parser.add_argument("family", nargs="?", choices=families, default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
@@ -28,6 +36,8 @@ def main() -> None:
         sizes |= gpt_oss_oracle.write_all()
     if family in ("deepseek", "all"):
         sizes |= deepseek_oracle.write_all()
+    if family in ("sparse", "all"):
+        sizes |= sparse_oracle.write_all()
     if family in ("dflash", "all"):
         sizes |= dflash_oracle.write_all()
     for case, size in sizes.items():

@@ -1,0 +1,1 @@
+"""Keys of an indexer in eight bits."""
