@@ -80,6 +80,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
+            "dealt_to": engine.dealt,
             "num_pages": engine.num_pages,
             "pool_bytes": engine.pool_bytes,
             "tokens": int(memory.sequences * engine.buckets.width[-1] * engine.page_size),
@@ -215,7 +216,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rows += [
         (
             "pages",
-            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens"
+            + (f", each dealt out to {pages['dealt_to']} devices" if pages["dealt_to"] > 1 else ""),
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
         *_windows(pages),

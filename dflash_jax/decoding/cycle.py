@@ -61,7 +61,7 @@ def cycle(
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
     plans = cycle_plans(setup, weights, page_table, state)
-    live = ~state.done
+    live, draft_table = ~state.done, setup.draft_table(page_table)
     target = bind(setup.target, weights["target"])
     places = jnp.arange(setup.width)
     emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
@@ -73,10 +73,10 @@ def cycle(
     lengths, odds, pack = None, None, None
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
-        draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
+        draft_pages = commit_context(drafter, state, draft_table, plans.context, workspaces.context)
         if plans.draft is not None:
             run = Planned(plans.draft, workspaces.draft)
-            block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, run, setup.draft_window)
+            block, draft_pages = draft_block(drafter, target, draft_pages, draft_table, state, run, setup.draft_window)
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
@@ -121,7 +121,8 @@ def cycle(
         positions = state.seq_lens[:, None] + places
         lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
-        attend = PagedAttend(tables_of(page_table, "target"), positions, lengths, pages.page_size, heads=heads)
+        table, size = tables_of(page_table, "target"), pages.page_size
+        attend = PagedAttend(table, positions, lengths, size, heads=heads, dealt=setup.dealt)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
@@ -251,20 +252,19 @@ def commit_context(
 ):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
-        tables = tables_of(page_table, "draft")
         slots, width = state.features.shape[:2]
         first, counts, places = state.seq_lens - state.fresh, jnp.where(state.done, 0, state.fresh), jnp.arange(width)
         if plan is None or plan.form != "packed":
             products = context_products(drafter, state.features, decodes=True, workspace=workspace)
             live = places < counts[:, None]
-            return write_context(drafter, state.draft_pages, tables, products, first[:, None] + places, live)
+            return write_context(drafter, state.draft_pages, page_table, products, first[:, None] + places, live)
         # Side by side, as sequences of one token each: nothing is multiplied for the places after the last of them.
         ends, rows = jnp.cumsum(counts), jnp.arange(slots * width)
         slot = jnp.minimum(jnp.sum(rows[:, None] >= ends, axis=1), slots - 1)
         place = jnp.minimum(rows - (ends - counts)[slot], width - 1)
         products = context_products(drafter, state.features[slot, place], decodes=True, live=ends[-1])
         positions, live = (first[slot] + place)[:, None], (rows < ends[-1])[:, None]
-        tables = jax.tree.map(lambda table: table[slot], tables)
+        tables = jax.tree.map(lambda table: table[slot], page_table)
         return write_context(drafter, state.draft_pages, tables, products[:, None], positions, live)
 
 
@@ -291,7 +291,7 @@ def draft_block(
 
 def _seen_pages(drafter, draft_pages, page_table: Any, state: DecodeState, window: int | None):
     sizes = {"block": drafter.config.block_size, "page_size": draft_pages.page_size}
-    return last_pages(tables_of(page_table, "draft"), state.seq_lens, window=window, **sizes)
+    return last_pages(page_table, state.seq_lens, window=window, **sizes)
 
 
 def propose(

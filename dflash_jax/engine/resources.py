@@ -53,6 +53,8 @@ class Resources:
       dtype: of activations and pages.
       max_model_len: prompt and produced tokens of one request at most.
       max_batch: slots.
+      page_size: tokens of a page; where ranks have a part each of the target's, of all those together. The drafter's pages then are
+        as large as such a part, and so many times more.
       max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
       num_pages: pages shared by all requests, of the group that sees farthest; 0 is enough for `max_batch` requests of full length.
       window_pages: pages of each further group (`cache.groups`), whose layers see no more than a window; () is enough for
@@ -138,11 +140,12 @@ class Resources:
 
     def _page_groups(self) -> tuple[PageGroup, ...]:
         """How layers share page tables."""
+        slides = self.slides and self.dealt == 1
         target, draft = (
-            [] if config is None else [spec.window if self.slides else None for spec in layer_specs(config)]
+            [] if config is None else [spec.window if slides else None for spec in layer_specs(config)]
             for config in (self.target, self.draft)
         )
-        if self.draft_window is not None and self.slides:
+        if self.draft_window is not None and slides:
             # It sees the last pages of a sequence alone, those that hold so many tokens before its block.
             draft = [min(self.draft_window + 1, window or self.draft_window + 1) for window in draft]
         offered = 1 if self.draft is None else self.draft.num_drafts + 1
@@ -163,13 +166,20 @@ class Resources:
     @property
     def group_bytes(self) -> tuple[int, ...]:
         """Bytes of one page of each group over both models, of what each device holds of it."""
-        ours = layer_bytes(share_config(self.target, self.tp), self.page_size, self.dtype, cache_dtype=self.cache_dtype)
+        ours = layer_bytes(
+            share_config(self.target, self.tp), self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype
+        )
         theirs = (
             () if self.draft is None else layer_bytes(share_config(self.draft, self.tp), self.page_size, self.dtype)
         )
         return tuple(
             sum(ours[i] for i in pool.group.target) + sum(theirs[i] for i in pool.group.draft) for pool in self.groups
         )
+
+    @property
+    def dealt(self) -> int:
+        """Devices that have a part each of every latent page."""
+        return 1 if self.programs.ranks is None else self.programs.ranks.dealt
 
     @property
     def state_bytes(self) -> int:
@@ -290,6 +300,7 @@ class Resources:
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
+            dealt=self.dealt,
         )  # fmt: skip
 
     @property
@@ -389,11 +400,14 @@ class Resources:
             for role in ROLES
         }
         ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())
+        dealt = self.dealt
         return (
             make_pages(target, ours, self.page_size, self.dtype, **options),
             Pages((), ())
             if draft is None
-            else make_pages(pool_config(draft, self.tp), theirs, self.page_size, self.dtype),
+            else make_pages(
+                pool_config(draft, self.tp), [count * dealt for count in theirs], self.page_size // dealt, self.dtype
+            ),
         )
 
     def lose_pools(self) -> None:
