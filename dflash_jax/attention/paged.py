@@ -91,15 +91,18 @@ class PagedAttend:
                 scale=layer.scale, **norms,
             )  # fmt: skip
             return out, cache.with_layer(i, k=k, v=v)
-        norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
-        q, k, v, written = qkv_write(
-            k, v, rows, of_layer(self.slots, i), cos, sin, k_scale=k_scale, v_scale=v_scale, **norms
-        )
-        cache = cache.with_layer(i, k=k, v=v)
-        if written is not None and k.dtype == jnp.int8:
-            k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
+        if layer.keeps:
+            norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
+            q, k, v, written = qkv_write(
+                k, v, rows, of_layer(self.slots, i), cos, sin, k_scale=k_scale, v_scale=v_scale, **norms
+            )
+            q, cache = q.reshape(*qkv.shape[:2], *q.shape[1:]), cache.with_layer(i, k=k, v=v)
+            if written is not None and k.dtype == jnp.int8:
+                k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
+        else:
+            q = layer.queries(qkv, rotary)
         out = attend_to_pages(
-            q.reshape(*qkv.shape[:2], *q.shape[1:]), k, v, table, self.seq_lens,
+            q, k, v, table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, soft_cap=layer.soft_cap,
             k_scale=k_scale, v_scale=v_scale, schedule=self.schedule,
@@ -111,7 +114,7 @@ class PagedAttend:
         config = layer.config
         if self.related or layer.window is not None or layer.sinks is not None or layer.beside or layer.zero_centered:
             return False
-        if layer.soft_cap is not None:
+        if layer.soft_cap is not None or not layer.keeps:
             return False
         if not switches.FUSED_QKV or pool.dtype != qkv.dtype:
             return False

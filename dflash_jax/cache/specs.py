@@ -43,6 +43,8 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
         indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
         index: int = getattr(config, "index_head_dim", 0)
         return tuple(LayerSpec(1, width, values=False, index=index if own else 0) for own in indexers)
-    # Only layers without windows stand beside such as have no pages.
-    windows = config.windows if len(config.windows) == config.cached_layers else (None,) * config.cached_layers
-    return tuple(LayerSpec(config.num_kv_heads, config.head_dim, window=window) for window in windows)
+    # Where some layers have no pages, those with windows that have come before the others.
+    windows = config.windows[: config.cached_layers] or (None,) * config.cached_layers
+    return tuple(
+        LayerSpec(heads, dim, window=window) for (heads, dim), window in zip(config.key_shapes, windows, strict=True)
+    )

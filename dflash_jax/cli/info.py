@@ -187,6 +187,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         rows.append(("", f"{device['shared_by']} of them share the models; sizes are what each of these holds"))
     for model in facts["models"]:
         keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
+        if "full_attention_head_dim" in model:
+            full = model["full_attention_kv_heads"], model["full_attention_head_dim"]
+            keys += f" ({full[0]} of {full[1]} in layers without a window)"
         if "latent_width" in model:
             keys = f"one latent row of {model['latent_width']}"
         if "index_width" in model:

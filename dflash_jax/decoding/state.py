@@ -173,9 +173,11 @@ class Setup:
 
 
 def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, int] | None:
-    """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows."""
+    """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows; None
+    also where layers differ in them."""
     traits = layer_traits(config)
-    return None if traits.attention == "latent" or plan.attention == "in_layer" else (traits.heads, traits.kv_heads)
+    apart = traits.attention == "heads" and plan.attention == "apart" and not traits.mixed_heads
+    return (traits.heads, traits.kv_heads) if apart else None
 
 
 def page_shape(pages: Pages, table_width: int) -> PageShape | None:
