@@ -121,6 +121,10 @@ FLAGS: dict[str, Flag] = {
     "tp": Flag(
         "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
     ),
+    "decode_context_parallel_size": Flag(
+        "GPUs that latent pages are spread over: 1, each has all of them (default), or as many as --tp",
+        kind=int,
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }
@@ -165,6 +169,9 @@ class LoadOptions:
       tp: GPUs of this machine that share target and drafter (tensor parallelism); each holds its heads, its part of feed-forwards
         and of the vocabulary, and keys of its heads. For models that do not fit one. With float32 weights drafting changes no text
         for a given number; another number adds in another order.
+      decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
+        `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
+        exchanges more in every layer. For contexts that do not fit otherwise.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -187,11 +194,13 @@ class LoadOptions:
     verify_length: int | str | None = None
     draft_window: int | None = None
     tp: int = 1
+    decode_context_parallel_size: int = 1
     revision: str | None = None
     draft_revision: str | None = None
 
     def __post_init__(self) -> None:
-        for name, most in (("max_batch", 4096), ("page_size", 4096), ("num_pages", 2**31 - 1), ("tp", MOST_RANKS)):
+        counts = {"max_batch": 4096, "page_size": 4096, "num_pages": 2**31 - 1, "tp": MOST_RANKS}
+        for name, most in (counts | {"decode_context_parallel_size": MOST_RANKS}).items():
             value = getattr(self, name)
             if not (name == "num_pages" and value is None):
                 object.__setattr__(self, name, _count(name, value, most))
@@ -241,6 +250,7 @@ class LoadKeywords(TypedDict, total=False):
     verify_length: int | str | None
     draft_window: int | None
     tp: int
+    decode_context_parallel_size: int
     revision: str | None
     draft_revision: str | None
 

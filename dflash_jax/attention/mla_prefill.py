@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from dflash_kernels import NoImplementationError, latent_decode, latent_expand, merge_states, ragged_attention
 from jaxtyping import Array, Float, Int, Shaped
 
+from dflash_jax.attention.context_parallel import gathered_pages
 from dflash_jax.attention.mla import LatentLayer, masked_attention_and_lse
 
 _TILE = 128  # rows
@@ -29,6 +30,7 @@ def chunked_prefill(
     *,
     context_chunk: int,
     latent_scale: Float[Array, ""] | None = None,
+    dealt: int = 1,
 ) -> Float[Array, "B T N V"]:
     """New tokens over their sequences' pages, which hold the new tokens' own rows already, expanded.
 
@@ -39,14 +41,15 @@ def chunked_prefill(
       seq_lens: rows of each sequence, the new ones included; nothing past them is read from the pages.
       q_lens: new tokens that are real; rows past them may hold anything and give 0.
       latent_scale: of float8 pages; see `dflash_kernels.kv_cache.latent` for the formats.
+      dealt: ranks that have a part each of every page. A chunk's rows are gathered from all.
     """
     b, t = q_nope.shape[:2]
-    p, width = latent_pages.shape[2], page_table.shape[1]
+    p, width = dealt * latent_pages.shape[2], page_table.shape[1]
     columns = min(max(context_chunk // b // p, -(-t // p) + 1), width)
     chunk = columns * p
     # The last chunk of a sequence, as full as whole pages allow.
     last = jnp.maximum(-(-seq_lens // p) - columns, 0) * p
-    rows = functools.partial(expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns)
+    rows = functools.partial(expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns, dealt)
     attend = functools.partial(attention_and_lse, jnp.concatenate([q_nope, q_pe], axis=-1), q_lens, layer.scale)
     out, lse = attend(*rows(last, seq_lens - last), seq_lens - last, causal=layer.causal)
     if columns < width:
@@ -71,17 +74,21 @@ def expanded_rows(
     latent_scale: Float[Array, ""] | None,
     dtype: jnp.dtype,
     columns: int,
+    dealt: int,
     starts: Int[Array, "B"],
     lens: Int[Array, "B"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
     """Keys and values of the first `lens` rows from `starts` on; the others may hold anything."""
-    p, rank = latent_pages.shape[2], layer.w_uv.shape[-1]
-    if latent_pages.dtype != dtype:
-        # Rows in eight bits are laid out as the kernels read them; pages of their own, one sequence after the other.
+    p, rank = dealt * latent_pages.shape[2], layer.w_uv.shape[-1]
+    if latent_pages.dtype != dtype or dealt > 1:
+        # Rows in eight bits are laid out as the kernels read them, and those of other ranks have to come here; pages of their own,
+        # one sequence after the other.
         entry = jnp.minimum(starts[:, None] // p + jnp.arange(columns), page_table.shape[1] - 1)
         named = jnp.clip(jnp.take_along_axis(page_table, entry, axis=1), 0, latent_pages.shape[0] - 1).reshape(-1)
-        latent_pages = latent_decode(latent_pages[named], dtype, kv_lora_rank=rank, scale=latent_scale)
-        page_table = jnp.arange(named.shape[0], dtype=jnp.int32).reshape(entry.shape)
+        latent_pages = latent_pages[named] if dealt == 1 else gathered_pages(latent_pages, named, dealt)
+        if latent_pages.dtype != dtype:
+            latent_pages = latent_decode(latent_pages, dtype, kv_lora_rank=rank, scale=latent_scale)
+        page_table = jnp.arange(latent_pages.shape[0], dtype=jnp.int32).reshape(entry.shape[0], -1)
         starts = jnp.zeros_like(starts)
     weights = (weight.astype(dtype) for weight in (layer.w_uk, layer.w_uv))
     # Whole tiles of the kernel, or it would have to cut its result; small chunks stay small.

@@ -20,6 +20,7 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
@@ -37,11 +38,12 @@ class PagedAttend:
       page_table: `[B, W]` int32, one row for each sequence.
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
-      page_size: tokens of a page.
+      page_size: tokens of a page; of a rank's part of it where those are dealt out.
       form: when layers with latent attention expand their rows.
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
+      dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class PagedAttend:
         *,
         related: bool = False,
         heads: tuple[int, int] | None = None,
+        dealt: int = 1,
     ):
-        self.form, self.related = form, related
+        self.form, self.related, self.dealt = form, related, dealt
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
-        self.slots = slots_of(page_table, positions, live, page_size).reshape(-1)
+        where = page_table, positions, live, page_size
+        self.slots = (slots_of(*where) if dealt == 1 else slots_on_rank(*where, dealt)).reshape(-1)
         self.schedule = None if heads is None else self._make_schedule(*heads, page_size)
 
     def _make_schedule(self, heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
@@ -83,13 +87,16 @@ class PagedAttend:
                 scale=layer.scale, **norms,
             )  # fmt: skip
             return out, cache.with_layer(i, k=k, v=v)
-        norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
-        q, k, v, written = qkv_write(k, v, rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms)
-        cache = cache.with_layer(i, k=k, v=v)
-        if written is not None and k.dtype == jnp.int8:
-            k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
+        if layer.keeps:
+            norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
+            q, k, v, written = qkv_write(k, v, rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms)
+            q, cache = q.reshape(*qkv.shape[:2], *q.shape[1:]), cache.with_layer(i, k=k, v=v)
+            if written is not None and k.dtype == jnp.int8:
+                k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
+        else:
+            q = layer.queries(qkv, rotary)
         out = attend_to_pages(
-            q.reshape(*qkv.shape[:2], *q.shape[1:]), k, v, self.page_table, self.seq_lens,
+            q, k, v, self.page_table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, soft_cap=layer.soft_cap,
             k_scale=k_scale, v_scale=v_scale, schedule=self.schedule,
@@ -101,7 +108,7 @@ class PagedAttend:
         config = layer.config
         if self.related or layer.window is not None or layer.sinks is not None or layer.beside or layer.zero_centered:
             return False
-        if layer.soft_cap is not None:
+        if layer.soft_cap is not None or not layer.keeps:
             return False
         if not switches.FUSED_QKV or pool.dtype != qkv.dtype:
             return False
@@ -169,14 +176,19 @@ class PagedAttend:
         pool, rank = cache.k[layer.index], layer.w_uv.shape[-1]
         scale = cache.k_scale[layer.index] if cache.k_scale else None
         tokens, heads, nope = q_nope.shape[1:]
-        if not self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1]):
+        expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
+        if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, pool.shape[2]):
+            return absorbed_over_ranks(
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt
+            )
+        if self.dealt == 1 and not expands:
             return absorbed_attention(
                 layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
             )
         row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
-            context_chunk=self.form.chunk(row), latent_scale=scale,
+            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt,
         )  # fmt: skip
 
 

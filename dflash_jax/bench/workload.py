@@ -172,12 +172,14 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     dtype = asked.dtype or "bfloat16"
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
     check_sharing(target, draft, asked)
-    ranks = local_ranks(asked.tp)
+    dealt = asked.decode_context_parallel_size
+    ranks = local_ranks(asked.tp, deal=dealt > 1)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     engine = Engine(
         target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=Programs(ranks=ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
+        page_size=dealt * asked.page_size,
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window),
     )  # fmt: skip

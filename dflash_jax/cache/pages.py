@@ -95,10 +95,11 @@ def _index_pools(
     return keys, tuple(jax.device_put(jnp.zeros(shape[:3], jnp.float32)) for shape in shapes)
 
 
-def pool_axes(pages: Pages) -> Any:
-    """`Pages` with, in place of each array, the axis that key heads are on; -1 for latent rows, which are all heads'."""
+def pool_axes(pages: Pages, *, deal: bool = False) -> Any:
+    """`Pages` with, in place of each array, the axis along which ranks share it: the one that key heads are on; of latent rows,
+    which are all heads', that of a page's tokens where those are dealt out, else -1."""
     if not pages.v:
-        return jax.tree.map(lambda _: -1, pages)
+        return jax.tree.map(lambda leaf: 2 if deal and leaf.ndim == 4 else -1, pages)
     scales = 1 if pages.k_scale and pages.k_scale[0].ndim > 1 else 0
     axes: dict[str, Any] = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
     return Pages(**{name: (axis,) * len(getattr(pages, name)) for name, axis in axes.items()})

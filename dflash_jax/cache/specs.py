@@ -41,4 +41,4 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
         indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
         index: int = getattr(config, "index_head_dim", 0)
         return tuple(LayerSpec(1, width, values=False, index=index if own else 0) for own in indexers)
-    return (LayerSpec(config.num_kv_heads, config.head_dim),) * config.cached_layers
+    return tuple(LayerSpec(heads, dim) for heads, dim in config.key_shapes)

@@ -80,6 +80,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
+            "dealt_to": engine.dealt,
             "num_pages": engine.num_pages,
             "pool_bytes": engine.pool_bytes,
         },
@@ -175,6 +176,9 @@ def lines(facts: dict[str, Any]) -> list[str]:
         rows.append(("", f"{device['shared_by']} of them share the models; sizes are what each of these holds"))
     for model in facts["models"]:
         keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
+        if "full_attention_head_dim" in model:
+            full = model["full_attention_kv_heads"], model["full_attention_head_dim"]
+            keys += f" ({full[0]} of {full[1]} in layers without a window)"
         if "latent_width" in model:
             keys = f"one latent row of {model['latent_width']}"
         if "index_width" in model:
@@ -204,7 +208,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
     rows += [
         (
             "pages",
-            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens",
+            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens"
+            + (f", each dealt out to {pages['dealt_to']} devices" if pages["dealt_to"] > 1 else ""),
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
         *_shortage(pages, memory),

@@ -50,10 +50,10 @@ def over_ranks(
     """
     static = static_of_rank(static)
     inputs, tree = jax.tree.flatten(args)
-    specs = jax.tree.leaves((_weight_specs(args[0]), *map(_specs, args[1:])), is_leaf=_is_spec)
+    specs = jax.tree.leaves((_weight_specs(args[0]), *(_specs(arg, ranks) for arg in args[1:])), is_leaf=_is_spec)
     given = args[donate[0] if donate else 1]
     back, back_tree = jax.tree.flatten(given)
-    back_specs = jax.tree.leaves(_specs(given), is_leaf=_is_spec)
+    back_specs = jax.tree.leaves(_specs(given, ranks), is_leaf=_is_spec)
     # Arrays of zero elements stay outside: donated and passed on they crash XLA's compiler (jaxlib 0.11.2).
     inside, outcome = _Filled(inputs), _Filled(back)
     others, others_tree = _Filled(()), jax.tree.structure(None)
@@ -104,7 +104,7 @@ class _Filled:
 
 def share_pools(ranks: Ranks, pools: Any) -> Any:
     """Shardings of page pools and recurrent states, which may be shapes."""
-    return jax.tree.map(partial(NamedSharding, ranks.mesh), _specs(pools), is_leaf=_is_spec)
+    return jax.tree.map(partial(NamedSharding, ranks.mesh), _specs(pools, ranks), is_leaf=_is_spec)
 
 
 def _is_spec(value: Any) -> bool:
@@ -115,8 +115,9 @@ def _weight_specs(weights: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding.spec, weights)
 
 
-def _specs(tree: Any) -> Any:
-    """Of anything but weights: pools and recurrent states are cut by heads, the rest is whole."""
+def _specs(tree: Any, ranks: Ranks) -> Any:
+    """Of anything but weights: pools and recurrent states are cut by heads, latent pages by tokens where those are dealt out, and
+    the rest is whole."""
 
     def of(part: Any) -> Any:
         if isinstance(part, DeltaState):
@@ -124,6 +125,7 @@ def _specs(tree: Any) -> Any:
             return DeltaState(heads, channels)
         if not isinstance(part, Pages):
             return P()
-        return jax.tree.map(lambda axis: P() if axis < 0 else P(*(None,) * axis, AXIS), pool_axes(part))
+        axes = pool_axes(part, deal=ranks.deal)
+        return jax.tree.map(lambda axis: P() if axis < 0 else P(*(None,) * axis, AXIS), axes)
 
     return jax.tree.map(of, tree, is_leaf=lambda part: isinstance(part, Pages | DeltaState))

@@ -60,7 +60,7 @@ def cycle(
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
     plans = cycle_plans(setup, weights, page_table, state)
-    live = ~state.done
+    live, draft_table = ~state.done, setup.draft_table(page_table)
     target = bind(setup.target, weights["target"])
     places = jnp.arange(setup.width)
     emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
@@ -72,10 +72,10 @@ def cycle(
     lengths, odds, pack = None, None, None
     if setup.draft is not None:
         drafter = bind(setup.draft, weights["draft"])
-        draft_pages = commit_context(drafter, state, page_table, plans.context, workspaces.context)
+        draft_pages = commit_context(drafter, state, draft_table, plans.context, workspaces.context)
         if plans.draft is not None:
             run = Planned(plans.draft, workspaces.draft)
-            block, draft_pages = draft_block(drafter, target, draft_pages, page_table, state, run, setup.draft_window)
+            block, draft_pages = draft_block(drafter, target, draft_pages, draft_table, state, run, setup.draft_window)
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
@@ -120,7 +120,7 @@ def cycle(
         positions = state.seq_lens[:, None] + places
         lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
-        attend = PagedAttend(page_table, positions, lengths, pages.page_size, heads=heads)
+        attend = PagedAttend(page_table, positions, lengths, pages.page_size, heads=heads, dealt=setup.dealt)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:

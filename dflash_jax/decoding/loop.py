@@ -94,7 +94,7 @@ def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], stat
         return state
     rows, dtype = state.done.shape[0] * setup.offered, state.features.dtype
     plan = choose_context(weights["draft"], rows, dtype)
-    draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, page_table, plan)
+    draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, setup.draft_table(page_table), plan)
     features = jnp.zeros_like(state.features[:, : setup.width])
     return replace(state, features=features, fresh=jnp.zeros_like(state.fresh), draft_pages=draft_pages)
 

@@ -111,7 +111,9 @@ def _filled(
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
         heads = attending_heads(setup.target, run.plan)
         page_size, states = caches.target.page_size, caches.recurrent
-        attend = PagedAttend(page_table, positions, lengths, page_size, setup.form, related=related, heads=heads)
+        attend = PagedAttend(
+            page_table, positions, lengths, page_size, setup.form, related=related, heads=heads, dealt=setup.dealt
+        )
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
         hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
         target_pages, states = committed(cache, states, lengths)
@@ -123,7 +125,12 @@ def _filled(
         live = rows < lengths[:, None]
         features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
         draft_pages = write_context(
-            drafter, draft_pages, page_table, context_products(drafter, features), positions, live
+            drafter,
+            draft_pages,
+            setup.draft_table(page_table),
+            context_products(drafter, features),
+            positions,
+            live,
         )
     return Caches(target_pages, draft_pages, states), hidden, logits
 

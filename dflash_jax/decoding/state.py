@@ -62,6 +62,8 @@ class Setup:
       per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
       ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
+      dealt: of those the ones that have a part each of every latent page; 1 where all have all. A page of the page table is then
+        so many of the drafter's pages, one after the other (`draft_table`).
     """
 
     target: DecoderConfig
@@ -76,6 +78,7 @@ class Setup:
     verified: int | None = None
     per_request: bool = False
     ranks: int = 1
+    dealt: int = 1
 
     def of_rank(self) -> "Setup":
         """The same for a rank, whose models have its share of heads; itself on one device."""
@@ -86,13 +89,22 @@ class Setup:
 
     def for_prefill(self, *, scored: bool = False) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
-        return Setup(target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks)
+        return Setup(
+            target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks, dealt=self.dealt
+        )
 
     def verifying(self, length: int, *, per_request: bool = False) -> "Setup":
         """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average,
         where that is neither the pending one alone nor all."""
         verified = None if length >= self.offered else length
         return replace(self, verified=verified, per_request=per_request and 1 < length < self.offered)
+
+    def draft_table(self, page_table: Int[Array, "B W"]) -> Int[Array, "B V"]:
+        """The page table of the drafter, whose heads have pages that a kernel takes."""
+        if self.dealt == 1:
+            return page_table
+        pages = page_table[:, :, None] * self.dealt + jnp.arange(self.dealt)
+        return pages.reshape(page_table.shape[0], -1)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -136,6 +148,7 @@ class Setup:
         context = choose_context(weights["draft"], slots * self.width, dtype, drafts=self.width > 1)
         if self.width == 1:
             return Plans(target, None, context)
+        table_width *= self.dealt
         seen = min(table_width, self.seen_pages(pools[1].page_size) or table_width)
         block = CallShape(slots, self.draft.block_size, dtype, page_shape(pools[1], seen))
         draft = choose(layer_traits(self.draft), block, weight_format(weights["draft"]), ranks=self.ranks)
@@ -159,9 +172,11 @@ class Setup:
 
 
 def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, int] | None:
-    """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows."""
+    """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows; None
+    also where layers differ in them."""
     traits = layer_traits(config)
-    return None if traits.attention == "latent" or plan.attention == "in_layer" else (traits.heads, traits.kv_heads)
+    apart = traits.attention == "heads" and plan.attention == "apart" and not traits.mixed_heads
+    return (traits.heads, traits.kv_heads) if apart else None
 
 
 def page_shape(pages: Pages, table_width: int) -> PageShape | None:

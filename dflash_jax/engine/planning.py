@@ -44,7 +44,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     if draft is not None:
         check_pair(target.config, draft)
     check_sharing(target.config, draft, options)
-    ranks = local_ranks(options.tp)
+    dealt = options.decode_context_parallel_size
+    ranks = local_ranks(options.tp, deal=dealt > 1)
     check_cache_dtype(target.config, options.cache_dtype)
     if draft is None and options.draft_weight_dtype is not None:
         raise ParameterError(
@@ -58,7 +59,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     engine = Engine(
         target=target.config, draft=draft, weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=options.cache_dtype,
         max_model_len=choose_model_len(target.config, options.max_model_len), max_batch=options.max_batch,
-        page_size=options.page_size, proposals=options.proposals,
+        page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=Programs(ranks=ranks),
     )  # fmt: skip

@@ -49,6 +49,8 @@ class Resources:
       dtype: of activations and pages.
       max_model_len: prompt and produced tokens of one request at most.
       max_batch: slots.
+      page_size: tokens of a page; where ranks have a part each of the target's, of all those together. The drafter's pages then are
+        as large as such a part, and so many times more.
       max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
       num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
       latent_form: how prompts attend where the target's attention is latent.
@@ -124,12 +126,17 @@ class Resources:
         return 1 if self.programs.ranks is None else self.programs.ranks.count
 
     @property
+    def dealt(self) -> int:
+        """Devices that have a part each of every latent page."""
+        return 1 if self.programs.ranks is None else self.programs.ranks.dealt
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page of both models, of what each device holds of it."""
         target, draft = self.target, self.draft
         theirs = 0 if draft is None else page_bytes(share_config(draft, self.tp), self.page_size, self.dtype)
         target = share_config(target, self.tp)
-        return theirs + page_bytes(target, self.page_size, self.dtype, cache_dtype=self.cache_dtype)
+        return theirs + page_bytes(target, self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -244,6 +251,7 @@ class Resources:
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
+            dealt=self.dealt,
         )  # fmt: skip
 
     @property
@@ -336,12 +344,12 @@ class Resources:
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
-        target, draft = pool_config(self.target, self.tp), self.draft
+        target, draft, dealt = pool_config(self.target, self.tp), self.draft, self.dealt
         return (
             make_pages(target, self.num_pages, self.page_size, self.dtype, **options),
             Pages((), ())
             if draft is None
-            else make_pages(pool_config(draft, self.tp), self.num_pages, self.page_size, self.dtype),
+            else make_pages(pool_config(draft, self.tp), self.num_pages * dealt, self.page_size // dealt, self.dtype),
         )
 
     def lose_pools(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dflash_jax.attention.context_parallel import most_queries
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig
@@ -17,6 +18,7 @@ def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: i
 
 def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
     """Raises ParameterError, with every reason, where `options.tp` devices cannot share a target and its drafter."""
+    _check_dealing(target, draft, options)
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
@@ -24,6 +26,26 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
         reasons.append("cache_dtype is not there for several devices yet: leave it out")
     if reasons:
         raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")
+
+
+def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
+    """Raises ParameterError where latent pages cannot be dealt out as asked."""
+    dealt, subject = options.decode_context_parallel_size, "decode_context_parallel_size"
+    if dealt == 1:
+        return
+    if dealt != options.tp:
+        raise ParameterError(f"{subject} must be 1 or tp={options.tp}, got {dealt}")
+    if layer_traits(target).attention != "latent":
+        raise ParameterError(
+            f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
+            "cut by key heads"
+        )
+    verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, options.page_size)
+    if verified > most:
+        raise ParameterError(
+            f"{subject}={dealt} with page_size={options.page_size} verifies up to {most} tokens of a sequence, the drafter's "
+            f"blocks have {verified}: raise page_size"
+        )
 
 
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
@@ -34,6 +56,9 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
     if traits.activation == "clamped_swiglu":
         yield f"experts of {name} have biases, which no two devices share yet"
+        return
+    if traits.mixed_heads:
+        yield f"layers of {name} differ in their heads, which no two devices share yet"
         return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"

@@ -35,13 +35,20 @@ class Ranks:
 
     Attributes:
       mesh: of all of them, along `AXIS`; an abstract one of devices that are not here.
+      deal: whether tokens of latent pages are dealt out, each rank a part of every page; otherwise all have all.
     """
 
     mesh: Mesh | AbstractMesh
+    deal: bool = False
 
     @property
     def count(self) -> int:
         return self.mesh.shape[AXIS]
+
+    @property
+    def dealt(self) -> int:
+        """Ranks that have a part each of every latent page."""
+        return self.count if self.deal else 1
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -114,8 +121,8 @@ class Ranks:
         return jax.jit(shared)(arrays)
 
 
-def local_ranks(count: int) -> Ranks | None:
-    """The first `count` devices of this process as ranks; None for one, which shares nothing.
+def local_ranks(count: int, *, deal: bool = False) -> Ranks | None:
+    """The first `count` devices of this process as ranks; None for one, which shares nothing. `deal`: see `Ranks`.
 
     Raises:
       ParameterError: there are fewer, or they are of several kinds.
@@ -134,7 +141,7 @@ def local_ranks(count: int) -> Ranks | None:
             f"tp={count} needs devices of one kind, the first {count} are {' and '.join(kinds)}: name alike ones in "
             "CUDA_VISIBLE_DEVICES"
         )
-    return Ranks(Mesh(np.array(devices[:count]), (AXIS,)))
+    return Ranks(Mesh(np.array(devices[:count]), (AXIS,)), deal)
 
 
 def share_config[C: DecoderConfig](config: C, ranks: int) -> C:

@@ -6,15 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention.mla import expanded_attention
-from dflash_jax.attention.standalone.context_parallel import (
+from dflash_jax.attention.context_parallel import (
     combine_ranks,
+    limits_on_rank,
     local_lens,
     local_slot,
-    padded_local_lens,
-    reorder_gathered,
+    most_queries,
     visible_on_rank,
 )
+from dflash_jax.attention.mla import expanded_attention
+from dflash_jax.attention.standalone.context_parallel import padded_local_lens, reorder_gathered
 from dflash_jax.attention.standalone.mla_metadata import ContextChunks, plan_context
 from dflash_jax.attention.standalone.mla_packed import packed_prefill
 
@@ -48,6 +49,12 @@ def test_causal_bounds_of_several_queries(ranks: int, interleave: int) -> None:
                 position = length - count + i
                 held = local_slot(np.arange(position + 1), ranks=ranks, interleave=interleave)[0] == rank
                 assert seen[row, i] == (held.sum() if i < count else 0)
+        stand, (fewest, most) = limits_on_rank(
+            jnp.asarray(seq_lens), jnp.asarray(q_lens), rank, ranks=ranks, interleave=interleave
+        )
+        bounded = np.clip((stand - q_lens)[:, None] + np.arange(8) + 1, fewest[:, None], most[:, None])
+        held = (np.arange(8) < q_lens[:, None]) & (q_lens <= most_queries(ranks, interleave))[:, None]
+        np.testing.assert_array_equal(bounded[held], seen[held])
     if interleave == 1:  # the closed form
         rank, length, count = ranks - 1, 37, 5
         bounds = visible_on_rank(jnp.array([length]), jnp.array([count]), count, rank, ranks=ranks, interleave=1)[0]

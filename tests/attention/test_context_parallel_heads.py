@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from dflash_kernels import merge_states, paged_attention, ragged_attention
 
-from dflash_jax.attention.standalone.context_parallel import combine_ranks, local_lens, local_slot
+from dflash_jax.attention.context_parallel import combine_ranks, local_lens, local_slot
 
 from ..kernels.attention_oracle import make_case, oracle
 

@@ -19,7 +19,7 @@ TYPED = {
     "num_pages": ("9", 9), "state_snapshots": ("0", 0),
     "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
-    "draft_window": ("128", 128), "tp": ("2", 2),
+    "draft_window": ("128", 128), "tp": ("2", 2), "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]),
 }  # fmt: skip
 

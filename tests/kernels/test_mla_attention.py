@@ -116,6 +116,47 @@ def test_nothing_unused_is_read(dtype: Any, implementation: str) -> None:
         assert same_bits(run(build(garbage=garbage), implementation), expected)
 
 
+def limited() -> tuple[jax.Array, tuple[jax.Array, jax.Array], list[np.ndarray]]:
+    """Where queries stand that see rows of a part of a sequence, the fewest and the most of them, and how many each one sees: a
+    part before all queries, behind all, one that ends among them, one that begins there, and one that lies among them."""
+    stand, fewest, most = np.array([30, 2, 22, 14, 3]), np.array([9, 0, 19, 10, 1]), np.array([9, 0, 21, 40, 4])
+    seen = [
+        np.clip(place - 4 + np.arange(4) + 1, low, high) for place, low, high in zip(stand, fewest, most, strict=True)
+    ]
+    assert [[*each] for each in seen] == [[9] * 4, [0] * 4, [19, 20, 21, 21], [11, 12, 13, 14], [1, 1, 2, 3]]
+    return jnp.asarray(stand), (jnp.asarray(fewest), jnp.asarray(most)), seen
+
+
+def limited_case(**options: Any) -> Case:
+    return latent_case([9, 0, 21, 40, 4], [4] * 5, t=4, **options)
+
+
+def test_limits(implementation: str) -> None:
+    """Each query is one of a sequence of its own that has so many rows."""
+    case = limited_case(page_size=16)
+    stand, limits, seen = limited()
+    q, pages, _, table, _, q_lens = case.arrays()
+    out, lse = call(
+        q,
+        pages,
+        table,
+        stand,
+        q_lens,
+        limits=limits,
+        kv_lora_rank=RANK,
+        scale=0.2,
+        implementation=implementation,
+    )
+    for row in range(4):
+        lens = np.array([each[row] for each in seen], np.int32)
+        alone = dataclasses.replace(case, q=case.q[:, row : row + 1], seq_lens=lens, q_lens=np.minimum(lens, 1))
+        true_out, true_lse = true_values(alone)
+        np.testing.assert_allclose(out[:, row], true_out[:, 0], rtol=0, atol=5e-6)
+        np.testing.assert_allclose(lse[:, row], true_lse[:, 0], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="limits bound what causal queries see"):
+        mla_attention(q, pages, table, stand, limits=limits, kv_lora_rank=RANK, scale=0.2, causal=False)
+
+
 def test_order_of_pages_and_requests_does_not_matter(implementation: str) -> None:
     build = functools.partial(latent_case, [70, 45, 0, 16, 3], [7, 5, 7, 0, 3], t=7, width=6, seed=5)
     out, lse = run(build(), implementation)

@@ -18,13 +18,13 @@ from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
-from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
 from dflash_jax.parallel.collectives import AXIS
 from dflash_jax.parallel.ranks import Ranks
 
 KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 # What waits for other GPUs: sums of products, and gathered choices.
-MEETINGS = ("all_reduce", "all_gather")
+MEETINGS = ("all_reduce", "all_gather", "all_to_all")
 
 
 def cut_short(target: Any, draft: Any) -> tuple[Any, Any]:
@@ -34,10 +34,13 @@ def cut_short(target: Any, draft: Any) -> tuple[Any, Any]:
     return target, replace(draft, num_layers=1, windows=(None,), causal=(False,), **taps)
 
 
+LATENT_DRAFT = replace(DRAFTERS["Qwen3-8B-DFlash-b16"], hidden_size=2048, target_hidden_size=2048, vocab_size=102400)
+
 # Family, target and drafter.
 MODELS: dict[str, tuple[str, Any, Any]] = {
     "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
     "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
+    "latents": ("deepseek", *cut_short(DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], LATENT_DRAFT)),
 }  # fmt: skip
 
 
@@ -45,7 +48,8 @@ def engine_of(name: str, ranks: Ranks, slots: int) -> Engine:
     family, target, draft = MODELS[name]
     models = [(target, family_named(family)), (draft, family_named("dflash"))]
     weights = spread(models, weight_shapes(models, BFLOAT16, rows=16 * slots, ranks=ranks), ranks)
-    return Engine(target, draft, weights, BFLOAT16, max_model_len=512, max_batch=slots, programs=Programs(ranks=ranks))
+    options: dict[str, Any] = {"max_model_len": 512, "max_batch": slots, "page_size": 64 * ranks.dealt}
+    return Engine(target, draft, weights, BFLOAT16, programs=Programs(ranks=ranks), **options)
 
 
 def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> str:
@@ -59,11 +63,14 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
 
 @pytest.mark.few("dense-1-2")
 @pytest.mark.parametrize(
-    ("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4)]
+    ("name", "slots", "count"),
+    [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4), ("latents", 1, 2), ("latents", 8, 8)],
 )
 def test_programs_lower(name, slots, count):
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
-    ranks = Ranks(jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device))
+    mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    dealt = name == "latents"
+    ranks = Ranks(mesh, deal=dealt)
     name_values_once()
     with jax.sharding.use_abstract_mesh(ranks.mesh):
         engine = engine_of(name, ranks, slots)
@@ -75,5 +82,6 @@ def test_programs_lower(name, slots, count):
     for text in (cycles, prompts):
         assert "mosaic_gpu" in "".join(re.findall(r"custom_call @(\w+)", text))
     meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)
-    # Two for each of three layers, two choices among ranks.
-    assert meetings == 2 * 3 + 2
+    # Two for each of three layers, two choices among ranks; two more for latents that are dealt out in each of the target's layers,
+    # and one for the shared experts of the second one.
+    assert meetings == 2 * 3 + 2 + (2 * 2 + 1 if dealt else 0)

@@ -37,6 +37,7 @@ def mla_attention(
     scale: float,
     q_lens: Int[Array, "B"] | None = None,
     causal: bool = True,
+    limits: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
     latent_scale: float | Float[Array, ""] | None = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -56,6 +57,10 @@ def mla_attention(
       scale: softmax scale. It belongs to the width of the heads before absorption, which this function does not see.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
       causal: a query sees no row after its own position.
+      limits: int32, the fewest and the most rows that a sequence's live queries see, wherever they stand, for a causal call; a
+        query sees what its position allows, brought between both. Then the most takes the place of `seq_lens` as the number of
+        rows, and `seq_lens` only says where the queries stand, also before or behind the rows. So a part of a sequence's rows is
+        attended to by queries that are not all behind it.
       latent_scale: float32 factor of float8_e4m3fn rows, rotated part included; 1 where None.
       return_lse: also return the natural-log sum of exponentials, at least float32.
       implementation: a name, names to try in order, or None for the best that takes the call.
@@ -73,7 +78,10 @@ def mla_attention(
     check_latent_pages(latent_pages, width)
     if not 0 < kv_lora_rank <= width:
         raise ValueError(f"kv_lora_rank {kv_lora_rank} must be at least 1 and at most the rows' width {width}")
-    check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
+    fewest, most = (None, None) if limits is None else limits
+    check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens, fewest=fewest, most=most)
+    if limits is not None and not causal:
+        raise ValueError("limits bound what causal queries see: leave them out, or causal=False, which sees all rows")
     check_filled(q=q, latent_pages=latent_pages, page_table=page_table)
     quantised = latent_pages.dtype == jnp.float8_e4m3fn
     if not quantised and not is_wide(latent_pages):
@@ -89,6 +97,7 @@ def mla_attention(
     with jax.named_scope("mla_attention"):
         out, lse = first_fitting(
             "mla_attention", IMPLEMENTATIONS, implementation, q, latent_pages, page_table, seq_lens, q_lens,
-            kv_lora_rank=kv_lora_rank, scale=plain(scale), causal=causal, latent_scale=latent_scale,
+            kv_lora_rank=kv_lora_rank, scale=plain(scale), causal=causal, limits=limits,
+            latent_scale=latent_scale,
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -47,6 +47,7 @@ class Launch:
       splits: CTAs that share a sequence's visible rows; min_tiles: fewest tiles worth a split.
       quantised: rows are e4m3 numbers.
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
+      limited: sequences have a fewest and a most of rows that their queries see.
     """
 
     tokens: int
@@ -61,6 +62,7 @@ class Launch:
     ordered: bool
     causal: bool
     scale: float
+    limited: bool = False
 
     @property
     def copies(self) -> int:
@@ -85,7 +87,7 @@ class Launch:
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantised: bool, causal: bool,
-    scale: float,
+    scale: float, limited: bool = False,
 ) -> Launch:  # fmt: skip
     """Cuts a call into CTAs."""
     rows = -(-tokens * heads // 8) * 8
@@ -97,6 +99,7 @@ def plan(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
         splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
         ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS, causal=causal, scale=scale,
+        limited=limited,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def tuned(
     kv_lora_rank: int,
     scale: float,
     causal: bool,
+    limits: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
     latent_scale: Float[Array, ""] | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
@@ -48,10 +49,12 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, latent_pages, kv_lora_rank, scale)
+    if limits is not None and latent_scale is not None:
+        raise NotImplementedError("takes no limits with float8_e4m3fn pages")
     exact, sizes = tuning_key(q, latent_pages, page_table, causal)
     tuning = tuning or choose("attention/mla", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
-        q, latent_pages, page_table, seq_lens, q_lens, latent_scale, scale=scale, causal=causal, tuning=tuning,
+        q, latent_pages, page_table, seq_lens, q_lens, limits, latent_scale, scale=scale, causal=causal, tuning=tuning,
         interpret=interpret,
     )  # fmt: skip
 
@@ -67,8 +70,8 @@ def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
 @functools.partial(jax.jit, static_argnames=("scale", "causal", "tuning", "interpret"))
 def _attend(
-    q: Array, latent_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, latent_scale: Array | None, *,
-    scale: float, causal: bool, tuning: Tuning, interpret: Any,
+    q: Array, latent_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array,
+    limits: tuple[Array, Array] | None, latent_scale: Array | None, *, scale: float, causal: bool, tuning: Tuning, interpret: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.attention.mla import mosaic_gpu_sm90 as kernel
@@ -77,7 +80,7 @@ def _attend(
     b, tokens, heads, width = q.shape
     launch = plan(
         tuning, b=b, tokens=tokens, heads=heads, page_size=latent_pages.shape[2], table_width=page_table.shape[1],
-        quantised=latent_scale is not None, causal=causal, scale=scale,
+        quantised=latent_scale is not None, causal=causal, scale=scale, limited=limits is not None,
     )  # fmt: skip
     rows = tokens * heads
     folded = q.reshape(b, rows, width)
@@ -91,7 +94,9 @@ def _attend(
         return out.reshape(b, tokens, heads, RANK), lse.reshape(b, tokens, heads)
     if launch.rows > rows:
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - rows), (0, 0)))
-    order = longest_first(seq_lens) if launch.ordered else lens
+    order = longest_first(seq_lens if limits is None else limits[1]) if launch.ordered else lens
+    if limits is not None:
+        lens = jnp.concatenate([lens, *(limit.astype(jnp.int32) for limit in limits)])
     out, lse = kernel.attention(launch, folded, latent_pages, table, lens, new_lens, order, interpret=interpret)
     if launch.direct:
         out, lse = out[:, :rows], lse[:, 0, 0, :rows]

@@ -54,7 +54,7 @@ def attention(
       q: `[B, rows, R + r]`.
       latent_pages: `[P, 1, p, R + r]`. Rows at or past `seq_lens` may hold anything.
       table: `[B, W]` int32. Entries past a sequence's last page are never read.
-      seq_lens, q_lens: `[B]` int32.
+      seq_lens, q_lens: `[B]` int32; where `launch.limited`, behind the lengths come the fewest and the most rows seen.
       order: `[B]` int32, the sequences in the order in which they begin, read where `launch.ordered`.
 
     Returns:
@@ -147,15 +147,20 @@ class Tiles:
         if not launch.direct:
             touch_row(table_ref.at[self.b])
         self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
+        self.fewest, rows = None, self.seq_len
+        if launch.limited:
+            sequences = live_ref.shape[0]
+            self.fewest, rows = seq_ref[sequences + self.b], seq_ref[2 * sequences + self.b]
         # A sequence longer than its table is cut to it; positions still count from the true length.
-        self.kv_len = jnp.minimum(self.seq_len, launch.table_width * launch.page_size)
+        self.kv_len = jnp.minimum(rows, launch.table_width * launch.page_size)
         self._ranges()
 
     def limit(self, token):
         """The key after the last one that a query token sees."""
         if not self.launch.causal:
             return self.kv_len
-        return jnp.minimum(self.kv_len, self.seq_len - self.q_len + token + 1)
+        seen = self.seq_len - self.q_len + token + 1
+        return jnp.minimum(self.kv_len, seen if self.fewest is None else jnp.maximum(seen, self.fewest))
 
     def _ranges(self):
         """Tiles of this split: [begin, end), in pairs of which the first `whole_pairs` are seen by all live rows."""

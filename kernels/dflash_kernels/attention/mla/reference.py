@@ -15,6 +15,7 @@ def mla_attention_reference(
     kv_lora_rank: int,
     scale: float | Float[Array, ""],
     causal: bool,
+    limits: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
     latent_scale: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
     """See `mla_attention`."""
@@ -24,10 +25,13 @@ def mla_attention_reference(
     precision = jax.lax.Precision.HIGHEST if q.dtype == wide else None
 
     keys, rows = jnp.arange(page_table.shape[1] * p), jnp.arange(t)
-    held = keys < seq_lens[:, None]  # [B, S]
+    fewest, most = (None, seq_lens) if limits is None else limits
+    held = keys < most[:, None]  # [B, S]
     visible = held[:, None] & (rows < q_lens[:, None])[:, :, None]
     if causal:
-        visible &= keys <= ((seq_lens - q_lens)[:, None] + rows)[:, :, None]
+        seen = (seq_lens - q_lens)[:, None] + rows + 1
+        seen = seen if fewest is None else jnp.maximum(seen, fewest[:, None])
+        visible &= keys < seen[:, :, None]
 
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
     latents = latent_pages[jnp.clip(page_table, 0, pages - 1)].reshape(b, -1, width)

@@ -59,10 +59,13 @@ def mla_attention_triton(
     kv_lora_rank: int,
     scale: float,
     causal: bool,
+    limits: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
     latent_scale: Float[Array, ""] | None = None,
     tuning: Tuning = CHOSEN,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
     """See `mla_attention`. Raises NotImplementedError for what it does not take; `tuning` is for benchmarks."""
+    if limits is not None:
+        raise NotImplementedError("takes no limits")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes queries in bfloat16 or float16, not {q.dtype}")
     if latent_pages.dtype not in (q.dtype, jnp.float8_e4m3fn):
