@@ -19,7 +19,7 @@ from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
-MOST_RANKS = 8
+MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 CacheDtype = Literal["fp8", "fp8_packed", "int8"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
