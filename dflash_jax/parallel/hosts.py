@@ -1,13 +1,7 @@
-"""Several hosts share a model: one process on each, which `start` brings together before anything touches a device.
+"""Several hosts share a model: one process on each, which `start` brings together before anything touches a device."""
 
-`python -m dflash_jax.parallel.hosts COMMAND ...` is `dflash-jax COMMAND ...` on all of them, once they are together.
-"""
-
-import argparse
 import os
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -55,22 +49,3 @@ def _gpus_here() -> int:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
     return len([one for one in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", one.name)])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command of `dflash-jax` on all processes."""
-    parser = argparse.ArgumentParser(prog="python -m dflash_jax.parallel.hosts", description=main.__doc__)
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0; not under SLURM or Open MPI")
-    parser.add_argument("--processes", type=int, help="how many there are")
-    parser.add_argument("--process", type=int, help="which one this is, from 0")
-    parser.add_argument("--gpus", type=int, help="of this host (default: all that it shows)")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a command of dflash-jax with its options")
-    asked = parser.parse_args(arguments)
-    start(asked.coordinator, asked.processes, asked.process, gpus=asked.gpus)
-    from dflash_jax.cli import main as command  # once devices are those of all
-
-    return command(asked.command)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
