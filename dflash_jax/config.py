@@ -398,6 +398,11 @@ class DecoderConfig:
         """Layers that keep keys and values in pages."""
         return self.num_layers
 
+    @property
+    def key_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Key heads, and the size of one, of each layer that keeps keys and values in pages."""
+        return ((self.num_kv_heads, self.head_dim),) * self.cached_layers
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

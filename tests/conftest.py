@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAliasType, get_args
@@ -25,6 +25,9 @@ import pytest
 from jaxtyping import AbstractArray, TypeCheckError, install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
+# Calls of a function whose arguments are held against its annotations, in each test.
+CHECKED_CALLS = 3
+_test = 0  # how many tests have begun
 # Files of few tests that take a minute or more: begun last, they would keep one process busy while the others have nothing left.
 LONG = (
     "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
@@ -55,13 +58,35 @@ MAPPINGS = 20_000
 def check_annotations(function: Any = None, *, typechecker: Any) -> Any:
     """What jaxtyping's import hook decorates with: jaxtyping itself where axes of arrays are named, beartype alone where none are.
 
-    jaxtyping binds every call's arguments anew, which took a sixth of the engine's tests, and beartype does not.
+    jaxtyping binds every call's arguments anew, which took a sixth of the engine's tests, and beartype does not. Both check the
+    first `CHECKED_CALLS` of a function in each test: further ones, of other layers and other turns, took a fifth.
     """
     if function is None:
         return functools.partial(check_annotations, typechecker=typechecker)
-    if not inspect.isfunction(function) or any(map(_names_axes, function.__annotations__.values())):
+    if not inspect.isfunction(function):
         return _JAXTYPED(function, typechecker=typechecker)
-    return _beartype()(function) if function.__annotations__ else function
+    if any(map(_names_axes, function.__annotations__.values())):
+        return _first_calls(function, functools.partial(_JAXTYPED, typechecker=typechecker))
+    return _first_calls(function, _beartype()) if function.__annotations__ else function
+
+
+def _first_calls(function: Any, check: Callable[[Any], Any]) -> Any:
+    """`function`, checked in the first calls of a test. The check is made once there is one: most functions are not called."""
+    test, left, checked = -1, 0, None
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal test, left, checked
+        if test != _test:
+            test, left = _test, CHECKED_CALLS
+        if not left:
+            return function(*args, **named)
+        left -= 1
+        if checked is None:
+            checked = check(function)
+        return checked(*args, **named)
+
+    return call
 
 
 def _names_axes(annotation: Any) -> bool:
@@ -149,6 +174,13 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_num_cpu_devices", RANKS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Annotations are checked anew: see `check_annotations`."""
+    global _test
+    _test += 1
 
 
 @pytest.hookimpl(wrapper=True)

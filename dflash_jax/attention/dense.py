@@ -17,14 +17,19 @@ from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
 class DenseAttend:
     """An `Attend`, `LatentAttend` and `IndexedAttend` over the tokens of one call; see `dense_attend`.
 
-    It gives a cache back as it is, but for `indexed`.
+    It gives a cache back as it is, but for `indexed` and for layers whose keys and values later ones attend to as well, which are
+    its cache by layer.
     """
 
     def __init__(self, mask: Array | None, context: tuple[Array, Array] | None):
         self.mask, self.context = mask, context
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:
-        q, k, v = layer.heads(qkv, rotary)
+        if layer.keeps:
+            q, k, v = layer.heads(qkv, rotary)
+            cache = {**(cache or {}), layer.index: (k, v)} if layer.reused else cache
+        else:
+            q, (k, v) = layer.queries(qkv, rotary), cache[layer.index]
         if self.context is not None:
             k = jnp.concatenate([self.context[0][layer.index].astype(k.dtype), k], axis=1)
             v = jnp.concatenate([self.context[1][layer.index].astype(v.dtype), v], axis=1)

@@ -62,6 +62,9 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     if traits.activation == "clamped_swiglu":
         yield f"experts of {name} have biases, which no two devices share yet"
         return
+    if traits.mixed_heads:
+        yield f"layers of {name} differ in their heads, which no two devices share yet"
+        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
     if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:

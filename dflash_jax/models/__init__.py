@@ -6,6 +6,7 @@ from dflash_jax.models.deepseek_sparse import SparseDeepseek, SparseDeepseekConf
 from dflash_jax.models.dflash import DFlash, fuse_context_projection
 from dflash_jax.models.dflash_config import DFlashConfig, default_target_layer_ids
 from dflash_jax.models.gemma3 import Gemma3, Gemma3Config
+from dflash_jax.models.gemma4 import Gemma4, Gemma4Config
 from dflash_jax.models.gpt_oss import GptOss, GptOssConfig
 from dflash_jax.models.llama import Llama, LlamaConfig
 from dflash_jax.models.mistral import Mistral, MistralConfig
@@ -25,9 +26,9 @@ from dflash_jax.models.registry import (
 from dflash_jax.models.traits import LayerTraits
 
 __all__ = [
-    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Gemma3", "Gemma3Config", "GptOss", "GptOssConfig",
-    "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2", "Qwen2Config", "Qwen3",
-    "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "SparseDeepseek", "SparseDeepseekConfig", "bind", "count",
-    "default_target_layer_ids", "family_for", "family_named", "family_of", "fuse_context_projection", "init_params",
-    "layer_traits", "parameter_names", "to_huggingface",
+    "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Gemma3", "Gemma3Config", "Gemma4", "Gemma4Config",
+    "GptOss", "GptOssConfig", "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2",
+    "Qwen2Config", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "SparseDeepseek", "SparseDeepseekConfig",
+    "bind", "count", "default_target_layer_ids", "family_for", "family_named", "family_of", "fuse_context_projection",
+    "init_params", "layer_traits", "parameter_names", "to_huggingface",
 ]  # fmt: skip

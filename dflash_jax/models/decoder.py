@@ -1,6 +1,6 @@
 """The part all targets share: embedding, a stack of layers with taps on the residual stream, final norm and head."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -80,10 +80,16 @@ class Decoder(nnx.Module):
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
         if self.embedding_scale != 1.0:
             x, normed = x * jnp.asarray(self.embedding_scale, x.dtype), None
-        streams, hidden, cache = run(self.layers, self.norm, x, self.rotary(positions), attend, cache, normed=normed)
+        layers, rotary = self.layers_for(ids, x), self.rotary(positions)
+        streams, hidden, cache = run(layers, self.norm, x, rotary, attend, cache, normed=normed)
         tapped = [x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
+
+    def layers_for(self, ids: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Sequence[Any]:
+        """The layers as they are called for tokens with the embeddings x: layers that take more than the stream are given it."""
+        del ids, x  # of no use to most
+        return self.layers
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

@@ -9,12 +9,12 @@ take for them.
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import (
     NEUTRAL_KEYS,
@@ -84,6 +84,11 @@ class GemmaConfig(DecoderConfig):
         del index
         return self.num_kv_heads, self.head_dim
 
+    def of_layer(self, index: int) -> "GemmaConfig":
+        """The same model with the heads of layer `index` in all layers."""
+        kv_heads, head_dim = self.head_shape(index)
+        return replace(self, num_kv_heads=kv_heads, head_dim=head_dim)
+
     @property
     def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
         """The rotation of layers with a window and that of layers without, and the size of the heads that turn by it."""
@@ -128,12 +133,12 @@ def tied(keys: KeyReader, whole: KeyReader | None) -> bool:
 
 
 def gemma_fields(
-    keys: KeyReader, *, layers: int, vocab: int, window: int, full_rope: Mapping[str, Any]
+    keys: KeyReader, *, layers: int, vocab: int, window: int, max_position: int, full_rope: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The fields of `GemmaConfig`.
 
     Args:
-      layers, vocab, window: what absent keys mean.
+      layers, vocab, window, max_position: what absent keys mean.
       full_rope: an absent rotation of layers without a window.
     """
     count, heads = keys.integer("num_hidden_layers", layers), keys.integer("num_attention_heads", 8)
@@ -148,7 +153,7 @@ def gemma_fields(
     for name in ("hidden_activation", "hidden_act"):
         if (found := keys.get(name, "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
             raise ConfigError(f"{keys.subject}: {name} must be gelu_pytorch_tanh, got {shown(found)}")
-    max_position = keys.integer("max_position_embeddings", 131_072)
+    max_position = keys.integer("max_position_embeddings", max_position)
     local, full = _rotations(keys, max_position, full_rope)
     return {
         "vocab_size": keys.integer("vocab_size", vocab),
@@ -208,7 +213,7 @@ class GemmaAttention(Attention):
     """Attention that turns heads by one of the two rotations that lie side by side; see `GemmaDecoder.rotary`."""
 
     def __init__(self, config: GemmaConfig, index: int, traits: LayerTraits, norm: type[Norm] = RMSNorm):
-        super().__init__(config, index, traits, norm=norm)
+        super().__init__(config.of_layer(index), index, traits, norm=norm)
         local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
         self.turned = (local, local + full) if config.windows[index] is None else (0, local)
 
@@ -238,7 +243,11 @@ class GemmaLayer(nnx.Module):
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
         x = x + self.attn_out_norm(attended)
-        return x + self.mlp_out_norm(self.mlp(self.post_norm(x))), cache
+        return x + self.mlp_out_norm(self.fed(x)), cache
+
+    def fed(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """What the feed-forward gives of the stream x."""
+        return self.mlp(self.post_norm(x))
 
 
 class GemmaDecoder(Decoder):

@@ -61,7 +61,7 @@ class Gemma3Config(GemmaConfig):
         """
         keys, whole = text_keys(values, (COMPOSITE,), notices)
         config = cls(
-            **gemma_fields(keys, layers=26, vocab=262_208, window=4096, full_rope={}),
+            **gemma_fields(keys, layers=26, vocab=262_208, window=4096, max_position=131_072, full_rope={}),
             query_scalar=keys.number("query_pre_attn_scalar", 256.0, positive=True),
             score_softcap=soft_cap(keys, "attn_logit_softcapping"),
             tie_embeddings=tied(keys, whole),

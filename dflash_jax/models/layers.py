@@ -23,7 +23,7 @@ from dflash_jax.parallel.collectives import best_of_ranks, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
 from dflash_jax.quantization.weights import Quantised, best_product, product
 
-_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
 
 class Rotary(NamedTuple):
@@ -343,7 +343,8 @@ class Attention(nnx.Module):
 
     Attributes the caller reads: `index`, `causal`, `window` (left, right; None = unbounded), `sinks [N]` or None, `scale`,
     `soft_cap` (c of `c * tanh(score / c)`; None = no cap), `norms`, `zero_centered` for weights of these that are offsets from 1,
-    and `beside`, heads of the projection after the values'.
+    `beside`, heads of the projection after the values', and `keeps`, whether the layer has keys of its own: one without attends to
+    those that layer `index` keeps, of which `reused` says that some layer does.
 
     Args:
       beside: heads whose rows of the projection stand after the values', for a subclass that has a use for them.
@@ -352,6 +353,7 @@ class Attention(nnx.Module):
 
     zero_centered = False
     soft_cap: float | None = None
+    keeps, reused = True, False
 
     def __init__(
         self,
@@ -387,6 +389,10 @@ class Attention(nnx.Module):
         q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
         q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return rotate(q, rotary), rotate(k, rotary), v
+
+    def queries(self, projected: Array, rotary: Rotary) -> Array:
+        """Queries `[B,T,N,H]` of a layer without keys of its own."""
+        return self.heads(projected, rotary)[0]
 
     @property
     def projections(self) -> tuple[Linear, Linear]:
@@ -429,7 +435,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(_ACTIVATIONS[self.activation](gate) * up)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
 
 
 class DecoderLayer(nnx.Module):

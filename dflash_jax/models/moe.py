@@ -23,9 +23,9 @@ from dflash_kernels import (
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import MLP, Linear
+from dflash_jax.models.layers import ACTIVATIONS, MLP, Linear
 from dflash_jax.models.parameters import Parameter, Source, single
-from dflash_jax.models.traits import ExpertTraits
+from dflash_jax.models.traits import Activation, ExpertTraits
 from dflash_jax.parallel.collectives import own_rank, ranks_here, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
 
@@ -142,9 +142,11 @@ class Experts(nnx.Module):
 
     Args:
       shared: there is one more, the last one, which every token takes.
+      activation: of the gates. Kernels have silu; others are XLA's.
     """
 
-    def __init__(self, config: ExpertsConfig, *, shared: bool = False):
+    def __init__(self, config: ExpertsConfig, *, shared: bool = False, activation: Activation = "silu"):
+        self.activation: Activation = activation
         e, d, f = config.num_experts + shared, config.hidden_size, config.moe_intermediate_size
         self.hidden, self.inner = d, f
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
@@ -174,7 +176,8 @@ class Experts(nnx.Module):
         if experts.size <= self.count:
             return self.chosen(x, experts, weights)
         if (
-            experts.size >= MANY * self.count
+            self.activation == "silu"
+            and experts.size >= MANY * self.count
             and grouped_linear_refusal(x.dtype, hidden=self.hidden, inner=self.inner) is None
         ):
             return self.grouped(x, experts, weights)
@@ -186,7 +189,7 @@ class Experts(nnx.Module):
         512 tokens of 8 experts among 128 (an H200, bfloat16) take 0.42 ms, 0.73 in blocks; of 6 among 64, 0.38 and 0.56.
         """
         sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
-        return routed_experts_refusal(tokens, taken, dtype, **sizes) is None
+        return self.activation == "silu" and routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
     def parts(
         self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "T E"], exchange: Any = None
@@ -217,7 +220,7 @@ class Experts(nnx.Module):
         """
         gate_up, down = (self._by_expert(matrix)[experts] for matrix in (self.gate_up_proj, self.down_proj))
         both = rows_times(gate_up, x[:, None]).astype(x.dtype)
-        out = rows_times(down, _gated(both)).astype(x.dtype)
+        out = rows_times(down, self._gated(both)).astype(x.dtype)
         return (out.astype(jnp.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
 
     def grouped(
@@ -244,11 +247,15 @@ class Experts(nnx.Module):
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         taken = jax.nn.one_hot(experts, self.count, dtype=jnp.float32)
         share = jnp.einsum("tke,tk->et", taken, weights, precision=jax.lax.Precision.HIGHEST)[..., None]
-        inner = _gated(self.gate_up_proj(x).reshape(x.shape[0], self.count, -1))
+        inner = self._gated(self.gate_up_proj(x).reshape(x.shape[0], self.count, -1))
         out = jnp.einsum("tef,edf->etd", inner, self._by_expert(self.down_proj), precision=precision)
         # Left out, not weighted with 0: an expert that a token did not take may overflow on it.
         kept = jnp.where(taken.any(axis=1).T[..., None], out.astype(jnp.float32) * share, 0.0)
         return kept.sum(axis=0).astype(x.dtype)
+
+    def _gated(self, both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
+        gate, up = jnp.split(both, 2, axis=-1)
+        return ACTIVATIONS[self.activation](gate) * up
 
     def _by_expert(self, matrix: Linear) -> Float[Array, "E out in"]:
         weight = matrix.weight[...]
@@ -283,11 +290,6 @@ def _blocks(experts: Int[Array, "T k"], count: int, rows: int) -> _Blocks:
     )
     of_blocks = jnp.searchsorted(ends, jnp.arange(most), side="right")
     return _Blocks(tokens, places, jnp.minimum(of_blocks, count - 1).astype(jnp.int32), ends[-1])
-
-
-def _gated(both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
-    gate, up = jnp.split(both, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def rows_times(matrices: Float[Array, "T k out in"], x: Float[Array, "T #k in"]) -> Float[Array, "T k out"]:

@@ -138,7 +138,8 @@ def init_params(
 
     `ranks`: devices that share them; each draws its share, so that none has room for all of them.
 
-    Norm weights are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices normal * fan_in ** -0.5.
+    Norm weights and scales are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices
+    normal * fan_in ** -0.5.
 
     Not for `jit`: as it stands a shape is compiled once, while one program for the matrices of a whole model takes a minute.
     """
@@ -169,7 +170,7 @@ def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "one
     leaf = parameter.name.rsplit(".", 1)[-1]
     if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
         return "zeros"
-    if len(parameter.shape) == 1 and leaf == "weight":
+    if len(parameter.shape) == 1 and leaf in ("weight", "scale", "scalar", "expert_scale"):
         return "ones"
     return 0.02 if parameter.name.startswith(("embed", "mask")) else parameter.shape[-1] ** -0.5
 

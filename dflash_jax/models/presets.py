@@ -13,6 +13,7 @@ from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.deepseek_sparse import SparseDeepseekConfig
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.gemma3 import Gemma3Config
+from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.gpt_oss import GptOssConfig
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
@@ -343,6 +344,47 @@ GEMMA3_TARGETS: Mapping[str, Gemma3Config] = MappingProxyType(
         "gemma-3-4b": _gemma3(2560, 10_240, 34, (8, 4, 256)),
         "gemma-3-12b": _gemma3(3840, 15_360, 48, (16, 8, 256)),
         "gemma-3-27b": _gemma3(5376, 21_504, 62, (32, 16, 128), query_scalar=168.0),
+    }
+)
+
+
+def _gemma4(
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    *,
+    experts: tuple[int, int, int] = (0, 0, 0),
+) -> Gemma4Config:
+    """A target of Gemma 4; `heads` are queries, keys with a window and keys without, `experts` all, those of a token and their
+    inner width."""
+    return Gemma4Config(
+        vocab_size=262_144,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=256,
+        full_kv_heads=heads[2],
+        full_head_dim=512,
+        keys_as_values=True,
+        rope=RopeConfig(kind="proportional", theta=1e6, partial=0.25, original_max_position=262_144),
+        local_rope=RopeConfig(theta=1e4, original_max_position=262_144),
+        max_position=262_144,
+        windows=_windowed(layers, 1024),
+        logit_softcap=30.0,
+        num_experts=experts[0],
+        experts_per_token=experts[1],
+        moe_intermediate_size=experts[2],
+    )
+
+
+# The inner width of the 31B and the layers of the 26B-A4B are what gives their published sizes. No file of the 12B was seen.
+GEMMA4_TARGETS: Mapping[str, Gemma4Config] = MappingProxyType(
+    {
+        "gemma-4-31B": _gemma4(5376, 21_504, 60, (32, 16, 4)),
+        "gemma-4-26B-A4B": _gemma4(2816, 2112, 30, (16, 8, 2), experts=(128, 8, 704)),
     }
 )
 

@@ -37,6 +37,16 @@ from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.gemma3 import ARCHITECTURES as GEMMA3_ARCHITECTURES
 from dflash_jax.models.gemma3 import MODEL_TYPES as GEMMA3_TYPES
 from dflash_jax.models.gemma3 import Gemma3, Gemma3Config, gemma3_canonical, gemma3_parameters, gemma3_traits
+from dflash_jax.models.gemma4 import ARCHITECTURES as GEMMA4_ARCHITECTURES
+from dflash_jax.models.gemma4 import MODEL_TYPES as GEMMA4_TYPES
+from dflash_jax.models.gemma4 import (
+    Gemma4,
+    Gemma4Config,
+    gemma4_canonical,
+    gemma4_is_shared,
+    gemma4_parameters,
+    gemma4_traits,
+)
 from dflash_jax.models.gpt_oss import (
     GptOss,
     GptOssConfig,
@@ -153,6 +163,11 @@ def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
 
+def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
+    full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.full_head_dim}
+    return full | (_experts(config) if config.num_experts else {})
+
+
 def _block(config: DFlashConfig) -> dict[str, Any]:
     head = "v1" if config.head is None else config.head.kind
     return {"block_size": config.block_size, "tapped_layers": list(config.target_layer_ids), "draft_head": head}
@@ -181,6 +196,10 @@ FAMILIES = (
     Family(
         "gemma3", "target", GEMMA3_ARCHITECTURES, Gemma3Config, Gemma3, gemma3_parameters, gemma3_canonical,
         traits=gemma3_traits, model_types=GEMMA3_TYPES,
+    ),
+    Family(
+        "gemma4", "target", GEMMA4_ARCHITECTURES, Gemma4Config, Gemma4, gemma4_parameters, gemma4_canonical,
+        traits=gemma4_traits, model_types=GEMMA4_TYPES, surplus=gemma4_is_shared, facts=_two_shapes,
     ),
     Family(
         "deepseek", "target", ARCHITECTURES, DeepseekConfig, Deepseek, deepseek_parameters, deepseek_canonical,

@@ -56,10 +56,11 @@ class LayerTraits:
       value_scale: factor on what attention gives.
       gated: whether what attention gives is gated, by rows of the projection after those of queries, keys and values.
       zero_centered: whether weights of the norms of the stream are offsets from 1.
+      mixed_heads: whether layers differ in key heads and the size of heads; `kv_heads` and `head_dim` are of those with a window.
       normed_out: whether what comes out of a sublayer is normed before it is added to the stream.
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
-      feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one.
+      feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
     """
@@ -81,6 +82,7 @@ class LayerTraits:
     experts: ExpertTraits | None = None
     gated: bool = False
     zero_centered: bool = False
+    mixed_heads: bool = False
     normed_out: bool = False
     convolved: bool = False
     delta: DeltaTraits | None = None

@@ -78,10 +78,10 @@ def default_scales(config: DecoderConfig, cache_dtype: str | None = "fp8") -> Ca
     For int8 pools that is good for nothing but their shapes.
     """
     if cache_dtype == "int8":
-        return CacheScales((), (np.ones((config.num_kv_heads, config.head_dim), np.float32),) * config.cached_layers)
+        return CacheScales((), tuple(np.ones(shape, np.float32) for shape in config.key_shapes))
     if getattr(config, "latent_width", 0):
         return CacheScales((np.ones((), np.float32),) * config.cached_layers)
-    ones = (np.ones(config.num_kv_heads, np.float32),) * config.cached_layers
+    ones = tuple(np.ones(heads, np.float32) for heads, _ in config.key_shapes)
     return CacheScales(ones, ones)
 
 

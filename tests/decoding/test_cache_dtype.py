@@ -22,7 +22,7 @@ TEXTS = [
     "import numpy as np\n\n\ndef normalise(x):\n    return x / x.sum()\n",
     "class Stack:\n    def __init__(self):\n",
 ]
-OPTIONS = {"dtype": "float32", "max_batch": 2, "max_model_len": 96, "page_size": 16}
+OPTIONS = {"dtype": "float32", "max_batch": 1, "max_model_len": 128, "page_size": 16}
 
 
 def test_the_shipped_pair_with_pages_in_float8() -> None:

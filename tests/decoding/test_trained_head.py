@@ -19,10 +19,10 @@ def gained(completions: list[dj.Completion]) -> float:
 
 def test_proposals_of_a_trained_head_stand_and_change_no_text() -> None:
     """Greedy and sampled; a head with random weights would gain little more than a token a cycle."""
-    model = dj.load(draft=DATA / "dspark", max_batch=2, max_model_len=112)
-    for temperature, least in ((0.0, 4.5), (1.0, 1.5)):
-        params = dj.SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
-        drafted, plain = (dj.generate(model, PROMPTS[:4], params, draft=draft) for draft in (True, False))
+    model = dj.load(draft=DATA / "dspark", max_batch=1, max_model_len=128)
+    for temperature, least in ((0.0, 4.0), (1.0, 1.5)):
+        params = dj.SamplingParams(max_tokens=32, temperature=temperature, seed=5, ignore_eos=True)
+        drafted, plain = (dj.generate(model, PROMPTS[:2], params, draft=draft) for draft in (True, False))
         assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
         assert gained(drafted) > least
 

@@ -265,7 +265,7 @@ def test_lengths_that_load_refuses(length):
 
 
 def test_a_fixed_length_is_kept_and_texts_are_the_same():
-    model = dj.load(dtype="float32", max_batch=2, max_model_len=128, verify_length=4)
+    model = dj.load(dtype="float32", max_batch=1, max_model_len=128, verify_length=4)
     params = [
         dj.SamplingParams(max_tokens=40, ignore_eos=True),
         dj.SamplingParams(max_tokens=40, temperature=1.0, seed=5),

@@ -161,9 +161,9 @@ def test_texts_are_the_same(monkeypatch: pytest.MonkeyPatch, all_cases: bool) ->
     prompts = ["def test_", "class Matrix:", "The quick brown fox jumps over the lazy dog, and then"]
     greedy = dj.SamplingParams(max_tokens=40, ignore_eos=True)
     laws = greedy, dj.SamplingParams(max_tokens=20, ignore_eos=True, temperature=1.0, seed=3)
-    plain = dj.load(max_batch=3, max_model_len=128)
-    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype, rows: rows == 3 * 16)
-    blocked, facts = dj.load(max_batch=3, max_model_len=128), collect(max_model_len=128)
+    plain = dj.load(max_batch=1, max_model_len=128)
+    monkeypatch.setattr(weights, "blocks_pay", lambda config, dtype, rows: rows == 16)
+    blocked, facts = dj.load(max_batch=1, max_model_len=128), collect(max_model_len=128)
     assert isinstance(blocked.engine.weights["target"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
     assert isinstance(blocked.engine.weights["draft"]["layers.0.mlp.down_proj.weight"], ColumnBlocks)
     assert blocked.memory.weights == plain.memory.weights == facts["memory"]["weight_bytes"]

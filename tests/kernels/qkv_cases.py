@@ -59,6 +59,8 @@ CASES = {
     "head96-partial": Case(head_dim=96, half=12),
     "partial": Case(half=16, dtype=F32),
     "head256": Case(n=8, k=4, head_dim=256, half=128, page_size=8, slots=(1, 39)),
+    # Of Gemma 4's layers without a window, whose heads are normed before.
+    "head512": Case(n=8, k=4, head_dim=512, half=256, norm=False, slots=(1, 39, -1)),
     "gated": Case(n=4, k=2, head_dim=256, half=32, slots=(1, 39, -1), zero_centered=True, beside=4),
     "no-rotation": Case(half=0),
     "wide-to-narrow": Case(dtype=F32, pages=BF16),

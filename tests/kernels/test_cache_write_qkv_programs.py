@@ -23,6 +23,7 @@ def shapes_of(arguments: dict[str, Any]) -> dict[str, Any]:
 LOWERED = {
     **{f"q{t}": Case(n=32, k=8, slots=tuple(range(t)), page_size=64, page_count=9) for t in (1, 16, 512)},
     "n64": Case(n=64, k=4, dtype=F16), "head192": Case(head_dim=192, half=96, dtype=F16), "half4": Case(half=4),
+    "head512": Case(n=32, k=4, head_dim=512, half=256, norm=False, slots=tuple(range(16)), page_size=64, page_count=9),
     "int8": CASES["int8"], "fp8": CASES["fp8"],
 }  # fmt: skip
 

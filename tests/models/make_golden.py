@@ -11,6 +11,7 @@ import torch
 from golden import (
     deepseek_oracle,
     dflash_oracle,
+    gemma_oracle,
     gpt_oss_oracle,
     llama_oracle,
     qwen3_moe_oracle,
@@ -21,7 +22,7 @@ from golden import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "deepseek", "sparse", "dflash", "all")
+    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "sparse", "dflash", "all")
     parser.add_argument("family", nargs="?", choices=families, default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
@@ -34,6 +35,8 @@ def main() -> None:
         sizes |= llama_oracle.write_all()
     if family in ("gpt_oss", "all"):
         sizes |= gpt_oss_oracle.write_all()
+    if family in ("gemma", "all"):
+        sizes |= gemma_oracle.write_all()
     if family in ("deepseek", "all"):
         sizes |= deepseek_oracle.write_all()
     if family in ("sparse", "all"):
