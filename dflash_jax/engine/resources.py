@@ -103,6 +103,7 @@ class Resources:
             page_size=self.page_size,
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
+            dense=getattr(self.target, "index_topk", 0),
         )
         if self.num_pages == 0:
             self.num_pages = self.max_batch * self.buckets.width[-1]
