@@ -167,7 +167,7 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
 
 
 def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
-    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys, sorted with their places, and what is in
+    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys with what counts them, and what is in
     work of some pages and some tokens."""
     if tokens <= getattr(target, "index_topk", tokens):
         return 0

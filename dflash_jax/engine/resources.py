@@ -112,6 +112,7 @@ class Resources:
             page_size=self.page_size,
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
+            dense=getattr(self.target, "index_topk", 0),
         )
         first, *others = groups = self._page_groups()
         if self.num_pages == 0:
