@@ -21,13 +21,17 @@ DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
-CacheDtype = Literal["fp8", "fp8_packed", "int8"]
+CacheDtype = Literal["fp8", "fp8_packed", "int8", "fp8_e4m3", "fp8_ds_mla", "auto"]
+DraftCacheDtype = Literal["fp8", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
 RELEASED = ("mxfp4",)
 DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
+DRAFT_CACHE_DTYPES: tuple[str, ...] = get_args(DraftCacheDtype)
+# Of formats that have one name here and another one in vLLM, that one.
+_CACHE_NAMES = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_packed", "auto": None}
 PROPOSALS: tuple[str, ...] = get_args(Proposals)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Page dtypes whose scales are found on texts.
@@ -40,6 +44,11 @@ def as_integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def as_layers(text: str) -> list[str]:
+    """Layers of a text that has commas between them."""
+    return text.split(",")
 
 
 def as_number(value: Any) -> int | float | None:
@@ -100,6 +109,12 @@ FLAGS: dict[str, Flag] = {
         "the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
         choices=CACHE_DTYPES,
     ),
+    "cache_dtype_skip_layers": Flag(
+        "layers whose pages stay as they are: numbers from 0, sliding_window, full_attention; commas between",
+        kind=as_layers,
+        metavar="LAYERS",
+    ),
+    "draft_cache_dtype": Flag("the drafter's pages in eight bits", choices=DRAFT_CACHE_DTYPES),
     "calibration": Flag(
         "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
         metavar="FILE",
@@ -150,8 +165,11 @@ class LoadOptions:
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
       cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
-        scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. One format
-        holds for keys and values of all layers. Texts may differ from those of unquantized pages.
+        scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. Texts may
+        differ from those of unquantized pages. vLLM's names "fp8_e4m3", "fp8_ds_mla" and "auto" mean "fp8", "fp8_packed" and None.
+      cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
+        a window, "full_attention" for those without.
+      draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has scales of 1, and "int8" is refused.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
@@ -189,6 +207,8 @@ class LoadOptions:
     state_snapshots: int | None = None
     proposals: Proposals = "shared_noise"
     cache_dtype: CacheDtype | None = None
+    cache_dtype_skip_layers: Sequence[int | str] = ()
+    draft_cache_dtype: DraftCacheDtype | None = None
     calibration: Sequence[str | Sequence[int]] = ()
     weight_dtype: WeightDtype | None = None
     draft_weight_dtype: WeightDtype | None = None
@@ -219,7 +239,27 @@ class LoadOptions:
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
+        self._check_cache()
         self._check_calibration()
+
+    def _check_cache(self) -> None:
+        """Puts formats of pages under the names that they have here."""
+        for name, known in (("cache_dtype", CACHE_DTYPES), ("draft_cache_dtype", DRAFT_CACHE_DTYPES)):
+            given = getattr(self, name)
+            if name == "draft_cache_dtype" and given is not None and given not in known:
+                raise ParameterError(f"{name} must be None or {' or '.join(map(repr, known))}, got {given!r}")
+            if isinstance(given, str):
+                object.__setattr__(self, name, _CACHE_NAMES.get(given, given))
+        skipped = self.cache_dtype_skip_layers
+        if isinstance(skipped, str) or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
+            raise ParameterError(
+                f'cache_dtype_skip_layers must list numbers of layers, "sliding_window" or "full_attention", got {skipped!r}'
+            )
+        if len(skipped) and self.cache_dtype is None:
+            raise ParameterError(
+                "cache_dtype_skip_layers leaves layers out of a cache_dtype: give one, or leave it out"
+            )
+        object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
 
     def _check_calibration(self) -> None:
         texts, wanted = self.calibration, "calibration must be a list of texts or of token ids, got"
@@ -245,6 +285,8 @@ class LoadKeywords(TypedDict, total=False):
     state_snapshots: int | None
     proposals: Proposals
     cache_dtype: CacheDtype | None
+    cache_dtype_skip_layers: Sequence[int | str]
+    draft_cache_dtype: DraftCacheDtype | None
     calibration: Sequence[str | Sequence[int]]
     weight_dtype: WeightDtype | None
     draft_weight_dtype: WeightDtype | None

@@ -214,12 +214,13 @@ def write_context(
     with jax.named_scope("draft_context"):
         projected = (products, *drafter.rotary(positions))
         kv, cos, sin = (x.reshape(positions.size, x.shape[-1]) for x in projected)
+        sides: Any = {"k_norm": drafter.context_norms}
+        if pages.k_scale:
+            sides |= {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
         if not isinstance(slots, LayerTables):
-            k, v, _ = kv_write(
-                pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps
-            )
+            k, v, _ = kv_write(pages.k, pages.v, kv, slots, cos, sin, eps=drafter.config.norm_eps, **sides)
             return dataclasses.replace(pages, k=k, v=v)
-        norms, of_layers = drafter.context_norms, kv.reshape(kv.shape[0], len(pages.k), -1)
+        of_layers = kv.reshape(kv.shape[0], len(pages.k), -1)
         for group, own in enumerate(slots.tables):
             layers = [i for i, other in enumerate(slots.groups) if other == group]
             if not layers:
@@ -227,7 +228,7 @@ def write_context(
             k, v, _ = kv_write(
                 tuple(pages.k[i] for i in layers), tuple(pages.v[i] for i in layers),
                 jnp.concatenate([of_layers[:, i] for i in layers], axis=1), own, cos, sin,
-                k_norm=tuple(norms[i] for i in layers), eps=drafter.config.norm_eps,
+                eps=drafter.config.norm_eps, **{name: tuple(each[i] for i in layers) for name, each in sides.items()},
             )  # fmt: skip
             for place, i in enumerate(layers):
                 pages = pages.with_layer(i, k=k[place], v=v[place])

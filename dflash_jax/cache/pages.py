@@ -15,7 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from dflash_jax.cache.specs import LayerSpec, layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.options import CALIBRATED
-from dflash_jax.quantization.kv_formats import CacheScales, default_scales, index_dtype, pool_dtype
+from dflash_jax.quantization.kv_formats import (
+    CacheFormat,
+    CacheScales,
+    default_scales,
+    index_dtype,
+    pool_dtype,
+    quantized_format,
+)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -28,15 +35,15 @@ class Pages:
       k: keys; for a model with latent attention its rows, `[P, 1, p, R + r]` (or their bytes where rows are packed).
       v: values; () for a model with latent attention.
       k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; of int8 pools the
-        keys' `[P, K, p]`, written with them, and the values' `[K, H]`; () for other pools.
+        keys' `[P, K, p]`, written with them, and the values' `[K, H]`; None for layers left out, () where all pools are others.
       index: keys of those layers that have an indexer, `[P, 1, p, E]`; () where none has.
       index_scale: of float8 ones, `[P, 1, p]`, written with them; () of others.
     """
 
     k: tuple[Shaped[Array, "P K p H"], ...]
     v: tuple[Shaped[Array, "P K p H"], ...]
-    k_scale: tuple[Float[Array, "..."], ...] = ()
-    v_scale: tuple[Float[Array, "..."], ...] = ()
+    k_scale: tuple[Float[Array, "..."] | None, ...] = ()
+    v_scale: tuple[Float[Array, "..."] | None, ...] = ()
     index: tuple[Shaped[Array, "P 1 p E"], ...] = ()
     index_scale: tuple[Float[Array, "P 1 p"], ...] = ()
 
@@ -59,7 +66,7 @@ def make_pages(
     page_size: int,
     dtype: jnp.dtype,
     *,
-    cache_dtype: str | None = None,
+    cache_dtype: CacheFormat = None,
     scales: CacheScales | None = None,
 ) -> Pages:
     """Zeroed pools of `num_pages` pages for every layer of `config`, whose model computes in `dtype`.
@@ -69,23 +76,30 @@ def make_pages(
       cache_dtype: see `cache.formats`.
       scales: of "fp8" and "int8" pools; None for `default_scales`.
     """
-    specs, kind = layer_specs(config, cache_dtype), pool_dtype(cache_dtype, dtype)
+    specs, kept = layer_specs(config, cache_dtype), quantized_format(cache_dtype)
     counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
     k, v = (
         tuple(
-            jax.device_put(jnp.zeros(spec.shape(count, page_size), kind))
+            jax.device_put(jnp.zeros(spec.shape(count, page_size), pool_dtype(spec.kept, dtype)))
             for spec, count in zip(specs, counts, strict=True)
             if keys or spec.values
         )
         for keys in (True, False)
     )
-    index, index_scale = _index_pools(specs, counts, page_size, index_dtype(cache_dtype, dtype))
-    if cache_dtype not in CALIBRATED:
+    index, index_scale = _index_pools(specs, counts, page_size, index_dtype(kept, dtype))
+    if kept not in CALIBRATED:
         return Pages(k, v, index=index, index_scale=index_scale)
-    scales = scales or default_scales(config, cache_dtype)
-    k_scale, v_scale = (tuple(jax.device_put(jnp.array(scale)) for scale in side) for side in (scales.k, scales.v))
-    if cache_dtype == "int8":
-        k_scale = tuple(jax.device_put(jnp.zeros(pool.shape[:3], jnp.float32)) for pool in k)
+    scales = scales or default_scales(config, kept)
+    rows = [jnp.zeros(pool.shape[:3] if spec.kept else (), jnp.float32) for pool, spec in zip(k, specs, strict=True)]
+    k_scale, v_scale = (
+        tuple(
+            None if spec.kept is None else jax.device_put(jnp.array(scale))
+            for spec, scale in zip(specs, side, strict=True)
+        )
+        if side
+        else ()
+        for side in (rows if kept == "int8" else scales.k, scales.v)
+    )
     return Pages(k, v, k_scale, v_scale, index, index_scale)
 
 
@@ -105,26 +119,30 @@ def pool_axes(pages: Pages, *, deal: bool = False) -> Any:
     which are all heads', that of a page's tokens where those are dealt out, else -1."""
     if not pages.v:
         return jax.tree.map(lambda leaf: 2 if deal and leaf.ndim == 4 else -1, pages)
-    scales = 1 if pages.k_scale and pages.k_scale[0].ndim > 1 else 0
-    axes: dict[str, Any] = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
-    return Pages(**{name: (axis,) * len(getattr(pages, name)) for name, axis in axes.items()})
+    scales = 1 if any(scale is not None and scale.ndim > 1 for scale in pages.k_scale) else 0
+    axes = {"k": 1, "v": 1, "k_scale": scales, "v_scale": 0}
+    found: dict[str, Any] = {
+        name: tuple(None if leaf is None else axis for leaf in getattr(pages, name)) for name, axis in axes.items()
+    }
+    return Pages(**found)
 
 
-def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
+def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: CacheFormat = None) -> int:
     """Bytes one page takes over all layers of `config`, keys and values, indexers' keys, and the scales of int8 and index keys."""
     return sum(layer_bytes(config, page_size, dtype, cache_dtype=cache_dtype))
 
 
 def layer_bytes(
-    config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None
+    config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: CacheFormat = None
 ) -> tuple[int, ...]:
     """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
-    kind, size = index_dtype(cache_dtype, dtype), pool_dtype(cache_dtype, dtype).itemsize
-    scale = 4 if cache_dtype == "int8" else 0
-    return tuple(
-        page_size * (spec.entries * size + spec.heads * scale + index_bytes((spec,), kind))
-        for spec in layer_specs(config, cache_dtype)
-    )
+    kind = index_dtype(quantized_format(cache_dtype), dtype)
+
+    def of_token(spec: LayerSpec) -> int:
+        scales = 4 * spec.heads if spec.kept == "int8" else 0
+        return spec.entries * pool_dtype(spec.kept, dtype).itemsize + scales + index_bytes((spec,), kind)
+
+    return tuple(page_size * of_token(spec) for spec in layer_specs(config, cache_dtype))
 
 
 def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:

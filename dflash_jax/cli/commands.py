@@ -234,6 +234,7 @@ def run_bench(args: argparse.Namespace) -> int:
     made |= {"--draft-weight-dtype": args.draft_weight_dtype}
     made |= {"--revision": args.revision, "--draft-revision": args.draft_revision}
     made |= {"--cache-dtype": args.cache_dtype, "--calibration": args.calibration}
+    made |= {"--cache-dtype-skip-layers": args.cache_dtype_skip_layers, "--draft-cache-dtype": args.draft_cache_dtype}
     given = [name for name, value in made.items() if value is not None]
     if args.shapes is not None and given:
         raise UsageError(f"--shapes makes its own weights and pages, in --dtype: leave {', '.join(given)} out")

@@ -77,6 +77,8 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
+            "draft_dtype": str(pool_dtype(asked.draft_cache_dtype, engine.dtype)),
+            "layers_left_out": list(asked.cache_dtype_skip_layers),
             "max_model_len": engine.max_model_len,
             "max_batch": engine.max_batch,
             "page_size": engine.page_size,
@@ -213,9 +215,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
         if "block_size" in model:
             head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
-    kept = pages["dtype"]
-    if pages["target_dtype"] != kept:
-        kept = f"{pages['target_dtype']} (target)" + (f" and {kept} (drafter)" if len(facts["models"]) > 1 else "")
+    kept = pages["target_dtype"]
+    if skipped := pages["layers_left_out"]:
+        kept += f" but for layers {', '.join(map(str, skipped))}"
+    if kept != pages["dtype"] or pages["draft_dtype"] != kept:
+        kept += " (target)" + (f" and {pages['draft_dtype']} (drafter)" if len(facts["models"]) > 1 else "")
     rows += [
         (
             "pages",

@@ -181,8 +181,9 @@ def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, in
 
 
 def page_shape(pages: Pages, table_width: int) -> PageShape | None:
-    """Pools as a plan asks for them; None for latent ones."""
-    return PageShape(pages.page_size, table_width, jnp.dtype(pages.k[0].dtype)) if pages.v else None
+    """Pools as a plan asks for them; None for latent ones, and where layers keep their numbers in different ways."""
+    kinds = {jnp.dtype(pool.dtype) for pool in pages.k}
+    return PageShape(pages.page_size, table_width, *kinds) if pages.v and len(kinds) == 1 else None
 
 
 def _dtype(weights: Mapping[str, Mapping[str, Any]]) -> jnp.dtype:

@@ -31,6 +31,7 @@ from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
 from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
+from dflash_jax.quantization.kv_formats import without_layers
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:
@@ -47,6 +48,9 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     dealt = options.decode_context_parallel_size
     ranks = local_ranks(options.tp, deal=dealt > 1)
     check_cache_dtype(target.config, options.cache_dtype)
+    kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
+    if draft is None and options.draft_cache_dtype is not None:
+        raise ParameterError(f"draft_cache_dtype must be left out without a drafter, got {options.draft_cache_dtype!r}")
     if draft is None and options.draft_weight_dtype is not None:
         raise ParameterError(
             f"draft_weight_dtype must be left out without a drafter, got {options.draft_weight_dtype!r}"
@@ -59,7 +63,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     longest = choose_model_len(target.config, options.max_model_len)
     engine = Engine(
         target=reaching(target.config, longest), draft=None if draft is None else reaching(draft, longest),
-        weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=options.cache_dtype,
+        weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=kept,
+        draft_cache_dtype=options.draft_cache_dtype,
         max_model_len=longest, max_batch=options.max_batch,
         page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),

@@ -31,6 +31,7 @@ from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.parallel.ranks import held, pool_config, share_config
+from dflash_jax.quantization.kv_formats import CacheFormat
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -61,7 +62,8 @@ class Resources:
         `max_batch` requests.
       slides: whether layers with windows give back the pages that no query sees any more; False keeps all layers' pages alike.
       latent_form: how prompts attend where the target's attention is latent.
-      cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
+      cache_dtype, cache_scales: how the target's pages are kept; see `quantization.kv_formats`.
+      draft_cache_dtype: how the drafter's are, None or "fp8" with scales of 1.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
         an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
         average, and on the device which requests have more of it.
@@ -93,7 +95,8 @@ class Resources:
     draft_temperature: float = 0.75
     draft_window: int | None = None
     latent_form: LatentForm = BY_ARITHMETIC
-    cache_dtype: str | None = None
+    cache_dtype: CacheFormat = None
+    draft_cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
     share_prefixes: bool = True
     state_snapshots: int = 0
@@ -171,7 +174,11 @@ class Resources:
             share_config(self.target, self.tp), self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype
         )
         theirs = (
-            () if self.draft is None else layer_bytes(share_config(self.draft, self.tp), self.page_size, self.dtype)
+            ()
+            if self.draft is None
+            else layer_bytes(
+                share_config(self.draft, self.tp), self.page_size, self.dtype, cache_dtype=self.draft_cache_dtype
+            )
         )
         return tuple(
             sum(ours[i] for i in pool.group.target) + sum(theirs[i] for i in pool.group.draft) for pool in self.groups
@@ -415,7 +422,11 @@ class Resources:
             Pages((), ())
             if draft is None
             else make_pages(
-                pool_config(draft, self.tp), [count * dealt for count in theirs], self.page_size // dealt, self.dtype
+                pool_config(draft, self.tp),
+                [count * dealt for count in theirs],
+                self.page_size // dealt,
+                self.dtype,
+                cache_dtype=self.draft_cache_dtype,
             ),
         )
 

@@ -23,7 +23,7 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
-    if options.cache_dtype is not None:
+    if options.cache_dtype is not None or options.draft_cache_dtype is not None:
         reasons.append("cache_dtype is not there for several devices yet: leave it out")
     if reasons:
         raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")

@@ -11,6 +11,7 @@ Whatever attends reads what the pool holds, new tokens included, so that a token
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -37,6 +38,48 @@ class CacheScales:
     v: tuple[np.ndarray, ...] = ()
 
 
+type CacheFormat = str | tuple[str | None, ...] | None
+"""One format for all layers with pages, or each layer's own: one that is quantized, and None where layers are left out of it."""
+
+
+def layer_formats(config: DecoderConfig, cache_dtype: CacheFormat) -> tuple[str | None, ...]:
+    """The format of each layer with pages."""
+    return cache_dtype if isinstance(cache_dtype, tuple) else (cache_dtype,) * config.cached_layers
+
+
+def quantized_format(cache_dtype: CacheFormat) -> str | None:
+    """The format of the layers that are not left out."""
+    return next(filter(None, cache_dtype), None) if isinstance(cache_dtype, tuple) else cache_dtype
+
+
+def without_layers(config: DecoderConfig, cache_dtype: str | None, skip: Sequence[int | str]) -> CacheFormat:
+    """`cache_dtype` for all layers with pages but those in `skip`: places from 0 on among all layers, or "sliding_window" and
+    "full_attention" for the layers with a window and for those without.
+
+    Raises:
+      ParameterError: a place or a kind that no layer with pages has, or all that have some.
+    """
+    if not skip:
+        return cache_dtype
+    places: Sequence[int] = getattr(config, "full_layers", range(config.cached_layers))
+    kinds = [
+        "full_attention" if not config.windows or config.windows[place] is None else "sliding_window"
+        for place in places
+    ]
+    names = [{place, str(place), kind} for place, kind in zip(places, kinds, strict=True)]
+    if unknown := [name for name in skip if not any(name in own for own in names)]:
+        raise ParameterError(
+            f"cache_dtype_skip_layers names {unknown[0]!r}, which no layer with pages is: these are "
+            f"{places[0]} to {places[-1]} of {config.num_layers}, {' and '.join(dict.fromkeys(kinds))}"
+        )
+    kept = tuple(None if own & {*skip} else cache_dtype for own in names)
+    if not any(kept):
+        raise ParameterError(
+            f"cache_dtype_skip_layers leaves no layer of {len(kept)} for cache_dtype={cache_dtype!r}: leave both out"
+        )
+    return kept
+
+
 def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
     """Raises ParameterError unless pools of `config` can be kept so."""
     rank = getattr(config, "kv_lora_rank", 0)
@@ -57,7 +100,7 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
 
 
 def pool_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of a pool's arrays for a model that computes in `dtype`."""
+    """The dtype of a layer's pools for a model that computes in `dtype`."""
     return jnp.dtype(
         {"fp8": jnp.float8_e4m3fn, "fp8_packed": jnp.uint8, "int8": jnp.int8}.get(cache_dtype or "", dtype)
     )
@@ -72,11 +115,12 @@ def index_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if exact else jnp.float8_e4m3fn)
 
 
-def default_scales(config: DecoderConfig, cache_dtype: str | None = "fp8") -> CacheScales:
+def default_scales(config: DecoderConfig, cache_dtype: CacheFormat = "fp8") -> CacheScales:
     """All 1: right where the norms before the cache keep numbers well below 448, as they do in the released models.
 
     For int8 pools that is good for nothing but their shapes.
     """
+    cache_dtype = quantized_format(cache_dtype)
     if cache_dtype == "int8":
         return CacheScales((), tuple(np.ones(shape, np.float32) for shape in config.key_shapes))
     if getattr(config, "latent_width", 0):

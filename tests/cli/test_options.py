@@ -18,6 +18,7 @@ TYPED = {
     "dtype": ("bfloat16", "bfloat16"), "max_model_len": ("64", 64), "max_batch": ("2", 2), "page_size": ("32", 32),
     "num_pages": ("9", 9), "state_snapshots": ("0", 0),
     "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
+    "cache_dtype_skip_layers": ("0,sliding_window", ["0", "sliding_window"]), "draft_cache_dtype": ("fp8", "fp8"),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
     "draft_window": ("128", 128), "tp": ("2", 2), "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]),

@@ -15,6 +15,8 @@ from dflash_jax.cache import CacheScales, check_cache_dtype, make_pages, page_by
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
+from dflash_jax.options import LoadOptions
+from dflash_jax.quantization.kv_formats import without_layers
 
 from ..random_pair import target_config
 
@@ -115,3 +117,41 @@ def test_no_layer_and_no_side_is_left_out(wanted) -> None:
         ParameterError, match='must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers'
     ):
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
+
+
+def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> None:
+    """Every second layer in int8 beside one in float32, the drafter's in float8: text is that of plain decoding."""
+    target = target_config(windows=(64, None))
+    kept = without_layers(target, "int8", ["sliding_window"])
+    assert kept == (None, "int8")
+    v_scale = (np.full((1, 16), 0.05, np.float32),) * 2
+    engine = {"cache_dtype": kept, "cache_scales": CacheScales((), v_scale), "draft_cache_dtype": "fp8"}
+    pair = make_pair(target=target, **engine)
+    ours, theirs = pair.engine.take_pools()
+    assert [str(pool.dtype) for pool in (*ours.k, *ours.v, *theirs.k)] == ["float32", "int8"] * 2 + ["float8_e4m3fn"]
+    assert ours.k_scale[0] is None
+    assert (
+        sum(leaf.nbytes for leaf in jax.tree.leaves((ours.k, ours.v, ours.k_scale, theirs.k, theirs.v)))
+        == pair.engine.pool_bytes
+    )
+    prompts, params = make_prompts((30, 7)), dj.SamplingParams(max_tokens=12)
+    assert pair.run(prompts, params)[0] == pair.run(prompts, params, draft=False)[0]
+
+
+def test_layers_are_named_as_in_vllm() -> None:
+    target = target_config(windows=(64, None))
+    assert without_layers(target, "fp8", ()) == "fp8"
+    assert without_layers(target, "fp8", [1]) == without_layers(target, "fp8", ["full_attention"]) == ("fp8", None)
+    assert LoadOptions(cache_dtype="fp8_e4m3", cache_dtype_skip_layers=["0"]).cache_dtype == "fp8"
+    assert LoadOptions(cache_dtype="auto").cache_dtype is None
+    with pytest.raises(ParameterError, match="names 7, which no layer with pages is: these are 0 to 1 of 2"):
+        without_layers(target, "fp8", [7])
+    with pytest.raises(ParameterError, match="leaves no layer of 2"):
+        without_layers(target, "fp8", [0, "1"])
+    for wrong in (
+        {"cache_dtype_skip_layers": [0]},
+        {"cache_dtype": "fp8", "cache_dtype_skip_layers": "0"},
+        {"draft_cache_dtype": "int8"},
+    ):
+        with pytest.raises(ParameterError, match=r"cache_dtype"):
+            LoadOptions(**wrong)
