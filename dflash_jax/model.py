@@ -13,6 +13,7 @@ from typing import Any, Unpack, cast, get_args
 
 from jaxtyping import Array
 
+from dflash_jax.checkpoints.cache_scales import read_scales, save_scales
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
 from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
@@ -30,6 +31,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
 from dflash_jax.options import LoadKeywords, as_flag, as_integer, read_options, taking_options
+from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
@@ -75,6 +77,17 @@ class Model:
     @property
     def draft(self) -> DFlashConfig | None:
         return self.engine.draft
+
+    def save_cache_scales(self, path: str | Path) -> None:
+        """Writes the scales of its pages, for `load(cache_scales=path)`: texts they were found on are not needed again.
+
+        Raises:
+          ParameterError: nothing has found any.
+        """
+        scales, kept = self.engine.cache_scales, quantized_format(self.engine.cache_dtype)
+        if scales is None or kept is None:
+            raise ParameterError("no scales were found: load with cache_dtype and calibration")
+        save_scales(path, scales, kept)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -167,11 +180,13 @@ def load(
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
-    if asked.cache_dtype == "int8" and not len(asked.calibration):
+    if asked.cache_dtype == "int8" and not len(asked.calibration) and asked.cache_scales is None:
         raise ParameterError(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
+    if asked.cache_scales is not None:
+        engine.cache_scales = read_scales(asked.cache_scales, target.config, str(asked.cache_dtype))
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in asked.calibration]
     if texts:

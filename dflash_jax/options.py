@@ -119,6 +119,7 @@ FLAGS: dict[str, Flag] = {
         "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
         metavar="FILE",
     ),
+    "cache_scales": Flag("scales of fp8 and int8 pages that were found before and saved", kind=str, metavar="PATH"),
     "weight_dtype": Flag(
         "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many; mxfp4 "
         "leaves the experts of such a release in four bits",
@@ -172,6 +173,7 @@ class LoadOptions:
       draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has scales of 1, and "int8" is refused.
+      cache_scales: a file of `Model.save_cache_scales`, with scales that were found before.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
@@ -210,6 +212,7 @@ class LoadOptions:
     cache_dtype_skip_layers: Sequence[int | str] = ()
     draft_cache_dtype: DraftCacheDtype | None = None
     calibration: Sequence[str | Sequence[int]] = ()
+    cache_scales: str | Path | None = None
     weight_dtype: WeightDtype | None = None
     draft_weight_dtype: WeightDtype | None = None
     verify_length: int | str | None = None
@@ -260,6 +263,8 @@ class LoadOptions:
                 "cache_dtype_skip_layers leaves layers out of a cache_dtype: give one, or leave it out"
             )
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
+        if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in CALIBRATED):
+            raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
 
     def _check_calibration(self) -> None:
         texts, wanted = self.calibration, "calibration must be a list of texts or of token ids, got"
@@ -288,6 +293,7 @@ class LoadKeywords(TypedDict, total=False):
     cache_dtype_skip_layers: Sequence[int | str]
     draft_cache_dtype: DraftCacheDtype | None
     calibration: Sequence[str | Sequence[int]]
+    cache_scales: str | Path | None
     weight_dtype: WeightDtype | None
     draft_weight_dtype: WeightDtype | None
     verify_length: int | str | None

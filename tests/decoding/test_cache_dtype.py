@@ -12,6 +12,7 @@ import dflash_jax as dj
 from dflash_jax.attention.dense import masked_attention
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import CacheScales, check_cache_dtype, make_pages, page_bytes
+from dflash_jax.checkpoints.cache_scales import read_scales
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
@@ -43,9 +44,20 @@ def test_the_shipped_pair_with_pages_in_float8() -> None:
     assert max(length for out in drafted for length in out.acceptance_lengths) > 3
 
 
-def test_the_shipped_pair_with_pages_in_int8() -> None:
+def test_the_shipped_pair_with_pages_in_int8(tmp_path) -> None:
     """A scale of every key beside the pages, one of every channel for values; pages found again bring their keys' scales along."""
     model = dj.load(cache_dtype="int8", calibration=TEXTS, **OPTIONS)
+    model.save_cache_scales(tmp_path / "scales.json")
+    again = read_scales(tmp_path / "scales.json", model.target, "int8")
+    assert all((ours == theirs).all() for ours, theirs in zip(again.v, model.engine.cache_scales.v, strict=True))
+    for edit, message in (
+        (("int8", "fp8"), "has scales for cache_dtype='fp8', asked for is 'int8'"),
+        (('"v": [[[', '"v": [[[0.0, '), "no scales|shapes"),
+        (('{"', "{"), "holds no scales as save_cache_scales writes them"),
+    ):
+        (tmp_path / "wrong.json").write_text((tmp_path / "scales.json").read_text().replace(*edit))
+        with pytest.raises(ParameterError, match=message):
+            read_scales(tmp_path / "wrong.json", model.target, "int8")
     target, draft = model.engine.take_pools()
     heads, dim = model.target.num_kv_heads, model.target.head_dim
     assert {pool.dtype for pool in (*target.k, *target.v)} == {jnp.dtype(jnp.int8)}
