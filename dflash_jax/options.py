@@ -144,7 +144,7 @@ class LoadOptions:
         (`dflash_jax.execution.weight_layout`).
       page_size: tokens of one page.
       num_pages: pages shared by all requests; None is enough for `max_batch` requests of full length, fewer where the device has
-        no room for them.
+        no room for them. Layers with windows have pages of their own, as many as their windows need.
       state_snapshots: recurrent states of a hybrid target that are kept, so that prompts that begin alike share pages; each is as
         large as one slot's states. None is twice `max_batch`, fewer where pages leave no room for them; 0 shares nothing.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or

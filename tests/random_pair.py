@@ -67,8 +67,9 @@ class Pair:
         return list(tokens.values()), list(counts.values()), last
 
     def assert_free(self):
-        self.engine.allocator.check_integrity()
-        assert self.engine.allocator.num_free == self.engine.num_pages
+        for pool in self.engine.groups:
+            pool.allocator.check_integrity()
+            assert pool.allocator.num_free == pool.allocator.num_pages
 
 
 def random_prompts(lengths, seed=0):

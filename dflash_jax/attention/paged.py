@@ -24,6 +24,7 @@ from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_quer
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
+from dflash_jax.cache.groups import LayerTables, of_layer, table_width
 from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
@@ -35,7 +36,7 @@ class PagedAttend:
     """An `Attend` and `LatentAttend` over page pools for T new tokens of each sequence; its cache is `Pages`.
 
     Args:
-      page_table: `[B, W]` int32, one row for each sequence.
+      page_table: `[B, W]` int32, one row for each sequence, or `cache.groups.LayerTables` of such.
       positions: `[B, T]` int32 of the new tokens, consecutive in each row.
       q_lens: `[B]` int32, new tokens of each sequence that are real; the rest write nothing and give 0.
       page_size: tokens of a page; of a rank's part of it where those are dealt out.
@@ -48,7 +49,7 @@ class PagedAttend:
 
     def __init__(
         self,
-        page_table: Int[Array, "B W"],
+        page_table: Any,
         positions: Int[Array, "B T"],
         q_lens: Int[Array, "B"],
         page_size: int,
@@ -62,41 +63,46 @@ class PagedAttend:
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
-        where = page_table, positions, live, page_size
-        self.slots = (slots_of(*where) if dealt == 1 else slots_on_rank(*where, dealt)).reshape(-1)
+        where = positions, live, page_size
+        self.slots = (
+            _flat_slots(page_table, *where) if dealt == 1 else slots_on_rank(page_table, *where, dealt).reshape(-1)
+        )
+        self.rows = positions.size
         self.schedule = None if heads is None else self._make_schedule(*heads, page_size)
 
     def _make_schedule(self, heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
         sequences = self.seq_lens.shape[0]
-        options = {"heads": heads, "kv_heads": kv_heads, "tokens": self.slots.shape[0] // sequences}
-        if not schedule_helps(sequences, longest=self.page_table.shape[1] * page_size, **options):
+        options = {"heads": heads, "kv_heads": kv_heads, "tokens": self.rows // sequences}
+        if not schedule_helps(sequences, longest=table_width(self.page_table) * page_size, **options):
             return None
         return paged_schedule(self.seq_lens, **options)
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         i = layer.index
-        k, v = cache.k[i], cache.v[i]
+        k, v, table = cache.k[i], cache.v[i], of_layer(self.page_table, i)
         k_scale = cache.k_scale[i] if cache.k_scale else None
         v_scale = cache.v_scale[i] if cache.v_scale else None
-        rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {**dict(zip(("q_norm", "k_norm"), layer.norms, strict=True)), "eps": layer.config.norm_eps}
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
         if self.schedule is None and self._at_once(layer, qkv, rotary, k):
             out, k, v = qkv_attention(
-                k, v, rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
+                k, v, rows, table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
                 scale=layer.scale, **norms,
             )  # fmt: skip
             return out, cache.with_layer(i, k=k, v=v)
         if layer.keeps:
             norms |= {"zero_centered": layer.zero_centered, "beside": layer.beside}
-            q, k, v, written = qkv_write(k, v, rows, self.slots, cos, sin, k_scale=k_scale, v_scale=v_scale, **norms)
+            q, k, v, written = qkv_write(
+                k, v, rows, of_layer(self.slots, i), cos, sin, k_scale=k_scale, v_scale=v_scale, **norms
+            )
             q, cache = q.reshape(*qkv.shape[:2], *q.shape[1:]), cache.with_layer(i, k=k, v=v)
             if written is not None and k.dtype == jnp.int8:
                 k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
         else:
             q = layer.queries(qkv, rotary)
         out = attend_to_pages(
-            q, k, v, self.page_table, self.seq_lens,
+            q, k, v, table, self.seq_lens,
             q_lens=self.q_lens, causal=layer.causal, window=layer.window,
             sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, soft_cap=layer.soft_cap,
             k_scale=k_scale, v_scale=v_scale, schedule=self.schedule,
@@ -115,7 +121,7 @@ class PagedAttend:
         _, kv_heads, page_size, head_dim = pool.shape
         reason = qkv_attention_refusal(
             qkv.shape[0], qkv.shape[1], qkv.dtype, group=config.num_heads // kv_heads, kv_heads=kv_heads, head_dim=head_dim,
-            turned=2 * rotary.cos.shape[-1], page_size=page_size, table_width=self.page_table.shape[1], causal=layer.causal,
+            turned=2 * rotary.cos.shape[-1], page_size=page_size, table_width=table_width(self.page_table), causal=layer.causal,
         )  # fmt: skip
         return reason is None
 
@@ -132,10 +138,10 @@ class PagedAttend:
     ) -> tuple[Array, Array | None, Pages]:
         """A whole layer: `attention_chain` with its weights from the output projection on; see `execution.persistent`."""
         i = layer.index
-        rows, cos, sin = (x.reshape(self.slots.shape[0], x.shape[-1]) for x in (qkv, *rotary))
+        rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
         q_norm, k_norm = layer.norms
         out = attention_chain(
-            cache.k[i], cache.v[i], rows, self.page_table, self.seq_lens, self.q_lens, cos, sin, stream, *weights,
+            cache.k[i], cache.v[i], rows, of_layer(self.page_table, i), self.seq_lens, self.q_lens, cos, sin, stream, *weights,
             scales=scales, k_scale=cache.k_scale[i] if cache.k_scale else None,
             v_scale=cache.v_scale[i] if cache.v_scale else None, q_norm=q_norm, k_norm=k_norm,
             exchange=workspace, causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
@@ -154,7 +160,7 @@ class PagedAttend:
         i, config = layer.index, layer.config
         rows, queries, cos, sin = (x.reshape(-1, *x.shape[2:]) for x in (row, q, *rotary))
         queries, pool = mla_write(
-            cache.k[i], rows, queries, self.slots, cos, sin, norm=layer.kv_a_norm.weight[...], eps=layer.kv_a_norm.eps,
+            cache.k[i], rows, queries, of_layer(self.slots, i), cos, sin, norm=layer.kv_a_norm.weight[...], eps=layer.kv_a_norm.eps,
             interleaved=config.rope_interleaved, latent_scale=cache.k_scale[i] if cache.k_scale else None,
         )  # fmt: skip
         q_nope, q_pe = jnp.split(queries.reshape(q.shape), [config.qk_nope_head_dim], axis=-1)
@@ -168,7 +174,7 @@ class PagedAttend:
         latents, pool = jnp.concatenate([kv_c, k_pe], axis=-1), cache.k[i]
         scale = cache.k_scale[i] if cache.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
-        cache = cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), self.slots))
+        cache = cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), of_layer(self.slots, i)))
         return self.over_latents(layer, q_nope, q_pe, cache), cache
 
     def over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
@@ -195,20 +201,39 @@ class PagedAttend:
 def write_context(
     drafter: DFlash,
     pages: Pages,
-    page_table: Int[Array, "B W"],
+    page_table: Any,
     products: Float[Array, "B C F"],
     positions: Int[Array, "B C"],
     live: Bool[Array, "B C"],
 ) -> Pages:
     """The drafter's pools with the keys and values of all its layers, from `drafter.context_products`.
 
-    Tokens that are not live write nothing.
+    Tokens that are not live write nothing. `page_table` may be `cache.groups.LayerTables`.
     """
-    slots = slots_of(page_table, positions, live, pages.page_size).reshape(-1)
+    slots = _flat_slots(page_table, positions, live, pages.page_size)
     with jax.named_scope("draft_context"):
         projected = (products, *drafter.rotary(positions))
-        kv, cos, sin = (x.reshape(slots.shape[0], x.shape[-1]) for x in projected)
-        k, v, _ = kv_write(
-            pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps
-        )
-    return dataclasses.replace(pages, k=k, v=v)
+        kv, cos, sin = (x.reshape(positions.size, x.shape[-1]) for x in projected)
+        if not isinstance(slots, LayerTables):
+            k, v, _ = kv_write(
+                pages.k, pages.v, kv, slots, cos, sin, k_norm=drafter.context_norms, eps=drafter.config.norm_eps
+            )
+            return dataclasses.replace(pages, k=k, v=v)
+        norms, of_layers = drafter.context_norms, kv.reshape(kv.shape[0], len(pages.k), -1)
+        for group, own in enumerate(slots.tables):
+            layers = [i for i, other in enumerate(slots.groups) if other == group]
+            if not layers:
+                continue
+            k, v, _ = kv_write(
+                tuple(pages.k[i] for i in layers), tuple(pages.v[i] for i in layers),
+                jnp.concatenate([of_layers[:, i] for i in layers], axis=1), own, cos, sin,
+                k_norm=tuple(norms[i] for i in layers), eps=drafter.config.norm_eps,
+            )  # fmt: skip
+            for place, i in enumerate(layers):
+                pages = pages.with_layer(i, k=k[place], v=v[place])
+    return pages
+
+
+def _flat_slots(tables: Any, positions: Int[Array, "B T"], live: Bool[Array, "B T"], page_size: int) -> Any:
+    """`slots_of` in one row, for every table of `LayerTables`."""
+    return jax.tree.map(lambda table: slots_of(table, positions, live, page_size).reshape(-1), tables)

@@ -1,6 +1,5 @@
 """What a benchmark runs: prompts of a file or of a length, and models of published shapes with random weights."""
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from dflash_jax.checkpoints.weights import (
 from dflash_jax.compile.device import local_device
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
-from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for
+from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for, planned
 from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
@@ -197,8 +196,6 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         weights["target"] = families[0].derived(target, weights["target"])
         weights["draft"] = fuse_context_projection(draft, weights["draft"])
         weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
-    engine = dataclasses.replace(
-        engine, weights=weights, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots
-    )
+    engine = planned(engine, memory, weights=weights)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

@@ -4,6 +4,7 @@ An indexer's keys are a pool beside that of its layer's latent rows, with one pa
 tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, no_type_check
 
@@ -54,7 +55,7 @@ class Pages:
 
 def make_pages(
     config: DecoderConfig,
-    num_pages: int,
+    num_pages: int | Sequence[int],
     page_size: int,
     dtype: jnp.dtype,
     *,
@@ -64,17 +65,21 @@ def make_pages(
     """Zeroed pools of `num_pages` pages for every layer of `config`, whose model computes in `dtype`.
 
     Args:
+      num_pages: of every layer alike, or of each one with pages.
       cache_dtype: see `cache.formats`.
       scales: of "fp8" and "int8" pools; None for `default_scales`.
     """
     specs, kind = layer_specs(config, cache_dtype), pool_dtype(cache_dtype, dtype)
+    counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
     k, v = (
         tuple(
-            jax.device_put(jnp.zeros(spec.shape(num_pages, page_size), kind)) for spec in specs if keys or spec.values
+            jax.device_put(jnp.zeros(spec.shape(count, page_size), kind))
+            for spec, count in zip(specs, counts, strict=True)
+            if keys or spec.values
         )
         for keys in (True, False)
     )
-    index, index_scale = _index_pools(specs, num_pages, page_size, index_dtype(cache_dtype, dtype))
+    index, index_scale = _index_pools(specs, counts, page_size, index_dtype(cache_dtype, dtype))
     if cache_dtype not in CALIBRATED:
         return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, cache_dtype)
@@ -85,10 +90,10 @@ def make_pages(
 
 
 def _index_pools(
-    specs: tuple[LayerSpec, ...], num_pages: int, page_size: int, kind: jnp.dtype
+    specs: tuple[LayerSpec, ...], counts: Sequence[int], page_size: int, kind: jnp.dtype
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """Pools of indexers' keys and, where they are float8, of their scales."""
-    shapes = [(num_pages, 1, page_size, spec.index) for spec in specs if spec.index]
+    shapes = [(count, 1, page_size, spec.index) for spec, count in zip(specs, counts, strict=True) if spec.index]
     keys = tuple(jax.device_put(jnp.zeros(shape, kind)) for shape in shapes)
     if kind != jnp.float8_e4m3fn:
         return keys, ()
@@ -107,9 +112,19 @@ def pool_axes(pages: Pages, *, deal: bool = False) -> Any:
 
 def page_bytes(config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None) -> int:
     """Bytes one page takes over all layers of `config`, keys and values, indexers' keys, and the scales of int8 and index keys."""
-    specs, kind = layer_specs(config, cache_dtype), index_dtype(cache_dtype, dtype)
-    entries, scales = sum(spec.entries for spec in specs), sum(spec.heads for spec in specs if cache_dtype == "int8")
-    return page_size * (entries * pool_dtype(cache_dtype, dtype).itemsize + scales * 4 + index_bytes(specs, kind))
+    return sum(layer_bytes(config, page_size, dtype, cache_dtype=cache_dtype))
+
+
+def layer_bytes(
+    config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: str | None = None
+) -> tuple[int, ...]:
+    """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
+    kind, size = index_dtype(cache_dtype, dtype), pool_dtype(cache_dtype, dtype).itemsize
+    scale = 4 if cache_dtype == "int8" else 0
+    return tuple(
+        page_size * (spec.entries * size + spec.heads * scale + index_bytes((spec,), kind))
+        for spec in layer_specs(config, cache_dtype)
+    )
 
 
 def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:

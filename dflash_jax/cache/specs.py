@@ -16,12 +16,14 @@ class LayerSpec:
       dim: entries of each.
       values: whether a value pool of the same shape stands beside the key pool. A latent row is key and value at once.
       index: entries of an indexer's key, in a pool of its own; 0 where a layer has no indexer.
+      window: keys that a query sees, the last ones, its own included; None for all.
     """
 
     heads: int
     dim: int
     values: bool = True
     index: int = 0
+    window: int | None = None
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
         return num_pages, self.heads, page_size, self.dim
@@ -41,4 +43,8 @@ def layer_specs(config: DecoderConfig, cache_dtype: str | None = None) -> tuple[
         indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
         index: int = getattr(config, "index_head_dim", 0)
         return tuple(LayerSpec(1, width, values=False, index=index if own else 0) for own in indexers)
-    return tuple(LayerSpec(heads, dim) for heads, dim in config.key_shapes)
+    # Where some layers have no pages, those with windows that have come before the others.
+    windows = config.windows[: config.cached_layers] or (None,) * config.cached_layers
+    return tuple(
+        LayerSpec(heads, dim, window=window) for (heads, dim), window in zip(config.key_shapes, windows, strict=True)
+    )

@@ -83,6 +83,17 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "dealt_to": engine.dealt,
             "num_pages": engine.num_pages,
             "pool_bytes": engine.pool_bytes,
+            "tokens": int(memory.sequences * engine.buckets.width[-1] * engine.page_size),
+            "groups": [
+                {
+                    "window": pool.group.reach,
+                    "target_layers": len(pool.group.target),
+                    "draft_layers": len(pool.group.draft),
+                    "num_pages": pool.allocator.num_pages,
+                    "pages_of_one_request": pool.group.columns,
+                }
+                for pool in engine.groups
+            ],
         },
         "memory": {
             "free_bytes": memory.free,
@@ -212,6 +223,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             + (f", each dealt out to {pages['dealt_to']} devices" if pages["dealt_to"] > 1 else ""),
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
+        *_windows(pages),
         *_shortage(pages, memory),
         (
             "memory",
@@ -224,6 +236,22 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def _windows(pages: dict[str, Any]) -> list[tuple[str, str]]:
+    """What layers with windows keep, where that is less than others do."""
+    rows = []
+    for group in pages["groups"]:
+        if group["window"] is not None:
+            layers = group["target_layers"] + group["draft_layers"]
+            rows.append(
+                (
+                    "",
+                    f"{layers} layers with a window of {group['window']}: {group['num_pages']} pages, at most "
+                    f"{group['pages_of_one_request']} of a request",
+                )
+            )
+    return [*rows, ("", f"{pages['tokens']} tokens of requests of full length fit")] if rows else []
 
 
 def _states(memory: dict[str, Any]) -> str:

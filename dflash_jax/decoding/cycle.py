@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
 from dflash_jax.attention.recurrent import committed, verifying
+from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
 from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
@@ -44,7 +45,7 @@ class Workspaces(NamedTuple):
 def cycle(
     setup: Setup,
     weights: Weights,
-    page_table: Int[Array, "B W"],
+    page_table: Any,
     state: DecodeState,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
@@ -54,7 +55,7 @@ def cycle(
     Args:
       setup: static.
       weights: flat parameters under "target" and, with a drafter, "draft".
-      page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot.
+      page_table: `[B, W]` int32, wide enough for `seq_lens + T` tokens of every live slot, or `cache.groups.PageTables` of such.
       state: donated by the caller's jit.
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
@@ -120,7 +121,8 @@ def cycle(
         positions = state.seq_lens[:, None] + places
         lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
-        attend = PagedAttend(page_table, positions, lengths, pages.page_size, heads=heads, dealt=setup.dealt)
+        table, size = tables_of(page_table, "target"), pages.page_size
+        attend = PagedAttend(table, positions, lengths, size, heads=heads, dealt=setup.dealt)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
@@ -222,10 +224,10 @@ def shared_rows(
 
 def cycle_plans(setup: Setup, weights: Any, page_table: Any, state: Any) -> Plans:
     """How a cycle of these arguments runs, which may be shapes."""
-    return setup.plans(weights, state.done.shape[0], page_table.shape[1], (state.target_pages, state.draft_pages))
+    return setup.plans(weights, state.done.shape[0], table_width(page_table), (state.target_pages, state.draft_pages))
 
 
-def cycle_workspaces(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> Workspaces:
+def cycle_workspaces(setup: Setup, weights: Weights, page_table: Any, state: DecodeState) -> Workspaces:
     """Workspaces for cycles of these shapes. Both models use the same where they can: they take turns."""
     plans, slots = cycle_plans(setup, weights, page_table, state), state.done.shape[0]
     target = bind(setup.target, weights["target"])
@@ -246,7 +248,7 @@ def _alike(ours: Any, theirs: Any) -> bool:
 
 
 def commit_context(
-    drafter, state: DecodeState, page_table: Int[Array, "B W"], plan: ContextPlan | None = None, workspace: Any = None
+    drafter, state: DecodeState, page_table: Any, plan: ContextPlan | None = None, workspace: Any = None
 ):
     """The drafter's pages with the keys and values of the tokens committed last cycle; what was rejected writes nothing."""
     with jax.named_scope("context"):
@@ -262,11 +264,12 @@ def commit_context(
         place = jnp.minimum(rows - (ends - counts)[slot], width - 1)
         products = context_products(drafter, state.features[slot, place], decodes=True, live=ends[-1])
         positions, live = (first[slot] + place)[:, None], (rows < ends[-1])[:, None]
-        return write_context(drafter, state.draft_pages, page_table[slot], products[:, None], positions, live)
+        tables = jax.tree.map(lambda table: table[slot], page_table)
+        return write_context(drafter, state.draft_pages, tables, products[:, None], positions, live)
 
 
 def draft_block(
-    drafter, target, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, run: Planned = LAYER_BY_LAYER,
+    drafter, target, draft_pages, page_table: Any, state: DecodeState, run: Planned = LAYER_BY_LAYER,
     window: int | None = None,
 ):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
@@ -286,7 +289,7 @@ def draft_block(
         return drafter.block(state.pending, target.embed.weight[...], positions, attend, run, draft_pages)
 
 
-def _seen_pages(drafter, draft_pages, page_table: Int[Array, "B W"], state: DecodeState, window: int | None):
+def _seen_pages(drafter, draft_pages, page_table: Any, state: DecodeState, window: int | None):
     sizes = {"block": drafter.config.block_size, "page_size": draft_pages.page_size}
     return last_pages(page_table, state.seq_lens, window=window, **sizes)
 

@@ -28,7 +28,7 @@ def loop(
     setup: Setup,
     max_cycles: int,
     weights: Weights,
-    page_table: Int[Array, "B W"],
+    page_table: Any,
     state: DecodeState,
     cycles: Int[Array, ""],
     until_any: Bool[Array, ""],
@@ -87,7 +87,7 @@ def _unpacked(rows: tuple[Array, ...], empty: Emitted) -> Emitted:
     return Emitted(numbers[..., :width], numbers[..., width], numbers[..., width + 1], *asked, *told)
 
 
-def narrowed(setup: Setup, weights: Weights, page_table: Int[Array, "B W"], state: DecodeState) -> DecodeState:
+def narrowed(setup: Setup, weights: Weights, page_table: Any, state: DecodeState) -> DecodeState:
     """`state` with room for the features of `setup.width` tokens: those of the last cycle, which may have been wider, go to the
     drafter's pages at once."""
     if setup.draft is None or setup.width == setup.offered:

@@ -1,6 +1,6 @@
 """Prompts: pages of target and drafter are filled chunk by chunk, and scored where asked; then the first token is chosen."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
+from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
 def prefill_chunk(
     setup: Setup,
     weights: Weights,
-    page_table: Int[Array, "n W"],
+    page_table: Any,
     caches: Caches,
     ids: Int[Array, "n T"],
     starts: Int[Array, "n"],
@@ -52,10 +53,11 @@ def prefill_chunk(
     """Caches with pieces of prompts, one in each row, and the logits after the last token of each.
 
     Row i holds tokens `starts[i] .. starts[i] + lengths[i]` of the sequence with page table `page_table[i]`, padded to T; what is
-    past `lengths[i]` writes nothing. Several rows may be pieces of one prompt: every layer writes the keys of all of them before
-    one of them attends, and states go on from row to row, so the pieces of a prompt are rows in order, all full but its last.
-    `slots` are the rows' slots, by which only states are kept; past the last one for rows that nobody needs. The drafter's context
-    is written at once, from the same features: its pages are always as long as the target's once a prompt is in.
+    past `lengths[i]` writes nothing. Tables are `[n, W]` int32, or `cache.groups.PageTables` of such. Several rows may be pieces of
+    one prompt: every layer writes the keys of all of them before one of them attends, and states go on from row to row, so the
+    pieces of a prompt are rows in order, all full but its last. `slots` are the rows' slots, by which only states are kept; past
+    the last one for rows that nobody needs. The drafter's context is written at once, from the same features: its pages are always
+    as long as the target's once a prompt is in.
     """
     caches, _, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots)
     return caches, logits
@@ -64,7 +66,7 @@ def prefill_chunk(
 def prefill_scored(
     setup: Setup,
     weights: Weights,
-    page_table: Int[Array, "n W"],
+    page_table: Any,
     caches: Caches,
     ids: Int[Array, "n T"],
     starts: Int[Array, "n"],
@@ -94,7 +96,7 @@ def prefill_scored(
 def _filled(
     setup: Setup,
     weights: Weights,
-    page_table: Int[Array, "n W"],
+    page_table: Any,
     caches: Caches,
     ids: Int[Array, "n T"],
     starts: Int[Array, "n"],
@@ -107,13 +109,14 @@ def _filled(
     positions = starts[:, None] + rows
     with jax.named_scope("prefill"):
         related = ids.shape[0] > 1
-        shape = None if related else page_shape(caches.target, page_table.shape[1])
+        shape = None if related else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
         heads = attending_heads(setup.target, run.plan)
         page_size, states = caches.target.page_size, caches.recurrent
         attend = PagedAttend(
-            page_table, positions, lengths, page_size, setup.form, related=related, heads=heads, dealt=setup.dealt
-        )
+            tables_of(page_table, "target"), positions, lengths, page_size, setup.form, related=related, heads=heads,
+            dealt=setup.dealt,
+        )  # fmt: skip
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
         hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
         target_pages, states = committed(cache, states, lengths)

@@ -10,6 +10,7 @@ from dflash_kernels import DeltaState
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
+from dflash_jax.cache.groups import tables_of
 from dflash_jax.cache.pages import Pages
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.adjustments import Adjustments
@@ -99,10 +100,10 @@ class Setup:
         verified = None if length >= self.offered else length
         return replace(self, verified=verified, per_request=per_request and 1 < length < self.offered)
 
-    def draft_table(self, page_table: Int[Array, "B W"]) -> Int[Array, "B V"]:
-        """The page table of the drafter, whose heads have pages that a kernel takes."""
+    def draft_table(self, page_table: Any) -> Any:
+        """The page table of the drafter, whose heads have pages that a kernel takes, or `cache.groups.LayerTables`."""
         if self.dealt == 1:
-            return page_table
+            return tables_of(page_table, "draft")
         pages = page_table[:, :, None] * self.dealt + jnp.arange(self.dealt)
         return pages.reshape(page_table.shape[0], -1)
 

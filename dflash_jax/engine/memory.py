@@ -43,10 +43,12 @@ class MemoryPlan:
       snapshots: of states that are kept for prompts to come.
       state_snapshots: how many.
       states: of gated delta nets, of all slots twice: a batch that changes its number of slots has both for a moment.
-      page: one page of both models.
-      num_pages: pages planned.
+      page: one page of both models, of the layers that see farthest.
+      num_pages: pages planned of these.
       full_pages: pages with which every slot could hold a request of full length.
       longest_pages: pages of one such request.
+      windows: of each group of layers that see less, bytes of a page and pages of one sequence at most; see `cache.groups`.
+      window_pages: pages planned of each of these.
     """
 
     free: int
@@ -60,10 +62,22 @@ class MemoryPlan:
     states: int = 0
     snapshots: int = 0
     state_snapshots: int = 0
+    windows: tuple[tuple[int, int], ...] = ()
+    window_pages: tuple[int, ...] = ()
 
     @property
     def pools(self) -> int:
-        return self.page * self.num_pages
+        windows = sum(size * count for (size, _), count in zip(self.windows, self.window_pages, strict=True))
+        return self.page * self.num_pages + windows
+
+    @property
+    def sequences(self) -> float:
+        """Requests of full length whose pages there are at a time."""
+        pools = (
+            (self.num_pages, self.longest_pages),
+            *zip(self.window_pages, (most for _, most in self.windows), strict=True),
+        )
+        return min(pages / most for pages, most in pools)
 
     @property
     def left(self) -> int:
@@ -165,14 +179,20 @@ def plan_memory(
     free: int,
     state: int = 0,
     snapshots: int | None = 0,
+    windows: tuple[tuple[int, int], ...] = (),
 ) -> MemoryPlan:
-    """Decides the number of pages, and of snapshots of states.
+    """Decides the number of pages of every group of layers, and of snapshots of states.
+
+    Groups with windows get what `max_batch` sequences hold of them, whatever their length; twice that, for prompts to come, where
+    every request could be of full length and memory is left; and for fewer sequences where there would else be no room for two
+    thirds of full length of each in the layers that see farthest: as many pages of one kind as are of use with those of the other.
 
     Args:
       reading: see `MemoryPlan`.
       state: bytes of one slot's states.
       snapshots: as many exactly; None for two for each slot, fewer where pages leave no room.
       num_pages: as many exactly; None for as many as `max_batch` requests of full length need, fewer where there is no room.
+      windows: see `MemoryPlan`.
 
     Raises:
       CapacityError: not even one request of full length fits, or not `num_pages` or `snapshots`, or not the weights while they
@@ -181,19 +201,38 @@ def plan_memory(
     full = max_batch * longest_pages
     states = 2 * max_batch * state
     kept = (snapshots or 0) if state else 0
-    room = max(0, (free - weights - workspace - states - kept * state) // page)
-    pages = min(full, room) if num_pages is None else num_pages
+    left = free - weights - workspace - states - kept * state
+    needed = longest_pages if num_pages is None else num_pages
+    of_one = sum(size * columns for size, columns in windows)
+
+    def room(sequences: int) -> int:
+        return max(0, (left - sequences * of_one) // page)
+
+    def suits(sequences: int) -> bool:
+        return room(sequences) >= (num_pages or max(longest_pages, 2 * sequences * longest_pages // 3))
+
+    side_by_side = next((count for count in range(max_batch, 1, -1) if not windows or suits(count)), 1)
+    pages = min(full, room(side_by_side)) if num_pages is None else num_pages
+    window_pages = [side_by_side * columns for _, columns in windows]
+    spare = left - side_by_side * of_one - pages * page
+    if pages >= full:
+        for place, (size_of_page, _) in enumerate(windows):
+            more = min(window_pages[place], max(0, spare) // size_of_page)
+            window_pages[place], spare = window_pages[place] + more, spare - more * size_of_page
     if snapshots is None and state:
-        kept = min(2 * max_batch, max(0, free - weights - workspace - states - pages * page) // state)
-    plan = MemoryPlan(free, weights, reading, workspace, page, pages, full, longest_pages, states, kept * state, kept)
-    short = plan.num_pages < longest_pages if num_pages is None else num_pages > room
-    if short:
-        needed = longest_pages if num_pages is None else num_pages
+        kept = min(2 * max_batch, max(0, spare) // state)
+    plan = MemoryPlan(
+        free, weights, reading, workspace, page, pages, full, longest_pages, states, kept * state, kept, windows,
+        tuple(window_pages),
+    )  # fmt: skip
+    if room(side_by_side) < needed:
+        kept_apart = sum(size_of_page * count for (size_of_page, _), count in zip(windows, window_pages, strict=True))
         raise CapacityError(
             f"the device has {size(free)} free; weights take {size(weights)}, the workspace of a cycle {size(workspace)}, "
             f"{f'states of {max_batch} slots {size(states)}, ' if states else ''}"
-            f"{f'{kept} snapshots of states {size(kept * state)}, ' if kept else ''}and {needed} pages {size(needed * page)}: "
-            f"{size(needed * page - plan.left - plan.pools)} too much. Lower max_model_len, "
+            f"{f'{kept} snapshots of states {size(kept * state)}, ' if kept else ''}"
+            f"{f'pages of layers with windows {size(kept_apart)}, ' if windows else ''}and {needed} pages {size(needed * page)}: "
+            f"{size(needed * page + kept_apart - plan.left - plan.pools)} too much. Lower max_model_len, "
             f"max_batch{', num_pages or state_snapshots' if kept else ' or num_pages'}, load without a drafter or in a smaller "
             "dtype, or let JAX use more of the device (XLA_PYTHON_CLIENT_MEM_FRACTION)"
         )

@@ -75,7 +75,13 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise CapacityError(
             f'{error}. With weight_dtype="mxfp4" experts stay in the four bits they were released in'
         ) from error
-    return replace(engine, num_pages=memory.num_pages, state_snapshots=memory.state_snapshots), memory
+    return planned(engine, memory), memory
+
+
+def planned(engine: Engine, memory: MemoryPlan, **changes: Any) -> Engine:
+    """The engine with as many pages and snapshots as planned, and `changes` of other attributes."""
+    counts = {"num_pages": memory.num_pages, "window_pages": memory.window_pages}
+    return replace(engine, **counts, state_snapshots=memory.state_snapshots, **changes)
 
 
 def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshots: int | None = None) -> MemoryPlan:
@@ -95,10 +101,12 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
         share_config(engine.target, engine.tp), draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
+    (first, *others), (first_bytes, *other_bytes) = engine.groups, engine.group_bytes
     return plan_memory(
-        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=engine.page_bytes,
-        longest_pages=engine.buckets.width[-1], max_batch=engine.max_batch, num_pages=num_pages, free=free,
+        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=first_bytes,
+        longest_pages=first.group.columns, max_batch=engine.max_batch, num_pages=num_pages, free=free,
         state=engine.state_bytes, snapshots=state_snapshots,
+        windows=tuple((size, pool.group.columns) for size, pool in zip(other_bytes, others, strict=True)),
     )  # fmt: skip
 
 

@@ -12,7 +12,9 @@ import numpy as np
 from dflash_kernels import DeltaState
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
-from dflash_jax.cache import CacheScales, PageAllocator, Pages, make_pages, page_bytes
+from dflash_jax.cache import CacheScales, PageAllocator, Pages, layer_specs, make_pages
+from dflash_jax.cache.groups import ROLES, GroupPool, PageGroup, page_groups
+from dflash_jax.cache.pages import layer_bytes
 from dflash_jax.cache.recurrent import make_states, state_bytes
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
 from dflash_jax.compile.over_ranks import share_pools
@@ -32,6 +34,8 @@ from dflash_jax.parallel.ranks import held, pool_config, share_config
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
+# Calls in flight: one that runs, and one behind it.
+MOST_IN_FLIGHT = 2
 # While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
 CYCLES_PER_CHUNK = 4
 # Tokens of prompts that one program takes: more of them at once gain no more.
@@ -52,7 +56,10 @@ class Resources:
       page_size: tokens of a page; where ranks have a part each of the target's, of all those together. The drafter's pages then are
         as large as such a part, and so many times more.
       max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
-      num_pages: pages shared by all requests; 0 is enough for `max_batch` requests of full length.
+      num_pages: pages shared by all requests, of the group that sees farthest; 0 is enough for `max_batch` requests of full length.
+      window_pages: pages of each further group (`cache.groups`), whose layers see no more than a window; () is enough for
+        `max_batch` requests.
+      slides: whether layers with windows give back the pages that no query sees any more; False keeps all layers' pages alike.
       latent_form: how prompts attend where the target's attention is latent.
       cache_dtype, cache_scales: how the target's pages are kept; see `cache.formats`. The drafter's are in `dtype`.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
@@ -66,7 +73,7 @@ class Resources:
       snapshot_tokens: tokens of a prompt that a snapshot must save at least.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
-      allocator: the account of pages; all are free whenever nothing runs.
+      groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
     """
 
     target: DecoderConfig
@@ -77,6 +84,8 @@ class Resources:
     max_batch: int = 8
     page_size: int = 64
     num_pages: int = 0
+    window_pages: tuple[int, ...] = ()
+    slides: bool = True
     max_chunk: int = 2048
     proposals: Proposals = "shared_noise"
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
@@ -105,9 +114,13 @@ class Resources:
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
         )
+        first, *others = groups = self._page_groups()
         if self.num_pages == 0:
-            self.num_pages = self.max_batch * self.buckets.width[-1]
-        self.allocator = PageAllocator(self.num_pages)
+            self.num_pages = self.max_batch * first.columns
+        if len(self.window_pages) != len(others):
+            self.window_pages = tuple(self.max_batch * group.columns for group in others)
+        counts = (self.num_pages, *self.window_pages)
+        self.groups = tuple(GroupPool(group, PageAllocator(count)) for group, count in zip(groups, counts, strict=True))
         self.snapshots = SnapshotAccount(self.state_snapshots if self.state_bytes else 0)
         self._pools: tuple[Pages, Pages] | None = None
         self._kept_states: tuple[DeltaState, ...] = ()
@@ -126,18 +139,48 @@ class Resources:
         """Devices that share the models."""
         return 1 if self.programs.ranks is None else self.programs.ranks.count
 
+    def _page_groups(self) -> tuple[PageGroup, ...]:
+        """How layers share page tables."""
+        slides = self.slides and self.dealt == 1
+        target, draft = (
+            [] if config is None else [spec.window if slides else None for spec in layer_specs(config)]
+            for config in (self.target, self.draft)
+        )
+        if self.draft_window is not None and slides:
+            # It sees the last pages of a sequence alone, those that hold so many tokens before its block.
+            draft = [min(self.draft_window + 1, window or self.draft_window + 1) for window in draft]
+        offered = 1 if self.draft is None else self.draft.num_drafts + 1
+        # Cycles behind cycles whose results nobody has seen, and a block; or a part of a prompt.
+        cycles = MOST_IN_FLIGHT * MAX_CYCLES * offered + self.lookahead
+        ahead = max(cycles, self.buckets.chunk)
+        return page_groups(target, draft, ahead=ahead, width=self.buckets.width[-1], page_size=self.page_size)
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """The account of the pages of the group that sees farthest."""
+        return self.groups[0].allocator
+
+    @allocator.setter
+    def allocator(self, allocator: PageAllocator) -> None:
+        self.groups = (replace(self.groups[0], allocator=allocator), *self.groups[1:])
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of each group over both models, of what each device holds of it."""
+        ours = layer_bytes(
+            share_config(self.target, self.tp), self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype
+        )
+        theirs = (
+            () if self.draft is None else layer_bytes(share_config(self.draft, self.tp), self.page_size, self.dtype)
+        )
+        return tuple(
+            sum(ours[i] for i in pool.group.target) + sum(theirs[i] for i in pool.group.draft) for pool in self.groups
+        )
+
     @property
     def dealt(self) -> int:
         """Devices that have a part each of every latent page."""
         return 1 if self.programs.ranks is None else self.programs.ranks.dealt
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page of both models, of what each device holds of it."""
-        target, draft = self.target, self.draft
-        theirs = 0 if draft is None else page_bytes(share_config(draft, self.tp), self.page_size, self.dtype)
-        target = share_config(target, self.tp)
-        return theirs + page_bytes(target, self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype)
 
     @property
     def state_bytes(self) -> int:
@@ -160,7 +203,13 @@ class Resources:
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return sum(size * pool.allocator.num_pages for size, pool in zip(self.group_bytes, self.groups, strict=True))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that the pages hold."""
+        bounded = self.groups[0].group.reach is not None
+        return self.max_model_len if bounded else min(self.max_model_len, self.num_pages * self.page_size)
 
     def pages_for(self, tokens: int) -> int:
         """Pages of a sequence with so many tokens before its next cycle, the cycle's own included."""
@@ -211,7 +260,7 @@ class Resources:
                 f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
                 f"{way_out}"
             )
-        if (pages := self.pages_for(prompt + wanted)) > self.num_pages:
+        if (pages := min(self.pages_for(prompt + wanted), self.groups[0].group.columns)) > self.num_pages:
             raise CapacityError(
                 f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
                 "larger num_pages"
@@ -320,7 +369,8 @@ class Resources:
         lost = _lost(self._pools)
         if lost or self._filled_by is not self.weights:
             # First of all: after an interrupt nobody may find in new pools what was in the old ones.
-            self.allocator.forget()
+            for pool in self.groups:
+                pool.allocator.forget()
             self.snapshots.forget()
             self._pools = self._make_pools() if lost else self._pools
             self._filled_by = self.weights
@@ -345,12 +395,20 @@ class Resources:
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
-        target, draft, dealt = pool_config(self.target, self.tp), self.draft, self.dealt
+        target, draft = pool_config(self.target, self.tp), self.draft
+        counts = {
+            role: {i: pool.allocator.num_pages for pool in self.groups for i in getattr(pool.group, role)}
+            for role in ROLES
+        }
+        ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())
+        dealt = self.dealt
         return (
-            make_pages(target, self.num_pages, self.page_size, self.dtype, **options),
+            make_pages(target, ours, self.page_size, self.dtype, **options),
             Pages((), ())
             if draft is None
-            else make_pages(pool_config(draft, self.tp), self.num_pages * dealt, self.page_size // dealt, self.dtype),
+            else make_pages(
+                pool_config(draft, self.tp), [count * dealt for count in theirs], self.page_size // dealt, self.dtype
+            ),
         )
 
     def lose_pools(self) -> None:

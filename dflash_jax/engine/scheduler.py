@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import numpy as np
 
+from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower
 from dflash_jax.decoding.loop import loop
@@ -38,14 +39,12 @@ from dflash_jax.engine.requests import (
     request_arrays,
     request_rows,
 )
-from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, Resources
+from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, MOST_IN_FLIGHT, Resources
 from dflash_jax.engine.slots import Job, Sink, Slots
 from dflash_jax.engine.verify_policy import Kind, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 from dflash_jax.errors import DFlashError
 
-# Calls in flight: one that runs, and one behind it.
-MOST_IN_FLIGHT = 2
 # Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
 FEW_CYCLES = 2
 # Seconds after which a thread that waits for another one's steps looks by itself.
@@ -203,7 +202,7 @@ class Batch:
         root = (b"with drafter" if draft else b"target alone") if core.shares else None
         snapshots = core.snapshots if core.state_bytes else None
         self.slots = Slots(
-            slots, core.buckets.width[-1], core.allocator, core.page_size, root, snapshots, core.snapshot_places
+            slots, core.buckets.width[-1], core.groups, core.page_size, root, snapshots, core.snapshot_places
         )
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
@@ -281,12 +280,15 @@ class Batch:
         ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
         slots = np.full((rows,), self.size, np.int32)
         width = core.width_of(max(min(start + size, job.stop) for job, start in pieces))
-        table, ends = np.full((rows, width), -1, np.int32), dict[Job, int]()
+        ends = dict[Job, int]()
         contexts = {job: job.context for job in jobs}
         for row, (job, start) in enumerate(pieces):
             piece = contexts[job][start : min(start + size, job.stop)]
             ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
-            table[row], slots[row], ends[job] = self.slots.tables[job.slot, :width], job.slot, row
+            slots[row], ends[job] = job.slot, row
+        for job, row in ends.items():
+            self.slots.cover(job, int(starts[row] + lengths[row]))
+        table = self.slots.table(width, slots)
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
         step = (core.weights, table, caches, ids, starts, lengths, slots)
         scored = any(job.scored for job in jobs)
@@ -365,13 +367,13 @@ class Batch:
         """
         started = time.perf_counter(), self.core.programs.compile_s
         running = self.slots.decoding
-        table = self.slots.table(self.core.width_of(max(len(job.pages) for job in running) * self.core.page_size))
+        table = self.slots.table(self.core.width_of(max(job.columns for job in running) * self.core.page_size))
         call = self.loop_arguments(setup, table, cycles, until_any=until_any)
         state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
-        return DecodeCall(rows, emitted, setup, cycles, table.shape[1], *started)
+        return DecodeCall(rows, emitted, setup, cycles, table_width(table), *started)
 
     def loop_arguments(self, setup: Setup, table: Any, cycles: int, *, until_any: bool) -> tuple:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
@@ -752,9 +754,10 @@ class Scheduler:
         if batch is not None and (batch.slots.taken or not self._waiting or self._waiting[0].draft == batch.draft):
             return batch
         self._rest(still=True)
-        if core.allocator.num_free < core.allocator.num_pages:
-            # Nobody runs: an interrupt came while pages were given back after another one.
-            core.allocator.reclaim()
+        for pool in core.groups:
+            if pool.allocator.num_free < pool.allocator.num_pages:
+                # Nobody runs: an interrupt came while pages were given back after another one.
+                pool.allocator.reclaim()
         with core.taking:
             core.busy = True
         draft, most = self._waiting[0].draft, self._most_slots
@@ -782,7 +785,8 @@ class Scheduler:
         self._send(left=True)
         core = self._core()
         if core is not None:
-            core.allocator.reclaim()
+            for pool in core.groups:
+                pool.allocator.reclaim()
         self._rest(still=True)
         for job in self._live.values():
             job.lose_slot()
@@ -849,9 +853,10 @@ class Scheduler:
             batch.move(self._most_slots)
         core, job, few = batch.core, self._waiting[0], min(batch.cycles, CYCLES_PER_CHUNK)
         growth = sum(
-            max(0, batch.pages_for(other, few, batch.setup.offered) - len(other.pages)) for other in batch.slots.taken
+            max(0, batch.pages_for(other, few, batch.setup.offered) - other.columns) for other in batch.slots.taken
         )
-        if not batch.slots.enter(job, core.pages_for(job.length), spare=growth, most=most):
+        longest = core.pages_for(len(job.request.prompt) + job.request.params.max_tokens)
+        if not batch.slots.enter(job, core.pages_for(job.length), spare=growth, most=most, longest=longest):
             return False
         self._waiting.popleft()
         batch.begin(job)
@@ -905,11 +910,11 @@ class Scheduler:
             return None
         batch.serve(choose_needs(batch, jobs))
         setup, cycles = choose_cycles(batch, cycles)
-        wanted = {job: max(len(job.pages), batch.pages_for(job, cycles, setup.width)) for job in jobs}
+        wanted = {job: max(job.columns, batch.pages_for(job, cycles, setup.width)) for job in jobs}
         width = core.width_of(max(wanted.values()) * core.page_size)
-        growth = sum(count - len(job.pages) for job, count in wanted.items())
+        growth = sum(count - job.columns for job, count in wanted.items())
         # Another width is another program, which nobody may have compiled.
-        if growth > core.allocator.num_free or (inflight.calls and width != inflight.calls[-1].width):
+        if growth > batch.slots.free or (inflight.calls and width != inflight.calls[-1].width):
             return None
         for job, count in wanted.items():
             batch.slots.resize(job, count)
@@ -936,12 +941,12 @@ class Scheduler:
         Where not even one is possible the youngest request leaves. The oldest always goes on: alone it fits (`Resources.check`).
         """
         while running := batch.slots.decoding:
-            available = batch.core.allocator.num_free + sum(len(job.pages) for job in running)
+            available = batch.slots.free + sum(job.columns for job in running)
             for count in range(cycles, 0, -1):
                 wanted = {job: batch.pages_for(job, count, length) for job in running}
                 if sum(wanted.values()) <= available:
                     # What some give back is what others take.
-                    for job in sorted(running, key=lambda job: wanted[job] - len(job.pages)):
+                    for job in sorted(running, key=lambda job: wanted[job] - job.columns):
                         batch.slots.resize(job, wanted[job])
                     return count
             self._preempt(batch, batch.slots.youngest)

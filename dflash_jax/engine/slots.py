@@ -1,11 +1,14 @@
 """Which request sits in which slot, and which pages are whose. Host memory only: the device sees the page tables."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from dflash_jax.cache import PageAllocator, extend_keys
+from dflash_jax.cache import extend_keys
+from dflash_jax.cache.groups import GroupPool, first_column, join_tables
 from dflash_jax.cache.snapshots import SnapshotAccount
 from dflash_jax.decoding.grammar_masks import Follower
 from dflash_jax.decoding.prefill import Scores
@@ -32,6 +35,9 @@ class Job:
       tokens: what it has emitted. They stay when its slot is lost.
       slot: -1 while it waits.
       stay: numbers its stays in slots: results of an earlier one are nobody's.
+      columns: of page tables, from the first on, for which it has pages, unless they have fallen out of a group's window.
+      held: its pages of each group.
+      longest: columns for which it may have pages at its end.
       filled: tokens in the target's pages; the device's `seq_lens` once it decodes.
       fresh: how many of them the drafter's pages may lack.
       due: tokens it gains at least by what was started and not looked at yet.
@@ -56,7 +62,9 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     slot: int = -1
     stay: int = 0
-    pages: list[int] = field(default_factory=list)
+    columns: int = 0
+    held: list["Held"] = field(default_factory=list)
+    longest: int = 0
     filled: int = 0
     fresh: int = 0
     due: int = 0
@@ -101,9 +109,17 @@ class Job:
 
     def lose_slot(self) -> None:
         """As it is before it enters: what the account and the device know of it is nobody's."""
-        self.pages, self.slot, self.decoding, self.stay = [], -1, False, self.stay + 1
+        self.columns, self.held, self.slot, self.decoding, self.stay = 0, [], -1, False, self.stay + 1
         self.due = self.coming = 0
         self.stops, self.snapshot, self.parts, self.follower = [], -1, [], None
+
+
+@dataclass(eq=False)
+class Held:
+    """Pages of one group that a request holds: those of the columns from `first` on."""
+
+    first: int = 0
+    pages: list[int] = field(default_factory=list)
 
 
 class Slots:
@@ -112,7 +128,7 @@ class Slots:
     Args:
       count: slots.
       width: columns of the page tables.
-      allocator: gives the pages.
+      pools: accounts of the groups' pages, which give them.
       page_size: tokens of a page.
       root: names what the pages hold; None shares no page.
       snapshots: without whose states no page is found; None for a target without states.
@@ -127,18 +143,18 @@ class Slots:
         self,
         count: int,
         width: int,
-        allocator: PageAllocator,
+        pools: Sequence[GroupPool],
         page_size: int,
         root: bytes | None,
         snapshots: SnapshotAccount | None = None,
         places: Callable[[int, int, int], list[int]] = lambda cached, shared, length: [],
     ):
         self.snapshots, self.places = snapshots, places
-        self.allocator, self.page_size, self.root = allocator, page_size, root
+        self.pools, self.page_size, self.root = pools, page_size, root
         self.jobs: list[Job | None] = [None] * count
         self.filling: list[Job] = []
         # -1 is no page: a write there is dropped, a read is masked.
-        self.tables = np.full((count, width), -1, np.int32)
+        self.tables = [np.full((count, width), -1, np.int32) for _ in pools]
 
     @property
     def taken(self) -> list[Job]:
@@ -152,55 +168,99 @@ class Slots:
     def youngest(self) -> Job:
         return max(self.taken, key=lambda job: job.ticket)
 
-    def enter(self, job: Job, pages: int, spare: int, most: int | None = None) -> bool:
+    @property
+    def free(self) -> int:
+        """Pages that are free where layers keep all of theirs: what may run short while requests run. Of other groups each request
+        has as many kept for it from its first moment in a slot as it will ever hold."""
+        pool = self.pools[0]
+        return pool.allocator.num_free if pool.group.reach is None else sys.maxsize
+
+    def enter(self, job: Job, pages: int, spare: int, most: int | None = None, *, longest: int | None = None) -> bool:
         """Gives `job` a slot and `pages` pages, the first ones with what they hold already; False where there is no room, or where
-        it would find more of them once those before it are prefilled.
+        it would find more of them once those before it are prefilled. Groups with windows give theirs piece by piece (`cover`).
 
         Args:
           spare: free pages that must be left over.
           most: tokens that its pages may lack.
+          longest: pages that it may have at its end; None for no more than now.
         """
-        if None not in self.jobs:
+        longest = pages if longest is None else longest
+        if None not in self.jobs or not self._keeps(longest):
             return False
-        shared, known, snapshot = self._find(job)
-        lacks = job.length - len(shared) * self.page_size
-        if (
-            self._comes(job, len(shared))
-            or pages - len(shared) + spare > self.allocator.num_free
-            or (most is not None and lacks > most)
-        ):
-            self.allocator.free(shared)
+        held, found, known, snapshot = self._find(job)
+        lacks = job.length - found * self.page_size
+        if self._comes(job, found) or pages - found + spare > self.free or (most is not None and lacks > most):
+            self._give_back(held)
             return False
-        job.slot, job.decoding, job.pages = self.jobs.index(None), False, shared
-        job.filled = job.cached = len(shared) * self.page_size
+        job.slot, job.decoding, job.held, job.columns = self.jobs.index(None), False, held, found
+        job.filled = job.cached = found * self.page_size
         job.fresh = job.due = job.coming = 0
         if self.snapshots is not None and self.root is not None:
             job.snapshot = snapshot
             job.stops = self.places(job.filled, known * self.page_size, job.length)
         self.jobs[job.slot] = job
         self.filling.append(job)
-        self.resize(job, pages)
+        job.longest = longest
+        for place, pool in enumerate(self.pools):
+            self._hold(job, place, pages if pool.group.reach is None else found)
+        job.columns = pages
         return True
 
     def resize(self, job: Job, pages: int) -> None:
-        """Gives pages to `job` or takes its last ones, so that it has `pages`."""
-        if pages < len(job.pages):
-            self.allocator.free(job.pages[pages:])
-            del job.pages[pages:]
+        """Gives pages to `job` or takes its last ones, so that it has `pages`, but for those that its windows have left behind."""
+        for place in range(len(self.pools)):
+            self._hold(job, place, pages)
+        job.columns = pages
+
+    def cover(self, job: Job, tokens: int) -> None:
+        """Gives `job` pages of groups with windows for the next piece of its context, which ends after so many tokens."""
+        for place, pool in enumerate(self.pools):
+            if pool.group.reach is not None:
+                self._hold(job, place, -(-tokens // self.page_size))
+
+    def _hold(self, job: Job, place: int, end: int) -> None:
+        """Lets `job` hold a group's pages up to column `end`, from the first one that a query to come may see."""
+        pool, held = self.pools[place], job.held[place]
+        first = first_column(pool.group.reach, job.filled, job.fresh, self.page_size)
+        if (gone := first - held.first) > 0:
+            if self.root is not None:
+                # As far as they are full: whoever begins alike may go on from them.
+                self._publish(job, place, first)
+            pool.allocator.free(held.pages[:gone])
+            held.first, held.pages = first, held.pages[gone:]
+        count = end - held.first
+        if count < len(held.pages):
+            pool.allocator.free(held.pages[count:])
+            del held.pages[count:]
         else:
-            job.pages += self.allocator.allocate(pages - len(job.pages))
-        self.tables[job.slot] = -1
-        self.tables[job.slot, : len(job.pages)] = job.pages
+            held.pages += pool.allocator.allocate(count - len(held.pages))
+        row = self.tables[place][job.slot]
+        row[:] = -1
+        row[held.first : held.first + len(held.pages)] = held.pages
 
     def leave(self, job: Job) -> None:
         """Takes slot and pages from `job`. What full pages hold can be found until the pages are given to others."""
         self.publish(job)
-        self.tables[job.slot] = -1
+        for table in self.tables:
+            table[job.slot] = -1
         self.jobs[job.slot] = None
         self.filling = [other for other in self.filling if other is not job]
-        pages = job.pages
+        held = job.held
         job.lose_slot()
-        self.allocator.free(pages)
+        self._give_back(held)
+
+    def _keeps(self, longest: int) -> bool:
+        """Whether groups with windows have enough pages for a request of at most so many, whatever those in slots come to hold."""
+        wanted = [longest, *(job.longest for job in self.taken)]
+        return all(
+            sum(min(pages, pool.group.columns) for pages in wanted) <= pool.allocator.num_pages
+            for pool in self.pools
+            if pool.group.reach is not None
+        )
+
+    def _give_back(self, held: Sequence[Held]) -> None:
+        for pool, own in zip(self.pools, held, strict=True):
+            pool.allocator.free(own.pages)
 
     def filled(self, job: Job) -> None:
         """The context of `job` is in its pages."""
@@ -211,29 +271,69 @@ class Slots:
     def publish(self, job: Job) -> None:
         """Lets others find the full pages of `job`: those below the tokens that either model may still write."""
         if self.root is not None:
-            known = (*job.request.prompt, *job.tokens)[: job.filled - job.fresh]
-            extend_keys(job.keys, known, self.page_size, self.root)
-            for page, key in zip(job.pages[: len(known) // self.page_size], job.keys, strict=False):
-                self.allocator.publish(page, key)
+            for place in range(len(self.pools)):
+                self._publish(job, place, (job.filled - job.fresh) // self.page_size)
 
-    def _find(self, job: Job) -> tuple[list[int], int, int]:
+    def _publish(self, job: Job, place: int, end: int) -> None:
+        """Lets others find pages of a group that are before column `end`."""
+        if len(job.keys) < end:
+            known = (*job.request.prompt, *job.tokens)[: end * self.page_size]
+            extend_keys(job.keys, known, self.page_size, self.root or b"")
+        held = job.held[place]
+        for page, key in zip(held.pages, job.keys[held.first : end], strict=False):
+            self.pools[place].allocator.publish(page, key)
+
+    def _find(self, job: Job) -> tuple[list[Held], int, int, int]:
         """Pages with the beginning of the context of `job`, at least one token of it left out: its logits are wanted. Where the
-        target has states, as many as end with a snapshot. None of a prompt that is scored: pages hold no scores.
+        target has states, as many as end with a snapshot; where layers have windows, as many as end with the pages that these need.
+        None of a prompt that is scored: pages hold no scores.
 
         Returns:
-          The pages; how many there are that others have or are about to fill; and the row of the snapshot, or -1.
+          The pages of each group; of how many columns; how many there are that others have or are about to fill; and the row of the
+          snapshot, or -1.
         """
+        nothing = [Held() for _ in self.pools]
         if self.root is None or job.scored:
-            return [], 0, -1
+            return nothing, 0, 0, -1
         extend_keys(job.keys, job.context, self.page_size, self.root)
         keys = job.keys[: (len(job.context) - 1) // self.page_size]
-        pages = self.allocator.find(keys)
-        if self.snapshots is None:
-            return pages, len(pages), -1
-        alike = [sum(ours == theirs for ours, theirs in zip(keys, other.keys, strict=False)) for other in self.filling]
-        number, row = self.snapshots.find(keys[: len(pages)])
-        self.allocator.free(pages[number:])
-        return pages[:number], max(len(pages), *alike, 0), row
+        number = known = min(pool.leading(keys) for pool in self.pools)
+        row, alike = -1, 0
+        while True:
+            fits = self._with_windows(keys, number)
+            if self.snapshots is None or fits == 0:
+                number = fits
+                break
+            number, row = self.snapshots.find(keys[:fits])
+            if number == fits:
+                break
+        if self.snapshots is not None:
+            alike = max(
+                (sum(ours == theirs for ours, theirs in zip(keys, other.keys, strict=False)) for other in self.filling),
+                default=0,
+            )
+        held = []
+        for pool in self.pools:
+            first = first_column(pool.group.reach, number * self.page_size, 0, self.page_size)
+            held.append(Held(first, pool.allocator.find(keys[first:number])))
+        return held, number, max(known, alike), row if number else -1
+
+    def _with_windows(self, keys: Sequence[bytes], number: int) -> int:
+        """The largest number of columns, at most `number`, before whose end every group with a window knows what it needs."""
+        groups: list[tuple[int, list[int]]] = []
+        for pool in self.pools:
+            if pool.group.reach is not None:
+                runs = [0]  # known pages in a row before each column
+                for key in keys[:number]:
+                    runs.append(runs[-1] + 1 if pool.allocator.knows(key) else 0)
+                groups.append((pool.group.reach, runs))
+
+        def lacks(reach: int, runs: list[int]) -> bool:
+            return number - runs[number] > first_column(reach, number * self.page_size, 0, self.page_size)
+
+        while any(lacks(*group) for group in groups):
+            number -= 1
+        return number
 
     def _comes(self, job: Job, found: int) -> bool:
         """Whether the first page that `job` does not find is one that a prompt before it is about to fill; where the target has
@@ -250,16 +350,23 @@ class Slots:
         """Moves all requests into the first of `count` slots, in the order of their old ones, and returns which those were; -1
         stands for a slot that stays empty."""
         rows, old, jobs = np.full((count,), -1, np.int32), self.tables, self.taken
-        self.tables = np.full((count, old.shape[1]), -1, np.int32)
+        self.tables = [np.full((count, table.shape[1]), -1, np.int32) for table in old]
         self.jobs = [*jobs, *[None] * (count - len(jobs))]
         for slot, job in enumerate(jobs):
-            rows[slot], self.tables[slot], job.slot = job.slot, old[job.slot], slot
+            for table, before in zip(self.tables, old, strict=True):
+                table[slot] = before[job.slot]
+            rows[slot], job.slot = job.slot, slot
         return rows
 
-    def table(self, width: int) -> np.ndarray:
-        """The first `width` columns of all slots' page tables as an array of its own.
+    def table(self, width: int, rows: np.ndarray | None = None) -> Any:
+        """The first `width` columns of slots' page tables, as programs take them, in arrays of their own.
 
         Programs run while the host goes on, and on a CPU they may read the very memory they were given: a table that changed
         under cycles would send their keys and values to other requests' pages.
+
+        Args:
+          rows: the slots; None for all in order. One past the last has no pages.
         """
-        return self.tables[:, :width].copy()
+        nobody, chosen = np.full((1, width), -1, np.int32), slice(len(self.jobs)) if rows is None else rows
+        tables = [np.concatenate([table[:, :width], nobody])[chosen] for table in self.tables]
+        return join_tables([pool.group for pool in self.pools], tables)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from dflash_kernels import DeltaState
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
+from dflash_jax.cache.groups import join_tables
 from dflash_jax.cache.recurrent import copy_state, make_states
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
@@ -170,5 +172,6 @@ class Jobs:
         make = partial(empty_state, self.setup, slots, self.stop_width, self.core.dtype)
         return jax.eval_shape(make, self.pools)
 
-    def _table(self, rows: int, width: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, width), np.int32)
+    def _table(self, rows: int, width: int) -> Any:
+        groups = [pool.group for pool in self.core.groups]
+        return join_tables(groups, [jax.ShapeDtypeStruct((rows, width), np.int32)] * len(groups))

@@ -120,7 +120,7 @@ class Chat:
         if not isinstance(text, str):
             raise ParameterError(f"a message must be a text, got {type(text).__name__} {text!r:.80}")
         ids, engine = self._ids(text), self.model.engine
-        longest = min(engine.max_model_len, engine.num_pages * engine.page_size)
+        longest = engine.longest
         if (room := longest - len(ids)) < 1:
             raise CapacityError(
                 f"the conversation has {len(ids)} tokens with this message, the model has room for {longest}: reset it, or take "

@@ -82,7 +82,7 @@ def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes
         block = drafter.block_embeddings(pending, target.embed.weight[...])
         return drafter(block, length + jnp.arange(pair.draft.block_size)[None], dense_attend(context=(keys, values)))[0]
 
-    hidden = np.asarray(over_pages(engine.weights, batch.state, jnp.asarray(batch.slots.tables)))
+    hidden = np.asarray(over_pages(engine.weights, batch.state, jnp.asarray(batch.slots.tables[0])))
     for index, slot in slots.items():
         ids, pending = jnp.array([tokens[index][:-1]]), jnp.array(tokens[index][-1:])
         true = dense(engine.weights, ids, pending)[0]

@@ -182,8 +182,9 @@ def play(
             outcome.interrupted = 1
     run.close()
     engine.verify_length, engine.goes_ahead = None, None
-    engine.allocator.check_integrity()
-    assert engine.allocator.num_free == engine.allocator.num_pages
+    for pool in engine.groups:
+        pool.allocator.check_integrity()
+        assert pool.allocator.num_free == pool.allocator.num_pages
     for request, text in zip(requests, chosen, strict=True):
         expected = list(text.expected[: request.params.max_tokens])
         if request.index in ended:

@@ -76,7 +76,7 @@ def test_programs_get_arrays_that_nobody_changes(pair, make_prompts, monkeypatch
 
     def inspected(function, static, donate, *args):
         given = [leaf for leaf in jax.tree.leaves(args[1:]) if isinstance(leaf, np.ndarray)]
-        kept = (engine.scheduler.batch.slots.tables, engine.scheduler.batch.retired)
+        kept = (*engine.scheduler.batch.slots.tables, engine.scheduler.batch.retired)
         assert not any(np.shares_memory(leaf, array) for leaf in given for array in kept), function.__name__
         seen.append((function.__name__, len(given)))
         return call(function, static, donate, *args)

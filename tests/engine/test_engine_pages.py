@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from dflash_jax.cache import PageAllocator
+from dflash_jax.cache.groups import GroupPool, PageGroup
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.sampling_params import SamplingParams
@@ -23,12 +24,13 @@ def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
 
 def test_a_prompt_may_take_the_last_page():
     """But none that others need for their next cycles."""
-    slots = Slots(1, 4, PageAllocator(4), 16, None)
+    pool = GroupPool(PageGroup(None, (0, 1), (0,), 4), PageAllocator(4))
+    slots = Slots(1, 4, [pool], 16, None)
     job = Job(Request(0, (1,) * 57, SamplingParams(max_tokens=1)), ticket=0)
     assert not slots.enter(job, 4, spare=1)
-    assert slots.allocator.num_free == 4
+    assert slots.free == 4
     assert slots.enter(job, 4, spare=0)
-    assert slots.allocator.num_free == 0
+    assert slots.free == 0
 
 
 def test_prompts_that_enter_together_leave_each_other_room(make_pair, make_prompts):

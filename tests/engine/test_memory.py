@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.cache import page_bytes
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
 from dflash_jax.cli.commands import main
@@ -24,7 +25,7 @@ from dflash_jax.engine.memory import (
     workspace_bytes,
 )
 from dflash_jax.models.dflash import SHARED_HEAD
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, SPARSE_TARGETS, TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.weights import quantise_weights
 
@@ -281,6 +282,16 @@ def test_workspace_of_experts_and_of_expanded_context():
         without, None, kind, **sizes
     ) == experts_bytes(target, 512, kind)
     assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
+
+
+def test_workspace_of_what_an_indexer_chooses():
+    """DeepSeek-V3.2: attention's scores are of the 2,048 that are chosen however long the context is, the indexer's of all."""
+    target, kind = SPARSE_TARGETS["DeepSeek-V3.2"], jnp.dtype("bfloat16")
+    sizes = {"batch": 1, "chunk": 512}
+    short, long = (workspace_bytes(target, None, kind, tokens=tokens, **sizes) for tokens in (2048, 131_072))
+    assert long - short == 512 * 131_072 * 16 + (128 + 256) * 2**20
+    page = page_bytes(target, 64, kind, cache_dtype="fp8_packed")
+    assert page == 64 * 61 * (656 + 132)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
 from dflash_jax.models import family_for
 from dflash_jax.models.deepseek import DeepseekConfig
+from dflash_jax.models.deepseek_sparse import SparseDeepseekConfig
 from dflash_jax.models.moe import own_choices
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.parallel import collectives
@@ -28,6 +29,12 @@ TARGETS = {
         **SIZES, **EXPERTS, num_heads=4, num_kv_heads=4, head_dim=24, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
         qk_rope_head_dim=8, v_head_dim=16, num_shared_experts=1, routing="noaux_tc", num_groups=2, groups_per_token=1,
         routing_scale=1.0, num_dense_layers=1,
+    ),
+    "indexed": SparseDeepseekConfig(
+        **SIZES, **EXPERTS, num_heads=4, num_kv_heads=4, head_dim=24, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, num_shared_experts=1, routing="noaux_tc", num_groups=2, groups_per_token=1,
+        routing_scale=1.0, num_dense_layers=1, index_topk=8, index_heads=5, index_head_dim=16, index_interleaved=True,
+        indexers=(True, False),
     ),
     "states": replace(hybrid_config(), **SIZES, full_layers=(1,)),
 }  # fmt: skip

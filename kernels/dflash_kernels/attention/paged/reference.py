@@ -92,7 +92,8 @@ def _attend(
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top)
     # Rows no query may see can hold NaN, and 0 * NaN is NaN: they are replaced, not weighted.
-    values = jnp.where((keys < seq_lens[:, None])[:, None, :, None], gather(v_pages), 0)
+    seen = keys < seq_lens[:, None] if window[0] is None else visible.any(axis=1)
+    values = jnp.where(seen[:, None, :, None], gather(v_pages), 0)
     share = weights / jnp.where(total > 0, total, 1.0)
     # Moved to [B, T, K, G, H] afterwards: written as one einsum, XLA's CPU backend refuses bfloat16.
     out = jnp.einsum(
