@@ -19,7 +19,7 @@ from dflash_jax.checkpoints.weights import (
     weight_shapes,
 )
 from dflash_jax.compile.device import local_device
-from dflash_jax.compile.programs import Programs
+from dflash_jax.compile.led import lead_or_follow, programs_over
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for, planned
 from dflash_jax.engine.sharing import check_sharing
@@ -176,7 +176,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     engine = Engine(
-        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=Programs(ranks=ranks),
+        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
         page_size=dealt * asked.page_size,
         verify_length=choose_verify_length(draft, asked.verify_length),
@@ -195,5 +195,6 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         weights["draft"] = fuse_context_projection(draft, weights["draft"])
         weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = planned(engine, memory, weights=weights)
+    lead_or_follow(engine.programs, engine.weights, engine.makers)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

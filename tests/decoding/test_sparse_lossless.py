@@ -14,9 +14,11 @@ from safetensors.numpy import save_file
 
 import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.attention.ragged import RaggedAttend, packing
 from dflash_jax.cache import LayerSpec, layer_specs, make_pages, page_bytes
 from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.models import bind, family_of, to_huggingface
+from dflash_jax.models.layers import IndexRows
 
 VOCAB, LONGEST = 67, 96
 SHARED = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 512}
@@ -91,6 +93,24 @@ def test_no_text_changes(model: dj.Model) -> None:
     texts = [prompt + list(out.token_ids) for prompt, out in zip(prompts[:3], drafted, strict=False)]
     for prompt, text, row in zip(prompts, texts, choices(model, texts), strict=False):
         assert row[len(prompt) - 1 : len(text) - 1].tolist() == text[len(prompt) :]
+
+
+def test_rows_side_by_side_attend_as_those_of_slots() -> None:
+    """Two slots with three tokens and one, side by side: what an attention for slots is told and gives is unpacked and packed."""
+
+    class Inner:
+        def indexed(self, layer, q, row, index, rotary, cache):
+            found.append((q, row, index, rotary))
+            return q + row, cache
+
+    pack, found = packing(jnp.array([3, 1]), 5, 4), []
+    rows = jnp.arange(5.0)[None, :, None]
+    for index in (IndexRows(rows + 10, rows + 20, rows + 30), None):
+        out, cache = RaggedAttend(Inner(), pack).indexed(None, rows, rows + 1, index, (rows + 2,), "cache")
+        assert cache == "cache"
+        assert out[0, :4, 0].tolist() == [1, 3, 5, 7]
+        for leaf, first in zip(jax.tree.leaves(found[-1]), (0, 1, 10, 20, 30, 2) if index else (0, 1, 2), strict=True):
+            np.testing.assert_array_equal(leaf[..., 0] - first, [[0, 1, 2, 2], [3, 3, 3, 3]])
 
 
 def test_scales_of_latent_rows_are_found(model: dj.Model) -> None:
