@@ -17,6 +17,7 @@ from dflash_jax.checkpoints.calibration import calibrate, check_texts
 from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
+from dflash_jax.compile.led import lead_or_follow
 from dflash_jax.compile.programs import drop, start_compiling
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
@@ -145,7 +146,8 @@ def load(
 ) -> Model:
     """Loads a target and its drafter.
 
-    Scalars of numpy or JAX count as the numbers that they are.
+    Scalars of numpy or JAX count as the numbers that they are. Where several processes share the model, only process 0 comes back:
+    the others do what it does, and end when it ends.
 
     Args:
       path: a folder made by `dflash-convert`, a local Hugging Face folder, or a hub id; None for the pair that ships.
@@ -193,7 +195,7 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
             engine.cache_scales = calibrate(
-                target.config, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
+                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
             )
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
@@ -207,6 +209,7 @@ def load(
     except BaseException:
         drop(compiled)
         raise
+    lead_or_follow(engine.programs, engine.weights, engine.makers)
     return model
 
 

@@ -19,7 +19,7 @@ from dflash_jax.errors import ParameterError
 
 DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
-MOST_RANKS = 8
+MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 CacheDtype = Literal["fp8", "fp8_packed", "int8"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -166,7 +166,8 @@ class LoadOptions:
         what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
-      tp: GPUs of this machine that share target and drafter (tensor parallelism); each holds its heads, its part of feed-forwards
+      tp: GPUs that share target and drafter (tensor parallelism), of this machine, or all of several hosts that have come
+        together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards
         and of the vocabulary, and keys of its heads. For models that do not fit one. With float32 weights drafting changes no text
         for a given number; another number adds in another order.
       decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or

@@ -1,14 +1,14 @@
 """Latent attention over pages to the rows that an indexer chooses: what sparse targets are called with.
 
 New tokens' latent rows and index keys are written first, to the same slots of both pools, so that a rejected token leaves both by
-being written over. Then every query scores its own past, the best rows are chosen, and it attends to those alone. While no sequence
-is longer than `index_topk`, that is everything: nothing is scored, and latent attention is that of `PagedAttend`. All layers see
-the same lengths, so those without an indexer never look for a choice that nobody made.
+being written over. Then every query scores its own past, the best rows are chosen, and it attends to those alone.
+
+Where the page table has room for no more than `index_topk` tokens, that is everything: nothing is scored, and latent attention is
+that of `PagedAttend`. The table's width is the same for all layers and known when a program is compiled (`engine.buckets` has one
+that ends there), so no layer looks for a choice that nobody made, and a decode loop has no branch that its CUDA graph lacks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, no_type_check
 
 import jax
@@ -57,26 +57,9 @@ class IndexedPages:
             index, pages = self._write(index, place, pages)
         if paged.page_table.shape[1] * pages.page_size <= count:
             return paged.over_latents(layer, q_nope, q_pe, pages), IndexedCache(pages, None)
-        slots = (
-            cache.slots
-            if index is None
-            else self._unless_short(
-                count,
-                lambda: jnp.full((*q.shape[:2], count), -1, jnp.int32),
-                partial(self._chosen, index, place, pages, count),
-            )
-        )
+        slots = cache.slots if index is None else self._chosen(index, place, pages, count)
         assert slots is not None, "the first layer has an indexer"
-        out = self._unless_short(
-            count,
-            partial(paged.over_latents, layer, q_nope, q_pe, pages),
-            partial(self._over_chosen, layer, q_nope, q_pe, pages, slots),
-        )
-        return out, IndexedCache(pages, slots)
-
-    def _unless_short(self, count: int, everything: Callable[[], Array], chosen: Callable[[], Array]) -> Array:
-        """One of both, by whether some sequence is longer than `count`."""
-        return jax.lax.cond(jnp.max(self.paged.seq_lens) <= count, everything, chosen)
+        return self._over_chosen(layer, q_nope, q_pe, pages, slots), IndexedCache(pages, slots)
 
     def _write(self, index: IndexRows, place: int, pages: Pages) -> tuple[IndexRows, Pages]:
         """The rows as the pool keeps them, and pages with the new tokens' keys; scales of queries go into the heads' weights."""

@@ -19,7 +19,7 @@ from dflash_jax.checkpoints.weights import (
     weight_shapes,
 )
 from dflash_jax.compile.device import local_device
-from dflash_jax.compile.programs import Programs
+from dflash_jax.compile.led import lead_or_follow, programs_over
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for, planned
 from dflash_jax.engine.sharing import check_sharing
@@ -29,6 +29,7 @@ from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import (
     DRAFTERS,
+    GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
     HEAD_DRAFTERS,
     HYBRID_TARGETS,
@@ -49,6 +50,7 @@ SHAPES: Mapping[str, tuple[str, str, str]] = {
     "qwen3-8b-dspark-top512": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7_top512"),
     "llama-3.1-8b": ("llama", "Llama-3.1-8B", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     "gpt-oss-20b": ("gpt_oss", "gpt-oss-20b", "gpt-oss-20b-DFlash"),
+    "gemma-4-31b": ("gemma4", "gemma-4-31B", "gemma-4-31B-it-DFlash"),
     "qwen3.5-4b": ("qwen3_5", "Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     "qwen3.5-9b": ("qwen3_5", "Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
     "qwen3.5-27b": ("qwen3_5", "Qwen3.5-27B", "Qwen3.5-27B-DFlash"),
@@ -150,7 +152,7 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     if name not in SHAPES:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target, draft = SHAPES[name]
-    targets = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS}
+    targets = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS, **GEMMA4_TARGETS}
     return family, targets[target], {**DRAFTERS, **HEAD_DRAFTERS}[draft]
 
 
@@ -176,7 +178,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     engine = Engine(
-        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=Programs(ranks=ranks),
+        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
         page_size=dealt * asked.page_size,
         verify_length=choose_verify_length(draft, asked.verify_length),
@@ -195,5 +197,6 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         weights["draft"] = fuse_context_projection(draft, weights["draft"])
         weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = planned(engine, memory, weights=weights)
+    lead_or_follow(engine.programs, engine.weights, engine.makers)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"
     return Model(f"{name} with random weights", engine, None, (), memory, [notice])

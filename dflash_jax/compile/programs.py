@@ -143,6 +143,10 @@ class Programs:
             self.compile_s += time.perf_counter() - started
         return program(*args)
 
+    def made[T](self, name: str, make: Callable[[], T], shardings: Any) -> T:
+        """Arrays that ranks share, made where they stay. `name` tells `make` from others of an engine."""
+        return jax.jit(make, out_shardings=shardings)()
+
     @staticmethod
     def key(function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> tuple:
         """What `prepare` with these arguments remembers its program under."""

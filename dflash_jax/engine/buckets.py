@@ -20,6 +20,11 @@ def powers(first: int, last: int, base: int) -> tuple[int, ...]:
     return (*buckets, last)
 
 
+def _with_one_more(buckets: tuple[int, ...], bucket: int) -> tuple[int, ...]:
+    """`buckets` with one between the least and the largest."""
+    return tuple(sorted({*buckets, bucket})) if buckets[0] < bucket < buckets[-1] else buckets
+
+
 # Prompts are prefilled in rows of so many tokens, the pieces of one or of several, in numbers of rows that double from the least to
 # the most. Measured on an H200 in the shapes of Qwen3-4B, with calls queued one behind the other: 1 x 32, 1 x 128 and 4 x 32 tokens
 # take 3.4 ms each, for they read the same weights, 8 x 32 4.3, 16 x 32 6.9 and 1 x 512 7.0. So fewer rows than 4 gain nothing, and
@@ -49,15 +54,20 @@ class Buckets:
     whole: tuple[int, int] | None
 
     @classmethod
-    def build(cls, *, max_batch: int, max_tokens: int, page_size: int, longest: int, max_chunk: int) -> "Buckets":
-        """For sequences of `max_tokens` tokens and prompts of `longest`; `max_chunk` tokens are prefilled at once at most."""
+    def build(
+        cls, *, max_batch: int, max_tokens: int, page_size: int, longest: int, max_chunk: int, dense: int = 0
+    ) -> "Buckets":
+        """For sequences of `max_tokens` tokens and prompts of `longest`; `max_chunk` tokens are prefilled at once at most.
+
+        `dense`: up to so many tokens a program is another one than beyond; 0 where it is not. Some width ends there.
+        """
         pages, one = -(-max_tokens // page_size), min(longest, max_chunk)
         piece = min(PIECE, one)
         limit = MOST_PIECES if max_batch > 1 else PIECES_OF_ONE
         most = min(max_chunk // piece, limit, max_batch * -(-longest // piece))
         return cls(
             batch=powers(1, max_batch, 2),
-            width=powers(min(pages, max(1, 256 // page_size)), pages, 4),
+            width=_with_one_more(powers(min(pages, max(1, 256 // page_size)), pages, 4), dense // page_size),
             piece=piece,
             pieces=powers(min(LEAST_PIECES, most), most, 2),
             whole=(1, one) if one > PIECES_OF_ONE * piece else None,

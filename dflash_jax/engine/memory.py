@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
 from dflash_kernels.attention.mla_selected.xla import WORKSPACE as SELECTED_WORKSPACE
+from jax.experimental import multihost_utils
 
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.cache.recurrent import delta_layers
@@ -92,9 +94,14 @@ def free_memory() -> int:
 def free_on_each(devices: Sequence[Any]) -> int:
     """Bytes that this process may still use on each of several devices, as many as on the fullest, less what links them; on a CPU
     the machine's memory in equal parts."""
-    if devices[0].platform == "cpu":
-        return _free(devices[0]) // len(devices)
-    return min(map(_free, devices)) - _LINKS_BYTES
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    if own[0].platform == "cpu":
+        return _free(own[0]) // len(devices)
+    free = min(map(_free, own)) - _LINKS_BYTES
+    if len(own) == len(devices):
+        return free
+    # All processes plan alike.
+    return int(multihost_utils.process_allgather(np.array(free / 2**20, np.float32)).min()) << 20
 
 
 def _free(device: Any) -> int:
@@ -160,11 +167,11 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
 
 
 def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
-    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys, sorted with their places, and what is in
+    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys with what counts them, and what is in
     work of some pages and some tokens."""
     if tokens <= getattr(target, "index_topk", tokens):
         return 0
-    return 4 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
+    return 6 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
 
 
 def plan_memory(

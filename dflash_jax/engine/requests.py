@@ -293,8 +293,12 @@ def _slots(
 def empty_state(setup: Setup, slots: int, stop_width: int, dtype: jnp.dtype, pools: tuple[Pages, Pages]) -> DecodeState:
     """A state of empty slots that owns the pools."""
     adjust = adjustments([None] * slots, setup.target.vocab_size) if setup.mode in ADJUSTING else None
-    state = jax.device_put(_slots(setup, request_arrays([None] * slots, stop_width), dtype, pools, adjust=adjust))
-    return replace(state, recurrent=make_states(setup.target, slots, dtype))
+    none = Pages((), ())  # pools are on their devices, some of which may be another process's
+    state = jax.device_put(
+        _slots(setup, request_arrays([None] * slots, stop_width), dtype, (none, none), adjust=adjust)
+    )
+    recurrent = make_states(setup.target, slots, dtype)
+    return replace(state, recurrent=recurrent, target_pages=pools[0], draft_pages=pools[1])
 
 
 def request_rows(

@@ -104,6 +104,7 @@ class Resources:
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
+        self.draft = None if self.draft is None else self.draft.fitted(self.target)
         # A cycle writes up to a block past the last committed token.
         self.lookahead = 1 if self.draft is None else self.draft.block_size + 1
         self.buckets = Buckets.build(
@@ -112,6 +113,7 @@ class Resources:
             page_size=self.page_size,
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
+            dense=getattr(self.target, "index_topk", 0),
         )
         first, *others = groups = self._page_groups()
         if self.num_pages == 0:
@@ -375,7 +377,7 @@ class Resources:
             self._filled_by = self.weights
         if self.snapshots.count and _lost(self._kept_states):
             self.snapshots.forget()
-            self._kept_states = self._made(partial(make_states, self.target, self.snapshots.count, self.dtype))
+            self._kept_states = self._make_states()
         assert self._pools is not None
         return self._pools
 
@@ -384,13 +386,21 @@ class Resources:
         return jax.eval_shape(self._zeroed_pools)
 
     def _make_pools(self) -> tuple[Pages, Pages]:
-        return self._made(self._zeroed_pools)
+        return self._made("pools", self._zeroed_pools)
 
-    def _made[T](self, make: Callable[[], T]) -> T:
+    def _make_states(self) -> tuple[DeltaState, ...]:
+        return self._made("states", partial(make_states, self.target, self.snapshots.count, self.dtype))
+
+    def _made[T](self, name: str, make: Callable[[], T]) -> T:
         """Pools or states, made where they stay: no device has room for all."""
         if self.programs.ranks is None:
             return make()
-        return jax.jit(make, out_shardings=share_pools(self.programs.ranks, jax.eval_shape(make)))()
+        return self.programs.made(name, make, share_pools(self.programs.ranks, jax.eval_shape(make)))
+
+    @property
+    def makers(self) -> dict[str, Callable[[], Any]]:
+        """What makes arrays that ranks share, by the names of `Programs.made`."""
+        return {"pools": self._make_pools, "states": self._make_states}
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from dflash_jax.attention.context_parallel import most_queries
+from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig
@@ -40,6 +41,10 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
             f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
             "cut by key heads"
         )
+    if any(spec.index for spec in layer_specs(target)):
+        raise ParameterError(
+            f"{subject}={dealt} is not there for {family_for(target).name}, whose indexer chooses rows among all: leave it out"
+        )
     verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, options.page_size)
     if verified > most:
         raise ParameterError(
@@ -57,7 +62,7 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     if traits.activation == "clamped_swiglu":
         yield f"experts of {name} have biases, which no two devices share yet"
         return
-    if traits.mixed_heads:
+    if traits.full_heads is not None:
         yield f"layers of {name} differ in their heads, which no two devices share yet"
         return
     if traits.heads % ranks:

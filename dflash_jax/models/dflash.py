@@ -58,7 +58,7 @@ class DFlash(nnx.Module):
     def __init__(self, config: DFlashConfig):
         d = config.hidden_size
         self.config = config
-        self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size)
+        self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size) if config.projects else None
         self.hidden_norm = RMSNorm(d, config.norm_eps)
         traits, layer = dflash_traits(config), DecoderLayer
         if config.conv_taps:
@@ -76,7 +76,7 @@ class DFlash(nnx.Module):
 
     def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
         """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(features if self.fc is None else self.fc(features))
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]
@@ -107,7 +107,7 @@ class DFlash(nnx.Module):
         mask = table[c.mask_token_id] if self.mask_embedding is None else self.mask_embedding[...].astype(table.dtype)
         masks = jnp.broadcast_to(mask, (pending.shape[0], c.block_size - 1, mask.shape[-1]))
         x = jnp.concatenate([table[pending][:, None], masks], axis=1)
-        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+        return x if c.input_scale == 1.0 else x * jnp.asarray(c.input_scale, x.dtype)
 
     def __call__(
         self,
@@ -131,7 +131,7 @@ class DFlash(nnx.Module):
     ) -> tuple[Float[Array, "B G D"], Cache]:
         """The same for `block_embeddings` of these arguments."""
         c, table = self.config, embed_weight if self.embed is None else self.embed.weight[...]
-        if self.mask_embedding is not None or c.embedding_scale != 1.0:
+        if self.mask_embedding is not None or c.input_scale != 1.0:
             return self(self.block_embeddings(pending, embed_weight), positions, attend, run, cache)
         ids = jnp.where(jnp.arange(c.block_size) == 0, pending[:, None], c.mask_token_id)
         return self._run(*run.embed(self.layers, table, ids), positions, attend, run, cache)
@@ -183,7 +183,7 @@ class DFlash(nnx.Module):
         """
         hidden = self.proposing(slots)[:, :places]
         table = embed_weight if self.embed is None else self.embed.weight[...]
-        scale = self.config.embedding_scale
+        scale = self.config.input_scale
 
         def embed(ids: Array) -> Array:
             return table[ids] if scale == 1.0 else table[ids] * jnp.asarray(scale, table.dtype)
@@ -244,8 +244,9 @@ def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -
 def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     """Parameters of a DFlash checkpoint: 3 + 11 tensors a layer, and what it brings itself."""
     d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
+    features = len(config.target_layer_ids) * config.target_hidden_size
     table = [
-        single("fc.weight", "fc.weight", (d, len(config.target_layer_ids) * config.target_hidden_size)),
+        *((single("fc.weight", "fc.weight", (d, features)),) if config.projects else ()),
         single("hidden_norm.weight", "hidden_norm.weight", (d,)),
         *decoder_parameters(config, "", dflash_traits(config)),
         single("norm.weight", "norm.weight", (d,)),

@@ -9,10 +9,11 @@ the same names. `from_speculators` turns its keys into z-lab's.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_jax.config import (
+    FINAL_HIDDEN,
     HEAD_NORMS,
     MAX_BLOCK,
     MAX_LAYERS,
@@ -73,10 +74,12 @@ class DFlashConfig(DecoderConfig):
     Attributes:
       block_size: slots of one draft block, the anchor included (G).
       mask_token_id: id whose embedding fills the slots after the anchor.
-      target_layer_ids: tapped target layers in feature order; -1 is the embedding output.
+      target_layer_ids: tapped target layers in feature order; -1 is the embedding output. `FINAL_HIDDEN` alone is what a drafter
+        without a projection of features reads (`use_aux_hidden_state` false).
       num_target_layers: layers of the target it was trained for, or 0 where the file does not say.
       target_hidden_size: width of one tapped feature.
       causal: per layer, whether slots of a block see only earlier slots.
+      embedding_scale: factor on embeddings of tokens; None where the file does not say, which `fitted` makes the target's.
       sample_from_anchor: slot k predicts the token after its own position instead of the one at it.
       draft_vocab_size: rows of the drafter's own head where it is smaller than the vocabulary, otherwise 0.
       own_embedding, own_head, mask_embedding: which tensors the checkpoint brings itself.
@@ -93,7 +96,7 @@ class DFlashConfig(DecoderConfig):
     causal: tuple[bool, ...] = ()
     sinks: bool = False
     value_scale: float = 1.0
-    embedding_scale: float = 1.0
+    embedding_scale: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     sample_from_anchor: bool = False
@@ -118,6 +121,29 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
                 f"hidden_size={self.hidden_size} a multiple of the latter"
             )
+
+    def fitted(self, target: DecoderConfig) -> "DFlashConfig":
+        """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap on logits of
+        a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4).
+        """
+        scale: float = getattr(target, "embedding_scale", 1.0)
+        cap: float = getattr(target, "logit_softcap", 0.0)
+        changes: dict[str, float] = {}
+        if scale != 1.0 and self.embedding_scale is None and not self.own_embedding:
+            changes["embedding_scale"] = scale
+        if cap and not (self.logit_softcap or self.own_head or self.head):
+            changes["logit_softcap"] = cap
+        return replace(self, **changes) if changes else self
+
+    @property
+    def input_scale(self) -> float:
+        """Factor on embeddings, 1 where nobody says another."""
+        return 1.0 if self.embedding_scale is None else self.embedding_scale
+
+    @property
+    def projects(self) -> bool:
+        """Whether features go through a projection (`fc`), as all do but the target's hidden states after its final norm."""
+        return self.target_layer_ids != (FINAL_HIDDEN,)
 
     @property
     def num_drafts(self) -> int:
@@ -181,13 +207,16 @@ class DFlashConfig(DecoderConfig):
         windows, causal = _windows(source, fields["windows"], top)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
+        tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
+        if not tapped:
+            ids = _final_hidden(nested, ids, tensor_names)
         if ids is None and target_layers < 4:
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
             )
         ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
         plain = isinstance(ids, list | tuple) and 0 < len(ids) <= MAX_LAYERS
-        if not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids):
+        if tapped and (not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids)):
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids must be integers of at least -1 and below {MAX_LAYERS}, got {shown(ids)}"
             )
@@ -195,10 +224,6 @@ class DFlashConfig(DecoderConfig):
         if target_layers and max(ids) >= target_layers:
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids {shown(list(ids))} reach past num_target_layers={target_layers}"
-            )
-        if not source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True):
-            raise ConfigError(
-                f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
             )
         projector = source("projector_type").get("projector_type", "linear")
         if projector not in ("linear", "dflash", "dspark", "domino"):
@@ -231,19 +256,25 @@ class DFlashConfig(DecoderConfig):
                 f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
             )
         fields["windows"] = windows
+        features = source("target_hidden_size").integer("target_hidden_size", hidden)
+        if not tapped and features != hidden:
+            raise ConfigError(
+                f"{nested.subject}: with use_aux_hidden_state=false target_hidden_size={features} must be hidden_size={hidden}: no "
+                "projection comes between"
+            )
         config = cls(
             **fields,
             block_size=block,
             mask_token_id=source("mask_token_id").integer("mask_token_id", minimum=0),
             target_layer_ids=ids,
             num_target_layers=target_layers,
-            target_hidden_size=source("target_hidden_size").integer("target_hidden_size", hidden),
+            target_hidden_size=features,
             causal=_causality(top, nested, causal),
             sinks=source("attention_sink_bias").flag(
                 "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
             ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
-            embedding_scale=source("input_embedding_scale").number("input_embedding_scale", 1.0),
+            embedding_scale=_embedding_scale(source),
             logit_scale=scale,
             logit_softcap=softcap,
             sample_from_anchor=_from_anchor(source, top, head, projector),
@@ -259,6 +290,24 @@ class DFlashConfig(DecoderConfig):
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
+
+
+def _embedding_scale(source: Source) -> float | None:
+    """Factor on embeddings; None where the file does not say."""
+    keys = source("input_embedding_scale")
+    return None if keys.get("input_embedding_scale") is None else keys.number("input_embedding_scale")
+
+
+def _final_hidden(keys: KeyReader, ids: Any, names: Collection[str]) -> tuple[int, ...]:
+    """The one tap of a drafter that reads the target's last hidden states alone. Raises ConfigError where the file names others, or
+    has the projection of several."""
+    if ids:
+        raise ConfigError(f"{keys.subject}: use_aux_hidden_state=false leaves no use for target_layer_ids {shown(ids)}")
+    if "fc.weight" in names:
+        raise ConfigError(
+            f"{keys.subject}: use_aux_hidden_state=false beside fc.weight, which projects tapped features: leave out one of them"
+        )
+    return (FINAL_HIDDEN,)
 
 
 def _convolution(source: Source, names: Collection[str], hidden: int) -> tuple[int, int]:

@@ -31,7 +31,8 @@ class Declared(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Devices of one process that share a model: a mesh of one axis, whose programs are `compile.over_ranks`'s.
+    """Devices that share a model: a mesh of one axis, whose programs are `compile.over_ranks`'s. They are one process's, or all of
+    several processes'.
 
     Attributes:
       mesh: of all of them, along `AXIS`; an abstract one of devices that are not here.
@@ -54,6 +55,17 @@ class Ranks:
     def devices(self) -> tuple[Any, ...]:
         assert isinstance(self.mesh, Mesh), "an abstract mesh has no devices"
         return tuple(self.mesh.devices.flat)
+
+    @property
+    def own(self) -> dict[int, Any]:
+        """The devices of this process, by rank."""
+        here = jax.process_index()
+        return {rank: device for rank, device in enumerate(self.devices) if device.process_index == here}
+
+    @property
+    def led(self) -> bool:
+        """Whether other processes have some of the devices: all have to call the same programs then."""
+        return isinstance(self.mesh, Mesh) and len(self.own) < self.count
 
     @cached_property
     def whole(self) -> NamedSharding:
@@ -90,14 +102,17 @@ class Ranks:
     def placed(self, parameter: Declared, array: np.ndarray) -> jax.Array:
         """An array of the host, cut, each rank's share on its device. It must not change while it travels."""
         cut = self.cut_of(parameter)
+        if cut is None and self.led:
+            copies = [jax.device_put(array, device) for device in self.own.values()]
+            return jax.make_array_from_single_device_arrays(array.shape, self.whole, copies)
         if cut is None:
             # Over the bus once, from the first device to the others between the devices.
             return jax.device_put(jax.device_put(array, self.devices[0]), self.whole)
         return self.joined([cut.share(array, rank, self.count) for rank in range(self.count)], cut.axis)
 
     def joined(self, shares: Sequence[np.ndarray], axis: int) -> jax.Array:
-        """What ranks hold, in their order, each sent to its device, as one array that lies along `axis`."""
-        sent = [jax.device_put(share, device) for share, device in zip(shares, self.devices, strict=True)]
+        """What ranks hold, in their order, each of this process's sent to its device, as one array that lies along `axis`."""
+        sent = [jax.device_put(shares[rank], device) for rank, device in self.own.items()]
         shape = list(sent[0].shape)
         shape[axis] *= self.count
         return jax.make_array_from_single_device_arrays(tuple(shape), self.along(axis), sent)
@@ -124,12 +139,19 @@ class Ranks:
 def local_ranks(count: int, *, deal: bool = False) -> Ranks | None:
     """The first `count` devices of this process as ranks; None for one, which shares nothing. `deal`: see `Ranks`.
 
+    Where several processes have come together (`parallel.hosts.start`), the devices of all of them.
+
     Raises:
       ParameterError: there are fewer, or they are of several kinds.
     """
     if count == 1:
         return None
-    devices = jax.local_devices()
+    together = jax.process_count()
+    devices = jax.local_devices() if together == 1 else jax.devices()
+    if together > 1 and count != len(devices):
+        raise ParameterError(
+            f"tp={count} must be the number of all devices of the {together} processes that have come together, {len(devices)}"
+        )
     if count > len(devices):
         raise ParameterError(
             f"tp={count} needs as many devices, JAX sees {len(devices)} of kind {devices[0].device_kind}: lower tp, or let it see "

@@ -20,6 +20,7 @@ from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.models import family_named
+from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
@@ -46,6 +47,26 @@ def test_loop_lowers(make_pair, kind, draft, window):
         traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, *shapes)
         calls = re.findall(r"custom_call @(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
+
+
+def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
+    """DeepSeek-V3.2's widths, packed pages: no branch and no sort, which a CUDA graph lacks, and only chosen rows are unpacked."""
+    whole = SPARSE_TARGETS["DeepSeek-V3.2"]
+    target = replace(
+        whole, num_layers=2, windows=(None,) * 2, indexers=(True, False), num_dense_layers=2, vocab_size=512
+    )
+    weights = weight_shapes([(target, family_named("deepseek_sparse"))], jnp.dtype(jnp.bfloat16))
+    sizes = {"max_model_len": 8192, "cache_dtype": "fp8_packed", "num_pages": 256}
+    engine = Engine(target, None, weights, jnp.dtype(jnp.bfloat16), **sizes)
+    setup, pools = engine.setup(mode="greedy", draft=False), engine.pool_shapes()
+    state = jax.eval_shape(lambda: empty_state(setup, 2, STOP_WIDTH, engine.dtype, jax.tree.map(jnp.zeros_like, pools)))
+    rest = jax.eval_shape(lambda: (jnp.zeros((2, 64), jnp.int32), jnp.int32(4), jnp.bool_(False), jnp.zeros(2, bool)))
+    with on("NVIDIA H200"):
+        traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, weights, rest[0], state, *rest[1:])
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort|top_?k)", text)
+    assert "tensor<2x1x2048x576xbf16>" in text
+    assert not re.search(r"tensor<(256|128|2x64)x(1x)?64x576x", text)
 
 
 def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):

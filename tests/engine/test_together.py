@@ -276,6 +276,14 @@ def test_shapes_of_calls(most, longest, batch, pieces, whole):
         assert rows * size <= buckets.chunk <= most
 
 
+@pytest.mark.parametrize(
+    ("dense", "width"), [(0, (4, 16, 64)), (2048, (4, 16, 32, 64)), (200, (4, 16, 64)), (8192, (4, 16, 64))]
+)
+def test_a_table_ends_where_programs_part(dense, width):
+    sizes = {"max_batch": 8, "max_tokens": 4096, "page_size": 64, "longest": 4096, "max_chunk": 512}
+    assert Buckets.build(**sizes, dense=dense).width == width
+
+
 def test_several_prompts_take_as_few_rows_as_hold_them():
     buckets = Buckets.build(max_batch=8, max_tokens=4096, page_size=64, longest=4096, max_chunk=512)
     assert buckets.prompts([33, 64]) == (4, 32)

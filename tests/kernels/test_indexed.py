@@ -86,13 +86,14 @@ def test_scores_are_those_of_a_loop_whatever_the_work_is_cut_into(eight: bool) -
     assert not np.signbit(np.asarray(whole)[expected == 0]).any()
 
 
-def test_ties_go_to_the_first_places() -> None:
+@pytest.mark.parametrize("implementation", ["xla", "sort"])
+def test_ties_go_to_the_first_places(implementation: str) -> None:
     """Plateaus of zeros of either sign, rows that are all equal, and rows of fewer than are wanted."""
     rng = np.random.default_rng(2)
     scores = rng.integers(-1, 2, (200, 40)).astype(np.float32) * rng.choice(np.float32([1, -0.0, 0.5]), (200, 40))
     scores[:3] = [[0], [7], [-np.inf]]
     scores[3:100][rng.random((97, 40)) < 0.8] = -np.inf
-    expected, choose = np.full((200, 12), -1), jax.jit(partial(index_select, count=12))
+    expected, choose = np.full((200, 12), -1), jax.jit(partial(index_select, count=12, implementation=implementation))
     for row, score in zip(expected, scores, strict=True):
         best = [place for place in np.argsort(-score, kind="stable") if score[place] > -np.inf][:12]
         row[: len(best)] = sorted(best)

@@ -39,8 +39,8 @@ def test_columns():
 def test_the_shipped_pair_cannot_be_shared():
     with pytest.raises(ParameterError, match="tp=2 cannot be: the target: 5 query heads are no multiple of 2"):
         dj.load(tp=2)
-    with pytest.raises(ParameterError, match="tp must be an integer from 1 to 8, got 9"):
-        dj.load(tp=9)
+    with pytest.raises(ParameterError, match="tp must be an integer from 1 to 64, got 65"):
+        dj.load(tp=65)
 
 
 def test_what_can_be_shared():

@@ -52,6 +52,7 @@ def single() -> Pair:
     return Pair(TARGET, DRAFT, edit=some_are_likely, **SHAPE)
 
 
+@pytest.mark.few("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_texts(single, ranks):
     shared = local_ranks(ranks, deal=True)

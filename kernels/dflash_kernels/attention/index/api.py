@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.attention.index.reference import index_select_reference
-from dflash_kernels.attention.index.xla import index_scores_xla
+from dflash_kernels.attention.index.xla import index_scores_xla, index_select_xla
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import (
     check_axes,
@@ -22,7 +22,7 @@ from dflash_kernels.core.validation import (
 )
 
 IMPLEMENTATIONS = {"xla": index_scores_xla}
-SELECT_IMPLEMENTATIONS = {"xla": index_select_reference}
+SELECT_IMPLEMENTATIONS = {"xla": index_select_xla, "sort": index_select_reference}
 
 
 def index_scores(

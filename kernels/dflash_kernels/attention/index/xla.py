@@ -1,12 +1,19 @@
-"""The scores over long contexts in XLA's operations: pages a few at a time, as a number for each head and key takes much memory."""
+"""Scores and choice over long contexts in XLA's operations.
+
+Pages are scored a few at a time, as a number for each head and key takes much memory. The choice is made without sorting: two bits
+of the least chosen score at a time are found by counting, so that all of it are fusions, which a CUDA graph may hold.
+"""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_kernels.attention.index.reference import index_scores_reference
 
 WORKSPACE = 128 * 2**20  # bytes of products that are alive at a time
+_DIGIT = (
+    2  # bits that one pass over the scores finds; where what is counted is written first, 4 take three times the memory
+)
 
 
 def index_scores_xla(
@@ -39,3 +46,32 @@ def index_scores_xla(
     used = (jnp.max(seq_lens) + columns * p - 1) // (columns * p)
     scores = jnp.full((b, t, parts * columns * p), -jnp.inf, wide)
     return jax.lax.fori_loop(0, jnp.minimum(used, parts), add, scores)[..., : width * p]
+
+
+def index_select_xla(scores: Float[Array, "*rows S"], *, count: int) -> Int[Array, "*rows count"]:
+    """See `index_select`; float32 scores."""
+    if scores.dtype != jnp.float32:
+        raise NotImplementedError(f"takes float32 scores, not {scores.dtype}")
+    keys, taken = scores.shape[-1], min(count, scores.shape[-1])
+    order = _as_integers(scores)
+    # The largest integer that at least so many are not below: the last one chosen.
+    least, digits = jnp.zeros(scores.shape[:-1], jnp.uint32), jnp.arange(1, 1 << _DIGIT, dtype=jnp.uint32)
+    for shift in range(32 - _DIGIT, -1, -_DIGIT):
+        tried = least[..., None] | (digits << shift)
+        enough = jnp.sum(order[..., None, :] >= tried[..., None], axis=-1, dtype=jnp.int32) >= taken
+        least |= jnp.sum(enough, axis=-1, dtype=jnp.uint32) << shift
+    above, ties = order > least[..., None], order == least[..., None]
+    missing = taken - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    chosen = above | (ties & (jnp.cumsum(ties, axis=-1, dtype=jnp.int32) <= missing))
+    chosen &= scores > -jnp.inf
+    place = jnp.where(chosen, jnp.cumsum(chosen, axis=-1, dtype=jnp.int32) - 1, count).reshape(-1, keys)
+    found = jnp.full((place.shape[0], count), -1, jnp.int32)
+    position = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), place.shape)
+    found = found.at[jnp.arange(place.shape[0])[:, None], place].set(position, mode="drop")
+    return found.reshape(*scores.shape[:-1], count)
+
+
+def _as_integers(scores: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """Integers in the order of the scores, which are no NaN; -0 is 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -1,0 +1,117 @@
+"""Two processes share a target: process 0 decides, both call the same programs, and neither outlives the other."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.compile.led import follow
+from dflash_jax.compile.programs import Programs
+from dflash_jax.errors import ParameterError
+from dflash_jax.parallel import hosts, link
+from dflash_jax.parallel.ranks import local_ranks
+
+from ..conftest import QUICK_COMPILING
+from ..convert.conftest import QWEN3, Folders
+from .conftest import SIZES
+
+PROMPT = [7, 3, 60, 5]
+OPTIONS = {"dtype": "float32", "draft": False, "max_batch": 1, "max_model_len": 32, "page_size": 16}
+SCRIPT = """
+import json, sys, time
+from dflash_jax.parallel import hosts
+coordinator, process, folder, prompt, options = sys.argv[1:]
+hosts.start(coordinator, 2, int(process), gpus=0)
+import dflash_jax as dj
+model = dj.load(folder, tp=2, **json.loads(options))
+done = dj.generate(model, [json.loads(prompt)], dj.SamplingParams(max_tokens=12, ignore_eos=True))
+print("tokens", json.dumps(done[0].token_ids), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A target of one layer."""
+    made = Folders(tmp_path_factory.mktemp("small"))
+    config = QWEN3 | SIZES | {"num_hidden_layers": 1}
+    return made.write("target", config, made.tensors(config, "float32"))
+
+
+def test_two_processes(small):
+    expected = dj.generate(dj.load(small, **OPTIONS), [PROMPT], dj.SamplingParams(max_tokens=12, ignore_eos=True))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", SCRIPT, coordinator]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": QUICK_COMPILING,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    both = [
+        subprocess.Popen(
+            [*command, str(process), str(small), json.dumps(PROMPT), json.dumps(OPTIONS)], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    try:
+        assert both[0].stdout is not None
+        said = next(line for line in iter(both[0].stdout.readline, "") if line.startswith("tokens "))
+        assert json.loads(said.removeprefix("tokens ")) == expected[0].token_ids
+        # Process 0 has done what it was asked, and sleeps; the other waits for its word.
+        both[1].kill()
+        _, said = both[0].communicate(timeout=30)
+        assert both[0].returncode == 1
+        assert (
+            "process 1 is gone (its connection ended), and with it its part of the model: process 0 ends, too" in said
+        )
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+
+
+def test_records():
+    """What was packed comes out again, and an end in the middle is an error."""
+    ours, theirs = socket.socketpair()
+    header, arrays = (
+        {"call": 3, "gone": [1]},
+        [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros(0, bool), np.array(2.0)],
+    )
+    ours.sendall(link.packed(header, arrays))
+    told, found = link.received(theirs)
+    assert told["call"] == 3
+    for one, other in zip(found, arrays, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    ours.sendall(link.packed(header, arrays)[:-1])
+    ours.close()
+    with theirs, pytest.raises(ConnectionError, match="its connection ended"):
+        link.received(theirs)
+
+
+def test_only_functions_of_this_package_are_called():
+    """Whoever could write to the connection could otherwise call anything."""
+    told = {"function": "os:abort", "static": {"tuple": []}, "donate": [], "args": {"tuple": []}}
+    with pytest.raises(ValueError, match="os:abort is not of dflash_jax"):
+        follow(Programs(), (), {}, [({"program": told, "call": 0, "gone": []}, [np.zeros(0, np.int32)])])
+
+
+def test_refusals(monkeypatch):
+    with pytest.raises(
+        ParameterError, match="processes, process must be given, too, where one of coordinator, processes"
+    ):
+        hosts.start("host:1")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        ParameterError, match="tp=2 must be the number of all devices of the 2 processes that have come together, 8"
+    ):
+        local_ranks(2)
