@@ -134,8 +134,8 @@ class Model:
         return time.perf_counter() - started
 
     def measure_memory(self) -> MemoryReading:
-        """Serves as many requests of full length as there are pages for, and reads what memory that took beside what was planned. It
-        takes as long as those prompts; nobody else's requests may run meanwhile.
+        """Serves as many requests of full length as there are pages for, and reads what memory that took beside what was planned.
+        It takes as long as those prompts; nobody else's requests may run meanwhile.
 
         Raises:
           CapacityError: the device's memory ran out.
