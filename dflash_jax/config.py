@@ -187,9 +187,18 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
+# The one tap of a drafter that reads the target's hidden states after the final norm, rather than streams between layers.
+FINAL_HIDDEN = -2
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding, half-split form. Kinds: default, linear, llama3, yarn, proportional."""
+    """Rotary position embedding, half-split form. Kinds: default, linear, dynamic, llama3, yarn, longrope, proportional.
+
+    Attributes:
+      reach: positions that an engine serves, which decide the frequencies of `dynamic` and `longrope`: see `reaching`.
+      long_factor, short_factor: of longrope, a divisor of each frequency beyond the original length and within it.
+    """
 
     kind: str = "default"
     theta: float = 10_000.0
@@ -204,6 +213,9 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    long_factor: tuple[float, ...] = ()
+    short_factor: tuple[float, ...] = ()
+    reach: int = 0
 
     @classmethod
     def from_keys(
@@ -230,16 +242,19 @@ class RopeConfig:
         theta, partial = scaling.number("rope_theta", 10_000.0), scaling.number("partial_rotary_factor", partial)
         if not 0 < partial <= 1:
             raise ConfigError(f"{scaling.subject}: partial_rotary_factor must be in (0, 1], got {partial}")
-        needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ())
-        if missing := [key for key in needed if merged.get(key) is None]:
+        if missing := [key for key in _ROPE_NEEDS.get(kind, ()) if merged.get(key) is None]:
             raise ConfigError(f"{scaling.subject}: rope_type {kind} needs {', '.join(missing)}")
         original = scaling.integer("original_max_position_embeddings", max_position)
+        if (
+            kind == "dynamic"
+        ):  # transformers stretches what lies beyond max_position_embeddings, whatever else the file says
+            original = max_position
         reads = _ROPE_KEYS[kind]
 
         def number(key: str, default: float) -> float:
             return scaling.number(key, default) if key in reads else default
 
-        factor = number("factor", max_position / original if kind == "yarn" else 1.0)
+        factor = number("factor", max_position / original if kind in ("yarn", "longrope") else 1.0)
         if factor <= 0 or theta <= 0 or (kind == "yarn" and theta <= 1):
             raise ConfigError(
                 f"{scaling.subject}: factor and rope_theta must be positive, and rope_theta above 1 with yarn, got {factor} and "
@@ -260,6 +275,8 @@ class RopeConfig:
             mscale=number("mscale", 0.0),
             mscale_all_dim=number("mscale_all_dim", 0.0),
             truncate=scaling.flag("truncate", default=True) if "truncate" in reads else True,
+            long_factor=_divisors(scaling, "long_factor") if kind == "longrope" else (),
+            short_factor=_divisors(scaling, "short_factor") if kind == "longrope" else (),
         )
         if min(rope.low_freq_factor, rope.beta_fast, rope.beta_slow) <= 0 or min(rope.mscale, rope.mscale_all_dim) < 0:
             raise ConfigError(f"{scaling.subject}: betas and frequency factors must be positive, mscale not negative")
@@ -280,6 +297,9 @@ class RopeConfig:
     def from_dict(cls, values: Any) -> "RopeConfig":
         """From its fields by name. Raises ConfigError where they are others, or of another type."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
+        if isinstance(values, Mapping):  # folders that were converted before there were these are of other kinds
+            values = {"long_factor": (), "short_factor": (), "reach": 0, **values}
+            values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         if not isinstance(values, Mapping) or set(values) != set(fields):
             raise ConfigError(f"{cls.__name__}: expected the fields {sorted(fields)}, got {shown(values)}")
         for name, kind in fields.items():
@@ -287,15 +307,24 @@ class RopeConfig:
                 raise ConfigError(f"{cls.__name__}: {name} cannot be {shown(values[name])}")
         return cls(**values)
 
+    def reaching(self, positions: int) -> "RopeConfig":
+        """The same for an engine that serves so many positions.
+
+        transformers chooses the frequencies of `dynamic` and `longrope` in each call by the longest sequence in it, so that keys
+        that were cached before keep other ones. Here they are those of the longest sequence that an engine takes, for all tokens:
+        vLLM does likewise, and a text is transformers' for one call of that length.
+        """
+        return dataclasses.replace(self, reach=positions) if self.kind in ("dynamic", "longrope") else self
+
     def longest(self, max_position: int) -> int:
-        """Positions a model takes: YaRN stretches the original ones by its factor.
+        """Positions a model takes: YaRN and dynamic scaling stretch the original ones by their factor.
 
         Model cards say to add `rope_scaling` to config.json, where `max_position_embeddings` then stays what it was without.
 
         Raises:
           ConfigError: more than `MAX_POSITION`.
         """
-        if self.kind != "yarn":
+        if self.kind not in ("yarn", "dynamic"):
             return max_position
         stretched = self.factor * self.original_max_position
         if stretched > MAX_POSITION:
@@ -305,13 +334,29 @@ class RopeConfig:
         return max(max_position, int(stretched))
 
 
+def _divisors(keys: KeyReader, name: str) -> tuple[float, ...]:
+    """A list of positive numbers. Raises ConfigError where it is anything else."""
+    values = keys.get(name)
+    if not isinstance(values, list) or not values or not all(_is_number(value) and value > 0 for value in values):
+        raise ConfigError(f"{keys.subject}: {name} must be a list of positive numbers, got {shown(values)}")
+    return tuple(float(value) for value in values)
+
+
 # What each kind reads beside `rope_theta`, `partial_rotary_factor` and the original length, which others merely note.
 _ROPE_KEYS: Mapping[str, Collection[str]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor", "long_factor", "short_factor"),
     "proportional": ("factor",),
+}
+_ROPE_NEEDS: Mapping[str, Collection[str]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("long_factor", "short_factor"),
 }
 _ROPE_KINDS = f"{', '.join(list(_ROPE_KEYS)[:-1])} or {list(_ROPE_KEYS)[-1]}"
 # Said of a rotation by a file whose kind does not read it, and the same as nothing.
@@ -343,7 +388,9 @@ def _rope_values(keys: KeyReader) -> dict[str, Any]:
             f"config.json has {older} beside {newer}: the {shown(scaling['rope_type'])} of {older} counts, with what {newer} "
             "says of rope_theta"
         )
-    outside = {key: keys.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    outside = {
+        key: keys.get(key) for key in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    }
     merged: dict[str, Any] = {}
     for place, values in (("the file itself", outside), *found):
         for key, value in values.items():
@@ -428,6 +475,15 @@ class DecoderConfig:
         return cls(**given)
 
 
+def reaching[C: DecoderConfig](config: C, positions: int) -> C:
+    """The same for an engine that serves so many positions: see `RopeConfig.reaching`."""
+    rotations = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.type is RopeConfig
+    }
+    changed = {name: rope.reaching(positions) for name, rope in rotations.items()}
+    return config if changed == rotations else dataclasses.replace(config, **changed)
+
+
 def _check_fields(config_class: type[DecoderConfig], values: Mapping[str, Any]) -> None:
     """Raises ConfigError unless every field has a value of its type, within its bound."""
     for field in dataclasses.fields(config_class):
@@ -459,7 +515,7 @@ def _fits(kind: Any, value: Any, largest: int) -> bool:
     if kind is float:
         return _is_number(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= largest
+        return isinstance(value, int) and not isinstance(value, bool) and FINAL_HIDDEN <= value <= largest
     return isinstance(value, kind)
 
 

@@ -281,6 +281,9 @@ def add_train(commands: Any) -> None:
         metavar="N",
         help="of each held-out answer; 0 measures nothing (default: 128)",
     )
+    run.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="GPUs that share the rows of a step (default: 1)"
+    )
     run.add_argument("--stop-after", type=float, metavar="S", help="save and end with status 75 after S seconds")
 
 

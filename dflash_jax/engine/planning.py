@@ -21,7 +21,7 @@ from dflash_jax.checkpoints.weights import (
 )
 from dflash_jax.compile.device import local_device
 from dflash_jax.compile.led import programs_over
-from dflash_jax.config import DecoderConfig
+from dflash_jax.config import DecoderConfig, reaching
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.memory import MemoryPlan, free_memory, free_on_each, plan_memory, workspace_bytes
 from dflash_jax.engine.sharing import check_sharing
@@ -56,9 +56,11 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
+    longest = choose_model_len(target.config, options.max_model_len)
     engine = Engine(
-        target=target.config, draft=draft, weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=options.cache_dtype,
-        max_model_len=choose_model_len(target.config, options.max_model_len), max_batch=options.max_batch,
+        target=reaching(target.config, longest), draft=None if draft is None else reaching(draft, longest),
+        weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=options.cache_dtype,
+        max_model_len=longest, max_batch=options.max_batch,
         page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=programs_over(ranks),

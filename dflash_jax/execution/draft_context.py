@@ -13,7 +13,7 @@ from dflash_jax.models.dflash import DFlash
 
 def make_context_workspace(plan: ContextPlan, drafter: DFlash, rows: int) -> Any:
     """A Ref with which `context_products` of so many rows is one launch; None where the plan has none."""
-    if plan.form != "one_launch":
+    if plan.form != "one_launch" or drafter.fc is None:
         return None
     first, second = drafter.fc.weight[...], drafter.context_kv_proj.weight[...]
     sizes = {"depth": first.shape[1], "hidden": first.shape[0], "features": second.shape[0]}
@@ -35,10 +35,14 @@ def context_products(
       live: so many rows from the first on are asked for, the others are undefined.
       workspace: of `make_context_workspace` for as many rows.
     """
-    if workspace is None:
-        context = drafter.hidden_norm(multiplied(drafter.fc, features, live)) if decodes else drafter.context(features)
+    projection = drafter.fc
+    if workspace is None or projection is None:
+        if projection is None or not decodes:
+            context = drafter.context(features)
+        else:
+            context = drafter.hidden_norm(multiplied(projection, features, live))
         return multiplied(drafter.context_kv_proj, context, live)
-    first, norm, second = drafter.fc.weight[...], drafter.hidden_norm, drafter.context_kv_proj.weight[...]
+    first, norm, second = projection.weight[...], drafter.hidden_norm, drafter.context_kv_proj.weight[...]
     rows = features.reshape(-1, features.shape[-1])
     products = linear_chain(rows, first, norm.weight[...], second, exchange=workspace, eps=norm.eps)
     return products.reshape(*features.shape[:-1], -1)

@@ -420,6 +420,9 @@ def choose_context(params: Mapping[str, Any], rows: int, dtype: jnp.dtype, *, dr
         kernel that takes the whole GPU would wait for the other.
     """
     reasons: list[Refusal] = []
+    if "fc.weight" not in params:
+        why = "features are not projected"
+        return ContextPlan("apart", (Refusal("packed", why), Refusal("one_launch", why)))
     forms = {"packed": lambda: _packed_refusal(params, rows, dtype)}
     forms["one_launch"] = lambda: _one_launch_refusal(params, rows, dtype) if drafts else "no block is drafted after it"
     for form, refuse in forms.items():

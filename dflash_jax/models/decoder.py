@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DecoderConfig
+from dflash_jax.config import FINAL_HIDDEN, DecoderConfig
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
     Attend,
@@ -76,13 +76,14 @@ class Decoder(nnx.Module):
 
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.
+        `FINAL_HIDDEN` is what is after it.
         """
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
         if self.embedding_scale != 1.0:
             x, normed = x * jnp.asarray(self.embedding_scale, x.dtype), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
         streams, hidden, cache = run(layers, self.norm, x, rotary, attend, cache, normed=normed)
-        tapped = [x if tap < 0 else streams[tap] for tap in taps]
+        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else streams[tap] for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
 

@@ -58,7 +58,7 @@ class DFlash(nnx.Module):
     def __init__(self, config: DFlashConfig):
         d = config.hidden_size
         self.config = config
-        self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size)
+        self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size) if config.projects else None
         self.hidden_norm = RMSNorm(d, config.norm_eps)
         traits, layer = dflash_traits(config), DecoderLayer
         if config.conv_taps:
@@ -76,7 +76,7 @@ class DFlash(nnx.Module):
 
     def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
         """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(features if self.fc is None else self.fc(features))
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]
@@ -244,8 +244,9 @@ def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -
 def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     """Parameters of a DFlash checkpoint: 3 + 11 tensors a layer, and what it brings itself."""
     d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
+    features = len(config.target_layer_ids) * config.target_hidden_size
     table = [
-        single("fc.weight", "fc.weight", (d, len(config.target_layer_ids) * config.target_hidden_size)),
+        *((single("fc.weight", "fc.weight", (d, features)),) if config.projects else ()),
         single("hidden_norm.weight", "hidden_norm.weight", (d,)),
         *decoder_parameters(config, "", dflash_traits(config)),
         single("norm.weight", "norm.weight", (d,)),

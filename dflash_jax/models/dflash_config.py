@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dflash_jax.config import (
+    FINAL_HIDDEN,
     HEAD_NORMS,
     MAX_BLOCK,
     MAX_LAYERS,
@@ -73,7 +74,8 @@ class DFlashConfig(DecoderConfig):
     Attributes:
       block_size: slots of one draft block, the anchor included (G).
       mask_token_id: id whose embedding fills the slots after the anchor.
-      target_layer_ids: tapped target layers in feature order; -1 is the embedding output.
+      target_layer_ids: tapped target layers in feature order; -1 is the embedding output. `FINAL_HIDDEN` alone is what a drafter
+        without a projection of features reads (`use_aux_hidden_state` false).
       num_target_layers: layers of the target it was trained for, or 0 where the file does not say.
       target_hidden_size: width of one tapped feature.
       causal: per layer, whether slots of a block see only earlier slots.
@@ -118,6 +120,11 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
                 f"hidden_size={self.hidden_size} a multiple of the latter"
             )
+
+    @property
+    def projects(self) -> bool:
+        """Whether features go through a projection (`fc`), as all do but the target's hidden states after its final norm."""
+        return self.target_layer_ids != (FINAL_HIDDEN,)
 
     @property
     def num_drafts(self) -> int:
@@ -181,13 +188,16 @@ class DFlashConfig(DecoderConfig):
         windows, causal = _windows(source, fields["windows"], top)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
+        tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
+        if not tapped:
+            ids = _final_hidden(nested, ids, tensor_names)
         if ids is None and target_layers < 4:
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
             )
         ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
         plain = isinstance(ids, list | tuple) and 0 < len(ids) <= MAX_LAYERS
-        if not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids):
+        if tapped and (not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids)):
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids must be integers of at least -1 and below {MAX_LAYERS}, got {shown(ids)}"
             )
@@ -195,10 +205,6 @@ class DFlashConfig(DecoderConfig):
         if target_layers and max(ids) >= target_layers:
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids {shown(list(ids))} reach past num_target_layers={target_layers}"
-            )
-        if not source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True):
-            raise ConfigError(
-                f"{nested.subject}: use_aux_hidden_state=false is not DFlash, which drafts from target features"
             )
         projector = source("projector_type").get("projector_type", "linear")
         if projector not in ("linear", "dflash", "dspark", "domino"):
@@ -231,13 +237,19 @@ class DFlashConfig(DecoderConfig):
                 f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
             )
         fields["windows"] = windows
+        features = source("target_hidden_size").integer("target_hidden_size", hidden)
+        if not tapped and features != hidden:
+            raise ConfigError(
+                f"{nested.subject}: with use_aux_hidden_state=false target_hidden_size={features} must be hidden_size={hidden}: no "
+                "projection comes between"
+            )
         config = cls(
             **fields,
             block_size=block,
             mask_token_id=source("mask_token_id").integer("mask_token_id", minimum=0),
             target_layer_ids=ids,
             num_target_layers=target_layers,
-            target_hidden_size=source("target_hidden_size").integer("target_hidden_size", hidden),
+            target_hidden_size=features,
             causal=_causality(top, nested, causal),
             sinks=source("attention_sink_bias").flag(
                 "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
@@ -259,6 +271,18 @@ class DFlashConfig(DecoderConfig):
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
+
+
+def _final_hidden(keys: KeyReader, ids: Any, names: Collection[str]) -> tuple[int, ...]:
+    """The one tap of a drafter that reads the target's last hidden states alone. Raises ConfigError where the file names others, or
+    has the projection of several."""
+    if ids:
+        raise ConfigError(f"{keys.subject}: use_aux_hidden_state=false leaves no use for target_layer_ids {shown(ids)}")
+    if "fc.weight" in names:
+        raise ConfigError(
+            f"{keys.subject}: use_aux_hidden_state=false beside fc.weight, which projects tapped features: leave out one of them"
+        )
+    return (FINAL_HIDDEN,)
 
 
 def _convolution(source: Source, names: Collection[str], hidden: int) -> tuple[int, int]:

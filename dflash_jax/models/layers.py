@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
+from dflash_jax.errors import ConfigError
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import best_of_ranks, reduced
@@ -136,9 +137,13 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
-    """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3).
+    """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3; LongRoPE,
+    arXiv 2402.13753).
 
     Proportional ones are those of a whole head; pairs of entries past the part that turns have frequency 0.
+
+    Raises:
+      ConfigError: longrope's divisors are not one for each pair of entries that turns.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial * head_dim // 2)
@@ -148,7 +153,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
         return freqs / np.float32(rope.factor), 1.0
     dim = int(head_dim * rope.partial)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    freqs = (np.float32(1) / np.float32(rope.theta) ** exponents).astype(np.float32)
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        longest = max(rope.reach, rope.original_max_position)
+        theta *= (rope.factor * longest / rope.original_max_position - (rope.factor - 1)) ** (dim / (dim - 2))
+    freqs = (np.float32(1) / np.float32(theta) ** exponents).astype(np.float32)
+    if rope.kind == "longrope":
+        return _longrope(rope, freqs)
     if rope.kind == "linear":
         return freqs / np.float32(rope.factor), 1.0
     if rope.kind == "llama3":
@@ -165,6 +176,20 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
     if rope.kind == "yarn":
         return _yarn(rope, dim, freqs)
     return freqs, 1.0
+
+
+def _longrope(rope: RopeConfig, freqs: np.ndarray) -> tuple[np.ndarray, float]:
+    name = "long_factor" if rope.reach > rope.original_max_position else "short_factor"
+    divisors = np.array(getattr(rope, name), np.float32)
+    if divisors.shape != freqs.shape:
+        raise ConfigError(
+            f"rope_type longrope: {name} must have {freqs.size} numbers, one for each pair, got {divisors.size}"
+        )
+    factor = rope.attention_factor
+    if factor is None:
+        grown = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position)
+        factor = math.sqrt(1 + grown)
+    return freqs / divisors, factor
 
 
 def _yarn(rope: RopeConfig, dim: int, freqs: np.ndarray) -> tuple[np.ndarray, float]:

@@ -1,13 +1,19 @@
 """Configurations as model files give them: what is read, what is refused, and what is left alone."""
 
+import inspect
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, Qwen3Config, RopeConfig
+from dflash_jax.config import NEUTRAL_KEYS, DecoderConfig, Qwen3Config, RopeConfig, reaching
+from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import ConfigError, UnsupportedModelError
-from dflash_jax.models import DFlashConfig, family_named, family_of
+from dflash_jax.models import DFlashConfig, family_for, family_named, family_of
+from dflash_jax.models.layers import rope_frequencies
+from dflash_jax.options import LoadOptions
 
 from .config_files import DRAFT, REMOVE, SLIDING, TARGET, changed, draft, target
 
@@ -173,6 +179,7 @@ def test_rope_kinds(read: Any, changes: dict[str, Any], expected: dict[str, Any]
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, 512),
         ({"rope_type": "linear", "factor": 4.0}, 512),
+        ({"rope_type": "dynamic", "factor": 4.0}, 2048),
     ],
 )
 def test_yarn_lengthens_what_a_model_takes(rope: dict[str, Any] | None, positions: int) -> None:
@@ -182,7 +189,13 @@ def test_yarn_lengthens_what_a_model_takes(rope: dict[str, Any] | None, position
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be .* got 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type must be .* got 'mrope'"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type dynamic needs factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type longrope needs short_factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0, 0], "short_factor": [1.0, 1.0]}},
+            r"long_factor must be a list of positive numbers, got \[1.0, 0\]",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "needs low_freq_factor, high_freq_factor"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 0}}, "factor and rope_theta must be positive"),
@@ -197,6 +210,56 @@ def test_yarn_lengthens_what_a_model_takes(rope: dict[str, Any] | None, position
 def test_rope_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         target(**changes)
+
+
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "long_factor": [1.0, 2.5, 8.0, 16.0], "short_factor": [1.0, 1.0, 1.5, 2.0],
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "largest", "positions", "expected", "factor"),
+    [
+        (DYNAMIC, 64, 32, [1.0, 0.1, 0.01, 0.001], 1.0),
+        (DYNAMIC, 64, 65, [1.0, 0.0979994609951973, 0.00960389431566, 0.0009411764913238585], 1.0),
+        (DYNAMIC, 64, 200, [1.0, 0.047216322273015976, 0.002229380654171109, 0.00010526315600145608], 1.0),
+        (LONG, 256, 64, [1.0, 0.1, 0.01 / 1.5, 0.0005], 1.1547005383792517),
+        (LONG, 256, 65, [1.0, 0.04, 0.00125, 6.25e-05], 1.1547005383792517),
+        (LONG | {"factor": 8.0}, 256, 65, [1.0, 0.04, 0.00125, 6.25e-05], 1.224744871391589),
+        (LONG | {"attention_factor": 1.25}, 256, 65, [1.0, 0.04, 0.00125, 6.25e-05], 1.25),
+    ],
+)
+def test_frequencies_that_follow_the_length(
+    scaling: dict[str, Any], largest: int, positions: int, expected: list[float], factor: float
+) -> None:
+    """transformers' numbers (5.17, `ROPE_INIT_FUNCTIONS`) for a call of so many positions."""
+    outside = scaling | {"original_max_position_embeddings": None}
+    top = {"original_max_position_embeddings": scaling.get("original_max_position_embeddings")}
+    for changes in (
+        {"rope_scaling": scaling},
+        {"rope_scaling": outside, **top},
+    ):  # Phi's files have it at the top level
+        config = target(rope_theta=REMOVE, max_position_embeddings=largest, **changes)
+        again = Qwen3Config.from_dict(json.loads(json.dumps(config.to_dict())))
+        found, scale = rope_frequencies(reaching(again, positions).rope, 8)
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert scale == pytest.approx(factor, rel=1e-12)
+    with pytest.raises(ConfigError, match="long_factor must have 2 numbers, one for each pair, got 4"):
+        rope_frequencies(target(rope_theta=REMOVE, rope_scaling=LONG).rope.reaching(500), 4)
+
+
+def test_an_engine_reaches_as_far_as_it_serves() -> None:
+    """Frequencies are those of the longest sequence for all tokens, the drafter's too."""
+    pair = [
+        replace(one, rope=replace(one.rope, kind="dynamic", factor=2.0))
+        for one in (target(), draft(num_target_layers=4, nested={"target_layer_ids": [0, 1]}))
+    ]
+    checkpoints = [SimpleNamespace(config=one, family=family_for(one), dtype="float32") for one in pair]
+    engine, _ = inspect.unwrap(plan_engine)(*checkpoints, LoadOptions(max_model_len=200, max_batch=1))  # type: ignore[arg-type]
+    assert engine.target.rope.reach == engine.draft.rope.reach == 200
+    assert reaching(target(), 200) == target()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.checkpoints.weights import check_draft_vocabulary
+from dflash_jax.config import FINAL_HIDDEN
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import DFlashConfig, default_target_layer_ids
+from dflash_jax.models import DFlashConfig, default_target_layer_ids, family_named
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 
 from .config_files import DRAFT, REMOVE, SLIDING, changed, draft
@@ -123,7 +124,7 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
         ({"attention_sink_bias": "false"}, {}, "attention_sink_bias must be true or false"),
         ({"dflash_config": [1]}, {}, "dflash_config must be a JSON object, got list"),
         ({}, {"target_layer_ids": [1, 36]}, "reach past num_target_layers=36"),
-        ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false is not DFlash"),
+        ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false leaves no use for target_layer_ids"),
         ({}, {"projector_type": "tree"}, "projector_type must be linear, dspark or domino, got 'tree'"),
         ({"markov_rank": -1}, {}, "markov_rank must be an integer of at least 0, got -1"),
         ({"draft_vocab_size": 65}, {}, "draft_vocab_size=65"),
@@ -132,6 +133,20 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
 def test_drafters_that_cannot_be(changes: dict[str, Any], nested: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draft(nested=nested, **changes)
+
+
+def test_the_targets_last_hidden_states_alone() -> None:
+    """vLLM's key: no stream between layers is read, and no projection comes before the norm of what is."""
+    nested = {"target_layer_ids": REMOVE, "use_aux_hidden_state": False}
+    config = draft(nested=nested)
+    assert (config.target_layer_ids, config.projects) == ((FINAL_HIDDEN,), False)
+    assert "fc.weight" not in {one.name for one in family_named("dflash").parameters(config)}
+    for changes, message in (
+        ({"tensors": ("fc.weight",)}, "beside fc.weight, which projects"),
+        ({"target_hidden_size": 32}, "target_hidden_size=32 must be hidden_size=16"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            draft(nested=nested, **changes)
 
 
 def test_embedding_output_may_be_tapped() -> None:

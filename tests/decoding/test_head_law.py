@@ -19,8 +19,10 @@ from dflash_jax.decoding.sampling import filtered_logits
 from dflash_jax.decoding.state import DecodeState, Setup
 from dflash_jax.models.heads import (
     Block,
+    DominoConfig,
     HeadConfig,
     Law,
+    LiLiCorrConfig,
     MarkovConfig,
     SelectorConfig,
     Sizes,
@@ -54,6 +56,8 @@ HEADS = {
     "gated, its own tokens": (MarkovConfig(rank=3, form="gated"), OWN),
     "rnn, best few": (MarkovConfig(rank=3, form="rnn", top_k=4), None),
     "xpress": (XPressConfig(rank=3, top_k=4, inner=4, passes=2), None),
+    "lilicorr": (LiLiCorrConfig(rank=3, top_k=4, hidden=4, layers=1, heads=2, inner=6), None),
+    "domino": (DominoConfig(rank=3, state=4, kept=1), None),
 }
 type Wrong = Callable[[Law, Block], Law]
 
@@ -114,12 +118,12 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
     return carry[2][:, :PLACES], first.mean()
 
 
-@pytest.mark.few("selector-*top_k*", "rnn*", "xpress*")
+@pytest.mark.few("selector-*top_k*", "rnn*", "xpress*", "lilicorr*", "domino*")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
         ("selector", PLAIN), ("selector", FULL), ("vanilla", PLAIN), ("gated, its own tokens", PLAIN), ("rnn, best few", FULL),
-        ("xpress", PLAIN),
+        ("xpress", PLAIN), ("lilicorr", FULL), ("domino", PLAIN),
     ],
     ids=str,
 )  # fmt: skip

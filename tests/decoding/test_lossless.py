@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from dflash_jax.config import FINAL_HIDDEN
 from dflash_jax.sampling_params import SamplingParams
 
 LENGTHS = (3, 40, 17, 90, 1, 64, 16, 15)
@@ -97,10 +98,11 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
-@pytest.mark.few("windows")
+@pytest.mark.few("windows", "target_layer_ids")
 @pytest.mark.parametrize(
     "changes",
     [
+        {"target_layer_ids": (FINAL_HIDDEN,)},
         {
             "windows": (4, 7), "num_layers": 2, "causal": (True, False), "sinks": True, "value_scale": 0.6,
             "logit_softcap": 5.0,
