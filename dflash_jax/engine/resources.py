@@ -104,6 +104,7 @@ class Resources:
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
+        self.draft = None if self.draft is None else self.draft.fitted(self.target)
         # A cycle writes up to a block past the last committed token.
         self.lookahead = 1 if self.draft is None else self.draft.block_size + 1
         self.buckets = Buckets.build(

@@ -289,7 +289,7 @@ def test_workspace_of_what_an_indexer_chooses():
     target, kind = SPARSE_TARGETS["DeepSeek-V3.2"], jnp.dtype("bfloat16")
     sizes = {"batch": 1, "chunk": 512}
     short, long = (workspace_bytes(target, None, kind, tokens=tokens, **sizes) for tokens in (2048, 131_072))
-    assert long - short == 512 * 131_072 * 16 + (128 + 256) * 2**20
+    assert long - short == 512 * 131_072 * 24 + (128 + 256) * 2**20
     page = page_bytes(target, 64, kind, cache_dtype="fp8_packed")
     assert page == 64 * 61 * (656 + 132)
 
