@@ -140,8 +140,8 @@ def workspace_bytes(
 
 
 def gathered_bytes(target: DecoderConfig, sequences: int, tokens: int, dtype: jnp.dtype) -> int:
-    """Keys and values of one layer that XLA gathers for a call of so many sequences, or pieces of prompts, where no kernel attends to
-    its heads: as they lie in pages, and by head."""
+    """Keys and values of one layer that XLA gathers for a call of so many sequences, or pieces of prompts, where no kernel attends
+    to its heads: as they lie in pages, and by head."""
     full = layer_traits(target).full_heads
     return 0 if full is None else 2 * 2 * sequences * tokens * full[0] * full[1] * dtype.itemsize
 
