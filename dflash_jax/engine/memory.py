@@ -181,7 +181,7 @@ def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
     work of some pages and some tokens."""
     if tokens <= getattr(target, "index_topk", tokens):
         return 0
-    return 4 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
+    return 6 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
 
 
 def plan_memory(
