@@ -78,6 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
     )
+    info.add_argument(
+        "--measure-memory", action="store_true",
+        help="load the models, serve as many requests of full length as fit, and print what memory that took beside the plan",
+    )  # fmt: skip
     return parser
 
 

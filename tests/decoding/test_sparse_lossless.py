@@ -95,6 +95,11 @@ def test_no_text_changes(model: dj.Model) -> None:
         assert row[len(prompt) - 1 : len(text) - 1].tolist() == text[len(prompt) :]
 
 
+@pytest.mark.gpu
+def test_no_text_changes_on_a_gpu(model: dj.Model) -> None:
+    test_no_text_changes(model)
+
+
 def test_rows_side_by_side_attend_as_those_of_slots() -> None:
     """Two slots with three tokens and one, side by side: what an attention for slots is told and gives is unpacked and packed."""
 
