@@ -26,7 +26,7 @@ from dflash_jax.engine.memory import (
     workspace_bytes,
 )
 from dflash_jax.models.dflash import SHARED_HEAD
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, SPARSE_TARGETS, TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, GEMMA4_TARGETS, SPARSE_TARGETS, TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.weights import quantise_weights
 
@@ -283,6 +283,13 @@ def test_workspace_of_experts_and_of_expanded_context():
         without, None, kind, **sizes
     ) == experts_bytes(target, 512, kind)
     assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
+
+
+def test_workspace_of_heads_that_no_kernel_attends_to():
+    """Gemma 4 31B: 16 pieces of a prompt gather the pages of 4 heads of 512."""
+    target, kind = GEMMA4_TARGETS["gemma-4-31B"], jnp.dtype("bfloat16")
+    short, long = (workspace_bytes(target, None, kind, tokens=tokens, batch=8, chunk=512) for tokens in (8192, 16_384))
+    assert long - short == 8192 * (2 * 4 * 512 * 32 + 2 * 2 * 16 * 4 * 512 * 2)
 
 
 def test_workspace_of_what_an_indexer_chooses():

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import make_pages
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
@@ -130,6 +131,15 @@ def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
     logits, ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
     assert difference(logits, theirs) <= TOLERANCE
     assert difference(ours, taps) <= TOLERANCE
+
+
+def test_calibration_sees_every_layer_that_keeps_keys() -> None:
+    """Of heads of both shapes; layers that attend to another's have no pools and no scales."""
+    checkpoint = open_checkpoint(FOLDER)
+    config: Any = checkpoint.config
+    scales = calibrate(config, checkpoint.load("float32"), [[1, 2, 3], [4]], cache_dtype="int8")
+    assert tuple(one.shape for one in scales.v) == config.key_shapes == ((2, 8), (1, 16), (2, 8))
+    assert all((one > 0).all() for one in scales.v)
 
 
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
