@@ -406,7 +406,11 @@ class Resources:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
         target, draft = pool_config(self.target, self.tp), self.draft
         counts = {
-            role: {i: pool.allocator.num_pages for pool in self.groups for i in getattr(pool.group, role)}
+            role: {
+                i: count
+                for pool, count in zip(self.groups, (self.num_pages, *self.window_pages), strict=True)
+                for i in getattr(pool.group, role)
+            }
             for role in ROLES
         }
         ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())
