@@ -24,6 +24,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import DraftRecord
+from dflash_jax.engine.measuring import MemoryReading, measure_memory
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.engine.progress import progress_bar
@@ -144,6 +145,15 @@ class Model:
         finally:
             drop(futures)
         return time.perf_counter() - started
+
+    def measure_memory(self) -> MemoryReading:
+        """Serves as many requests of full length as there are pages for, and reads what memory that took beside what was planned.
+        It takes as long as those prompts; nobody else's requests may run meanwhile.
+
+        Raises:
+          CapacityError: the device's memory ran out.
+        """
+        return measure_memory(self.engine, self.memory)
 
     def compiled_shapes(self) -> list[str]:
         """One line for each program compiled so far."""

@@ -24,7 +24,7 @@ from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, 
 
 type Record = dict[int, dict[str, Array]]
 
-CHOSEN = -1  # in place of a layer
+CHOSEN, SHARED = -1, -2  # in place of a layer
 
 
 class Observer(DenseAttend):
@@ -36,9 +36,14 @@ class Observer(DenseAttend):
         self.live = live
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
-        _, k, v = layer.heads(qkv, rotary)
-        found = {"keys": self._largest(k), "values": self._largest(v, axis=(0, 1))}
-        return super().__call__(layer, qkv, rotary)[0], {**(cache or {}), layer.index: found}
+        record = dict(cache or {})
+        # Keys that later layers attend to as well go from layer to layer with the record.
+        out, shared = super().__call__(layer, qkv, rotary, record.pop(SHARED, None))
+        record |= {} if shared is None else {SHARED: shared}
+        if layer.keeps:
+            _, k, v = layer.heads(qkv, rotary)
+            record[layer.index] = {"keys": self._largest(k), "values": self._largest(v, axis=(0, 1))}
+        return out, record
 
     def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
         q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
@@ -103,7 +108,8 @@ def calibrate(
     def observed(params: Mapping[str, Array], ids: Array, lens: Array) -> Record:
         attend = Observer(jnp.arange(ids.shape[1]) < lens[:, None])
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        return bind(config, params)(ids, positions, attend)[2]
+        record = bind(config, params)(ids, positions, attend)[2]
+        return {layer: found for layer, found in record.items() if layer != SHARED}
 
     ids = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(ids, texts, strict=True):

@@ -27,6 +27,9 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3.6-27B": "z-lab/Qwen3.6-27B-DFlash",
     "Qwen/Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
     "Qwen/Qwen3-Coder-Next": "z-lab/Qwen3-Coder-Next-DFlash",
+    "google/gemma-4-12B-it": "z-lab/gemma-4-12B-it-DFlash",
+    "google/gemma-4-26B-A4B-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
+    "google/gemma-4-31B-it": "z-lab/gemma-4-31B-it-DFlash",
 }
 
 

@@ -272,12 +272,17 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def run_info(args: argparse.Namespace) -> int:
-    """`dflash-jax info`: what `load` would do, without reading weights."""
+    """`dflash-jax info`: what `load` would do, without reading weights unless memory is to be measured."""
     check_models(args)
     from dflash_jax.cli.info import collect, lines
 
+    options = load_options(args) if args.measure_memory else {}
     args.calibration = None  # sizes do not depend on it
     facts = collect(args.model, **load_options(args), hashes=args.hashes)
+    if args.measure_memory:
+        from dflash_jax.model import load
+
+        facts["measured"] = load(args.model, **options).measure_memory().facts()
     print(json.dumps(facts, indent=2) if args.json else printable("\n".join(lines(facts)), sys.stdout))
     return OK
 

@@ -235,6 +235,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             f"workspace (estimated), {_states(memory)}{size(memory['pool_bytes'])} pages, {size(memory['left_bytes'])} left",
         ),
         *_rounding(memory),
+        *_measured(facts.get("measured")),
         *_plans(facts["execution"]),
         *_hashes(facts["hashes"]),
         *(("note", notice) for notice in facts["notices"]),
@@ -263,6 +264,18 @@ def _states(memory: dict[str, Any]) -> str:
         return ""
     kept = f"{size(memory['snapshot_bytes'])} for {memory['state_snapshots']} of them kept for prompts that begin alike"
     return f"{size(memory['state_bytes'])} states, {kept}, "
+
+
+def _measured(read: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """What was read where memory was measured, beside the plan."""
+    if read is None:
+        return []
+    rows = [("measured", f"while {read['requests']} requests of {read['tokens']} tokens were served")]
+    for name, (planned, found) in read["bytes"].items():
+        rows.append(
+            ("", f"{name} {size(planned)} planned, {'not told by this device' if found is None else size(found)}")
+        )
+    return rows
 
 
 def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:

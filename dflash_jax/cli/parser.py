@@ -78,6 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
     )
+    info.add_argument(
+        "--measure-memory", action="store_true",
+        help="load the models, serve as many requests of full length as fit, and print what memory that took beside the plan",
+    )  # fmt: skip
     return parser
 
 
@@ -280,6 +284,9 @@ def add_train(commands: Any) -> None:
         default=128,
         metavar="N",
         help="of each held-out answer; 0 measures nothing (default: 128)",
+    )
+    run.add_argument(
+        "--devices", type=int, default=1, metavar="N", help="GPUs that share the rows of a step (default: 1)"
     )
     run.add_argument("--stop-after", type=float, metavar="S", help="save and end with status 75 after S seconds")
 

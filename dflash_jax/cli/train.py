@@ -33,7 +33,7 @@ def train(args: argparse.Namespace) -> int:
         target=args.target or str(shipped_pair() / "target"), data=Path(args.data), output=output,
         work=Path(args.work) if args.work else output.with_name(f"{output.name}.work"), settings=settings, chat=args.chat,
         chat_options=dict(args.chat_option), regenerate=args.regenerate, temperature=args.temperature, max_tokens=args.max_tokens,
-        evaluation_tokens=args.evaluation_tokens,
+        evaluation_tokens=args.evaluation_tokens, devices=args.devices,
     )  # fmt: skip
     clock = Clock(task.work, note, args.stop_after)
     begun = latest(task.work / "drafter") or 0

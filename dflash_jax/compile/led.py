@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from dflash_jax.compile.executable_cache import describe, rebuild
-from dflash_jax.compile.programs import Programs
+from dflash_jax.compile.programs import Programs, start_compiling
+from dflash_jax.errors import DFlashError
 from dflash_jax.parallel.link import Leader, Member, Record
 from dflash_jax.parallel.ranks import Ranks
 
@@ -69,6 +70,18 @@ class LedPrograms(Programs):
         precision = jax.config.jax_default_matmul_precision
         return self._worker.submit(self._call, precision, function, static, donate, args).result()
 
+    def prepare(self, function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> Any:
+        """See `Programs.prepare`; the others compile at the same time, as XLA shares among processes what it tries out.
+
+        Raises:
+          DFlashError: the others are not connected yet, so nobody would compile beside this process.
+        """
+        if self._leader is None:
+            raise DFlashError("several processes compile nothing ahead of their weights")
+        if self.key(function, static, donate, *args) not in self._told:
+            self._worker.submit(self._ask, function, static, donate, args).result()
+        return super().prepare(function, static, donate, *args)
+
     def made[T](self, name: str, make: Callable[[], T], shardings: Any) -> T:
         """See `Programs.made`."""
         return self._worker.submit(self._make_arrays, name, make, shardings).result()
@@ -79,19 +92,29 @@ class LedPrograms(Programs):
         numbers = [self._numbers.get(id(leaf), -1) for leaf in leaves]
         leaves = [np.asarray(leaf) if number < 0 else leaf for leaf, number in zip(leaves, numbers, strict=True)]
         args, values = tree.unflatten(leaves), [leaf for leaf, n in zip(leaves, numbers, strict=True) if n < 0]
-        key, header = self.key(function, static, donate, *args), dict[str, Any]()
-        if key not in self._told:
-            self._told[key] = len(self._told)
-            name = f"{function.__module__}:{function.__qualname__}"
-            header["program"] = {
-                "function": name, "static": describe(static), "donate": list(donate), "args": describe(args),
-            }  # fmt: skip
-        self._tell(header | {"call": self._told[key]}, [np.array(numbers, np.int32), *values])
+        header = self._introduced(function, static, donate, args)
+        self._tell({"call": header.pop("number"), **header}, [np.array(numbers, np.int32), *values])
         del leaves, values
         with jax.default_matmul_precision(precision):
             results = super().call(function, static, donate, *args)
         self._count(results)
         return results
+
+    def _ask(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> None:
+        """Has the others compile a program; once."""
+        if self.key(function, static, donate, *args) not in self._told:
+            header = self._introduced(function, static, donate, args)
+            self._tell({"prepare": header.pop("number"), **header}, [])
+
+    def _introduced(self, function: Callable, static: tuple, donate: tuple[int, ...], args: tuple) -> dict[str, Any]:
+        """A program's number, and what it is where the others have not heard of it."""
+        key = self.key(function, static, donate, *args)
+        if key in self._told:
+            return {"number": self._told[key]}
+        self._told[key] = len(self._told)
+        name = f"{function.__module__}:{function.__qualname__}"
+        program = {"function": name, "static": describe(static), "donate": list(donate), "args": describe(args)}
+        return {"number": self._told[key], "program": program}
 
     def _make_arrays(self, name: str, make: Callable[[], Any], shardings: Any) -> Any:
         self._tell({"make": name}, [])
@@ -131,20 +154,29 @@ def follow(programs: Programs, weights: Any, makers: dict[str, Callable[[], Any]
     def keep(results: Any) -> None:
         arrays.update((next(numbers), leaf) for leaf in jax.tree.leaves(results))
 
-    def called(header: dict[str, Any], given: list[np.ndarray]) -> Any:
-        if (new := header.get("program")) is not None:
-            tree = jax.tree.structure(rebuild(new["args"]))
-            known.append((_function(new["function"]), rebuild(new["static"]), tuple(new["donate"]), tree))
-        function, static, donate, tree = known[header["call"]]
+    def called(number: int, given: list[np.ndarray]) -> Any:
+        function, static, donate, args = known[number]
         values = iter(given[1:])
-        leaves = [next(values) if number < 0 else arrays[number] for number in given[0].tolist()]
-        return programs.call(function, static, donate, *tree.unflatten(leaves))
+        leaves = [next(values) if each < 0 else arrays[each] for each in given[0].tolist()]
+        return programs.call(function, static, donate, *jax.tree.unflatten(jax.tree.structure(args), leaves))
+
+    def prepare(number: int) -> Callable[[], object]:
+        function, static, donate, args = known[number]
+        # Shapes do not say how weights are cut.
+        first = args[0] if args[0] is None else weights
+        return lambda: programs.prepare(function, static, donate, first, *args[1:])
 
     keep(weights)
     for header, given in records:
         for number in header["gone"]:
             arrays.pop(number, None)
-        keep(makers[header["make"]]() if "make" in header else called(header, given))
+        if (new := header.get("program")) is not None:
+            described = rebuild(new["static"]), tuple(new["donate"]), rebuild(new["args"])
+            known.append((_function(new["function"]), *described))
+        if "prepare" in header:
+            start_compiling([prepare(header["prepare"])], in_order=False)
+        else:
+            keep(makers[header["make"]]() if "make" in header else called(header["call"], given))
 
 
 def _function(name: str) -> Callable:

@@ -152,6 +152,15 @@ class Programs:
         """What `prepare` with these arguments remembers its program under."""
         return function, static, _signature(args)
 
+    def largest_workspace(self) -> int | None:
+        """The most bytes that a program compiled so far holds beside its arguments, results of its own included, by XLA's account;
+        None where no program has one."""
+        found = [program.memory_analysis() for program in [*self._compiled.values()]]
+        return max(
+            (one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes for one in found if one),
+            default=None,
+        )
+
     def status(self, key: tuple) -> Status:
         """Whether a call would find its program compiled, or somebody compiling it."""
         return "compiled" if key in self._compiled else "pending" if key in self._pending else "missing"

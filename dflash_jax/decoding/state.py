@@ -176,7 +176,7 @@ def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, in
     """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows; None
     also where layers differ in them."""
     traits = layer_traits(config)
-    apart = traits.attention == "heads" and plan.attention == "apart" and not traits.mixed_heads
+    apart = traits.attention == "heads" and plan.attention == "apart" and traits.full_heads is None
     return (traits.heads, traits.kv_heads) if apart else None
 
 

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.cache.recurrent import delta_layers
 from dflash_jax.config import DecoderConfig
+from dflash_jax.engine.buckets import PIECE
 from dflash_jax.errors import CapacityError
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.registry import layer_traits
@@ -121,19 +122,28 @@ def workspace_bytes(
     """
     block = 1 if draft is None else draft.block_size + 1
     rows = max(batch * block, chunk)
-    widest = 4 * target.hidden_size + 3 * target.intermediate_size + 2 * target.num_heads * target.head_dim
+    head_dim = max(dim for _, dim in target.key_shapes)
+    widest = 4 * target.hidden_size + 3 * target.intermediate_size + 2 * target.num_heads * head_dim
     features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
     chosen = getattr(target, "index_topk", tokens)
     scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
+    scores += gathered_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
     return (
         activations
         + experts_bytes(target, rows, dtype)
         + max(logits, scores, context_bytes(target, tokens, dtype))
         + _OVERHEAD_BYTES
     )
+
+
+def gathered_bytes(target: DecoderConfig, sequences: int, tokens: int, dtype: jnp.dtype) -> int:
+    """Keys and values of one layer that XLA gathers for a call of so many sequences, or pieces of prompts, where no kernel attends
+    to its heads: as they lie in pages, and by head."""
+    full = layer_traits(target).full_heads
+    return 0 if full is None else 2 * 2 * sequences * tokens * full[0] * full[1] * dtype.itemsize
 
 
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
@@ -171,7 +181,7 @@ def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
     work of some pages and some tokens."""
     if tokens <= getattr(target, "index_topk", tokens):
         return 0
-    return 4 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
+    return 6 * 4 * rows * tokens + SCORES_WORKSPACE + SELECTED_WORKSPACE
 
 
 def plan_memory(

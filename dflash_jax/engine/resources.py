@@ -107,6 +107,7 @@ class Resources:
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
+        self.draft = None if self.draft is None else self.draft.fitted(self.target)
         # A cycle writes up to a block past the last committed token.
         self.lookahead = 1 if self.draft is None else self.draft.block_size + 1
         self.buckets = Buckets.build(
@@ -412,7 +413,11 @@ class Resources:
         options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
         target, draft = pool_config(self.target, self.tp), self.draft
         counts = {
-            role: {i: pool.allocator.num_pages for pool in self.groups for i in getattr(pool.group, role)}
+            role: {
+                i: count
+                for pool, count in zip(self.groups, (self.num_pages, *self.window_pages), strict=True)
+                for i in getattr(pool.group, role)
+            }
             for role in ROLES
         }
         ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())

@@ -62,7 +62,7 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     if traits.activation == "clamped_swiglu":
         yield f"experts of {name} have biases, which no two devices share yet"
         return
-    if traits.mixed_heads:
+    if traits.full_heads is not None:
         yield f"layers of {name} differ in their heads, which no two devices share yet"
         return
     if traits.heads % ranks:

@@ -10,6 +10,7 @@ call's shape, the stored weights and the device that is traced for. The plan kee
     plain          the layers as they are defined, called one after the other
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -18,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from dflash_kernels import (
     ColumnBlocks,
+    NoImplementationError,
     attention_chain_refusal,
     dense_refusal,
     float8_refusal,
     layer_chain_refusal,
     linear_chain_refusal,
+    paged_attention,
     routed_experts_refusal,
 )
 from dflash_kernels.core.device import target
@@ -172,7 +175,8 @@ class ExecutionPlan:
       weight_layout: how matrices lie in memory.
       xla_options: what XLA is told about a decode loop whose target runs by this plan, on a GPU.
       workspace: device memory that the runner's kernels hand results over through; it may outlive a call.
-      refusals: why earlier runners, attention in the layer, or blocks of columns were not taken.
+      refusals: why earlier runners, attention in the layer, blocks of columns, or a kernel for the attention of some layers were
+        not taken.
       device: the kind of device that it was chosen for.
     """
 
@@ -226,6 +230,8 @@ def choose(
             runner = name
             break
         refusals.append(Refusal(name, reason))
+    if (reason := _pages_refusal(traits, call)) is not None:
+        refusals.append(Refusal("paged_attention", reason))
     attention, workspace = "apart", None
     if runner == "persistent":
         reason = _attention_refusal(traits, call, weights)
@@ -365,6 +371,21 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
         head_dim=traits.head_dim, page_size=pages.page_size, table_width=pages.table_width, **_sizes(traits)[0],
         itemsize=weights.itemsize, page_dtype=pages.dtype,
     )  # fmt: skip
+
+
+def _pages_refusal(traits: LayerTraits, call: CallShape) -> str | None:
+    """Why no kernel attends to the pages of layers whose heads differ from the others', so that XLA gathers them."""
+    if traits.full_heads is None or call.pages is None:
+        return None
+    shaped, (heads, dim), pages = jax.ShapeDtypeStruct, traits.full_heads, call.pages
+    pool = shaped((1, heads, pages.page_size, dim), pages.dtype)
+    rows = [shaped((call.sequences, *more), jnp.int32) for more in ((pages.table_width,), ())]
+    kernels = functools.partial(paged_attention, implementation=("mosaic_gpu", "triton"))
+    try:
+        jax.eval_shape(kernels, shaped((call.sequences, call.tokens, traits.heads, dim), call.dtype), pool, pool, *rows)
+    except NoImplementationError as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def _blocks_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | None:

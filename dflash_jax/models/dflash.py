@@ -107,7 +107,7 @@ class DFlash(nnx.Module):
         mask = table[c.mask_token_id] if self.mask_embedding is None else self.mask_embedding[...].astype(table.dtype)
         masks = jnp.broadcast_to(mask, (pending.shape[0], c.block_size - 1, mask.shape[-1]))
         x = jnp.concatenate([table[pending][:, None], masks], axis=1)
-        return x if c.embedding_scale == 1.0 else x * jnp.asarray(c.embedding_scale, x.dtype)
+        return x if c.input_scale == 1.0 else x * jnp.asarray(c.input_scale, x.dtype)
 
     def __call__(
         self,
@@ -131,7 +131,7 @@ class DFlash(nnx.Module):
     ) -> tuple[Float[Array, "B G D"], Cache]:
         """The same for `block_embeddings` of these arguments."""
         c, table = self.config, embed_weight if self.embed is None else self.embed.weight[...]
-        if self.mask_embedding is not None or c.embedding_scale != 1.0:
+        if self.mask_embedding is not None or c.input_scale != 1.0:
             return self(self.block_embeddings(pending, embed_weight), positions, attend, run, cache)
         ids = jnp.where(jnp.arange(c.block_size) == 0, pending[:, None], c.mask_token_id)
         return self._run(*run.embed(self.layers, table, ids), positions, attend, run, cache)
@@ -183,7 +183,7 @@ class DFlash(nnx.Module):
         """
         hidden = self.proposing(slots)[:, :places]
         table = embed_weight if self.embed is None else self.embed.weight[...]
-        scale = self.config.embedding_scale
+        scale = self.config.input_scale
 
         def embed(ids: Array) -> Array:
             return table[ids] if scale == 1.0 else table[ids] * jnp.asarray(scale, table.dtype)

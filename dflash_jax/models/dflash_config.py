@@ -9,7 +9,7 @@ the same names. `from_speculators` turns its keys into z-lab's.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_jax.config import (
@@ -79,6 +79,7 @@ class DFlashConfig(DecoderConfig):
       num_target_layers: layers of the target it was trained for, or 0 where the file does not say.
       target_hidden_size: width of one tapped feature.
       causal: per layer, whether slots of a block see only earlier slots.
+      embedding_scale: factor on embeddings of tokens; None where the file does not say, which `fitted` makes the target's.
       sample_from_anchor: slot k predicts the token after its own position instead of the one at it.
       draft_vocab_size: rows of the drafter's own head where it is smaller than the vocabulary, otherwise 0.
       own_embedding, own_head, mask_embedding: which tensors the checkpoint brings itself.
@@ -95,7 +96,7 @@ class DFlashConfig(DecoderConfig):
     causal: tuple[bool, ...] = ()
     sinks: bool = False
     value_scale: float = 1.0
-    embedding_scale: float = 1.0
+    embedding_scale: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     sample_from_anchor: bool = False
@@ -120,6 +121,24 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
                 f"hidden_size={self.hidden_size} a multiple of the latter"
             )
+
+    def fitted(self, target: DecoderConfig) -> "DFlashConfig":
+        """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap on logits of
+        a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4).
+        """
+        scale: float = getattr(target, "embedding_scale", 1.0)
+        cap: float = getattr(target, "logit_softcap", 0.0)
+        changes: dict[str, float] = {}
+        if scale != 1.0 and self.embedding_scale is None and not self.own_embedding:
+            changes["embedding_scale"] = scale
+        if cap and not (self.logit_softcap or self.own_head or self.head):
+            changes["logit_softcap"] = cap
+        return replace(self, **changes) if changes else self
+
+    @property
+    def input_scale(self) -> float:
+        """Factor on embeddings, 1 where nobody says another."""
+        return 1.0 if self.embedding_scale is None else self.embedding_scale
 
     @property
     def projects(self) -> bool:
@@ -255,7 +274,7 @@ class DFlashConfig(DecoderConfig):
                 "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
             ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
-            embedding_scale=source("input_embedding_scale").number("input_embedding_scale", 1.0),
+            embedding_scale=_embedding_scale(source),
             logit_scale=scale,
             logit_softcap=softcap,
             sample_from_anchor=_from_anchor(source, top, head, projector),
@@ -271,6 +290,12 @@ class DFlashConfig(DecoderConfig):
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
+
+
+def _embedding_scale(source: Source) -> float | None:
+    """Factor on embeddings; None where the file does not say."""
+    keys = source("input_embedding_scale")
+    return None if keys.get("input_embedding_scale") is None else keys.number("input_embedding_scale")
 
 
 def _final_hidden(keys: KeyReader, ids: Any, names: Collection[str]) -> tuple[int, ...]:

@@ -214,9 +214,10 @@ def _per_layer(keys: KeyReader, absent: int) -> dict[str, int]:
 
 def gemma4_traits(config: Gemma4Config) -> LayerTraits:
     """Layers with heads of two shapes, and experts beside dense feed-forwards where there are such."""
+    full = config.full_kv_heads, config.full_head_dim
     if not config.num_experts:
-        return gemma_traits(config, mixed_heads=True)
-    return gemma_traits(config, mixed_heads=True, feed_forward="mixed", experts=expert_traits(config))
+        return gemma_traits(config, full_heads=full)
+    return gemma_traits(config, full_heads=full, feed_forward="mixed", experts=expert_traits(config))
 
 
 def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:

@@ -449,13 +449,17 @@ class Mixer(Protocol):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (SwiGLU with silu); gate and up are one matrix `[2F, D]`."""
+    """Gated feed-forward (SwiGLU with silu); gate and up are one matrix `[2F, D]`.
+
+    Args:
+      summed: what ranks multiply is added up; False for who adds more to it first.
+    """
 
     routed = False
 
-    def __init__(self, hidden: int, inner: int, activation: Activation = "silu"):
+    def __init__(self, hidden: int, inner: int, activation: Activation = "silu", *, summed: bool = True):
         self.gate_up_proj = Linear(2 * inner, hidden)
-        self.down_proj = SummedLinear(hidden, inner)
+        self.down_proj = (SummedLinear if summed else Linear)(hidden, inner)
         self.activation: Activation = activation
 
     def __call__(self, x: Array) -> Array:

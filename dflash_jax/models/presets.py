@@ -406,6 +406,13 @@ DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "Qwen3.5-27B-DFlash": _draft(5120, 17_408, 5, _HEADS, (1, 16, 31, 46, 61), 64, **_QWEN35),
         # The first release of eight layers; the later one has six.
         "Qwen3.5-35B-A3B-DFlash": _draft(2048, 6144, 8, (32, 4, 128), (1, 10, 19, 28, 37), 40, **_QWEN35),
+        # Positions and epsilon are its target's.
+        "gemma-4-31B-it-DFlash": dataclasses.replace(
+            _draft(
+                5376, 10_752, 5, (64, 8, 128), (1, 12, 23, 35, 46, 57), 60, vocab=262_144, mask=4, max_position=262_144
+            ),
+            windows=(2048,) * 4 + (None,), causal=(True,) * 4 + (False,), logit_softcap=30.0,
+        ),
         "LFM2.5-1.2B-DFlash": _draft(
             2048, 6144, 8, (32, 8, 64), (1, 4, 7, 10, 13), 16,
             vocab=65_536, mask=16, max_position=128_000, norm_eps=1e-5,

@@ -56,7 +56,8 @@ class LayerTraits:
       value_scale: factor on what attention gives.
       gated: whether what attention gives is gated, by rows of the projection after those of queries, keys and values.
       zero_centered: whether weights of the norms of the stream are offsets from 1.
-      mixed_heads: whether layers differ in key heads and the size of heads; `kv_heads` and `head_dim` are of those with a window.
+      full_heads: key heads of layers without a window and the size of all their heads, where others differ in both; None where
+        all are alike.
       normed_out: whether what comes out of a sublayer is normed before it is added to the stream.
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
@@ -82,7 +83,7 @@ class LayerTraits:
     experts: ExpertTraits | None = None
     gated: bool = False
     zero_centered: bool = False
-    mixed_heads: bool = False
+    full_heads: tuple[int, int] | None = None
     normed_out: bool = False
     convolved: bool = False
     delta: DeltaTraits | None = None

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.config import DecoderConfig
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig, bind, layer_traits
 from dflash_jax.training.answers import Answer
 from dflash_jax.training.attention import causal_attend
@@ -20,10 +21,11 @@ from dflash_jax.training.head_losses import Places, terms
 from dflash_jax.training.kinds import initial_weights, working
 from dflash_jax.training.losses import weighted
 from dflash_jax.training.optimizer import Params, apply, optimizer
+from dflash_jax.training.replicas import Replicas
 from dflash_jax.training.stages import Clock, run_steps
 from dflash_jax.training.target import damped, positions_like
 
-type Batch = tuple[Int[Array, "B C"], Int[Array, "B"], Int[Array, "B"]]
+type Batch = tuple[Int[Array, "B C"], Int[Array, "B"], Int[Array, "B A"]]
 
 
 def answer_arrays(answers: Sequence[Answer], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -63,17 +65,15 @@ def answer_loss(
     params: Params,
     frozen: Params,
     batch: Batch,
-    key: Array,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Loss of one batch of ids, beginnings and ends of answers. `params` are the drafter's, in float32.
+    """Loss of one batch of ids, ends of answers, and anchors in them. `params` are the drafter's, in float32.
 
     Logits are those of one row at a time, and are computed again on the way back: all rows' would fill a device.
     """
-    ids, start, end = batch
+    ids, end, anchors = batch
     slots, last = config.block_size - 1, ids.shape[1] - 1
     weights, table = working(config, params), frozen["embed.weight"]
     final, features = frozen_pass(target, frozen, ids, config.target_layer_ids)
-    anchors = answer_anchors(key, start, end, settings.anchors)
     hidden = block_hidden(config, weights, table, ids, features, anchors)[:, :, 1:]
     positions = anchors[:, :, None] + 1 + jnp.arange(slots)
     seen = positions < end[:, None, None]
@@ -104,28 +104,35 @@ def fit_drafter(
     folder: Path,
     clock: Clock,
     advance: Callable[[int, Mapping[str, float]], object] = lambda step, metrics: None,
+    devices: int = 1,
 ) -> Params:
     """Trains to `settings.steps` from whatever `folder` holds; returns float32 weights.
 
     Args:
       frozen: the target's weights, in bfloat16.
       advance: told of every chunk: the step that is done, and its figures.
+      devices: that share the rows of a step; see `training.replicas`. Checkpoints are the same for any number.
 
     Raises:
+      ParameterError: there are not so many devices, or they do not divide the rows.
       Interrupted: the clock ran out; the state is in `folder`.
     """
-    transform = optimizer(settings.weight_decay, settings.optimizer)
+    if settings.rows % devices:
+        raise ParameterError(f"devices must divide rows={settings.rows}, got {devices}")
+    replicas, transform = Replicas(devices), optimizer(settings.weight_decay, settings.optimizer)
     ids, start, end = answer_arrays(answers, settings.length)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def chunk(state, frozen, batches, key, first, rates):
         def step(state, inputs):
-            batch, number, rate = inputs
+            (ids, start, end), number, rate = inputs
             loss = functools.partial(answer_loss, settings, target, config)
-            draw = jax.random.fold_in(key, number)
-            (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state["params"], frozen, batch, draw)
+            # Of all rows at once, whichever device has them.
+            anchors = answer_anchors(jax.random.fold_in(key, number), start, end, settings.anchors)
+            (value, metrics), grads = replicas.gradients(loss, state["params"], frozen, (ids, end, anchors))
             updates, moments = transform.update(grads, state["moments"], state["params"])
-            return {"params": apply(state["params"], updates, rate), "moments": moments}, {"loss": value, **metrics}
+            state = {"params": apply(state["params"], updates, rate), "moments": moments}
+            return jax.lax.with_sharding_constraint(state, kept), {"loss": value, **metrics}
 
         state, metrics = jax.lax.scan(step, state, (batches, first + jnp.arange(rates.shape[0]), rates))
         return state, jax.tree.map(jnp.mean, metrics)
@@ -146,6 +153,8 @@ def fit_drafter(
 
     params = damped(initial_weights(config, settings.seed), settings.layers)
     state = {"params": params, "moments": transform.init(params)}
+    kept = replicas.shardings(state)
+    state, frozen = jax.device_put(state, kept), replicas.whole(frozen)
     key = jax.random.fold_in(jax.random.key(settings.seed), 2)
     state = run_steps(
         "drafter", state, run, folder, clock, total=settings.steps, peak=settings.rate, settings=settings

@@ -113,4 +113,4 @@ def drafter_config(target: DecoderConfig, settings: FitSettings) -> DFlashConfig
         target_hidden_size=width,
         causal=(False,) * settings.layers,
     )
-    return with_kind(plain, settings.kind, settings.head)
+    return with_kind(plain, settings.kind, settings.head).fitted(target)

@@ -29,6 +29,8 @@ from dflash_jax.training.regenerate import regenerated
 from dflash_jax.training.stages import Clock
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 20, 32
+# What a run that goes on may have otherwise.
+_FREE = ("output", "work", "evaluation_tokens", "devices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Task:
       chat: whether texts are a user's messages for the chat template; `chat_options` are for that.
       regenerate: whether the target answers the prompts, at `temperature`, with `max_tokens` tokens at most.
       evaluation_tokens: of each held-out prompt's answer when acceptance is measured; 0 leaves that out.
+      devices: that share the rows of a step.
     """
 
     target: str
@@ -56,6 +59,7 @@ class Task:
     temperature: float = 0.7
     max_tokens: int = 512
     evaluation_tokens: int = 128
+    devices: int = 1
 
 
 def train_any(task: Task, clock: Clock, advance: Callable[[int, Mapping[str, float]], object]) -> dict[str, Any]:
@@ -94,7 +98,9 @@ def train_any(task: Task, clock: Clock, advance: Callable[[int, Mapping[str, flo
         f"{len(kept) - held} rows with {tokens:,} tokens of answers, {held} held out, {len(answers) - len(kept)} too long"
     )
     frozen = checkpoint.load("bfloat16")
-    params = fit_drafter(settings, target, config, frozen, kept[held:], task.work / "drafter", clock, advance)
+    params = fit_drafter(
+        settings, target, config, frozen, kept[held:], task.work / "drafter", clock, advance, task.devices
+    )
     del frozen
     scratch = task.output.with_name(f".{os.getpid()}-{task.output.name}")
     try:
@@ -115,7 +121,7 @@ def _remember(task: Task) -> None:
     """Keeps the task beside its checkpoints. Raises ParameterError where another one's lie there."""
     path = task.work / "task.json"
     ours = json.loads(json.dumps(dataclasses.asdict(task), default=str))
-    ours = {name: value for name, value in ours.items() if name not in ("output", "work", "evaluation_tokens")}
+    ours = {name: value for name, value in ours.items() if name not in _FREE}
     if path.exists():
         theirs = json.loads(path.read_text())
         ours_flat, theirs_flat = ({**one, **one["settings"]} for one in (ours, theirs))

@@ -69,7 +69,7 @@ from dflash_kernels.matmul.float8.api import (
 from dflash_kernels.matmul.float8.reference import Float8Rows
 from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_refusal
 from dflash_kernels.matmul.weight_only.api import quantized_linear
-from dflash_kernels.norm.api import embed_norm, stream_norm
+from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
 from dflash_kernels.quantize.api import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
 from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
@@ -163,6 +163,7 @@ __all__ = [
     "quantized_linear",
     "ragged_attention",
     "ragged_paged_attention",
+    "reduce_add_norm",
     "routed_experts",
     "routed_experts_exchange",
     "routed_experts_refusal",

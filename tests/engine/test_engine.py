@@ -48,7 +48,7 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
             engine.verify_length = 2
     assert bool(engine.scheduler.inflight.calls) == ahead
     batch = engine.scheduler.batch
-    pages, table, (job,) = batch.state.draft_pages, batch.slots.tables[0], batch.slots.taken
+    pages, table, (job,) = batch.state.draft_pages, batch.slots.tables[0][0], batch.slots.taken
     length = job.filled - job.fresh
     assert length > len(prompt)
     assert sum(update.counts) < len(update.counts) * pair.draft.block_size, (

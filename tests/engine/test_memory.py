@@ -1,5 +1,6 @@
 """What is planned before anything is loaded, and what is said when memory runs out all the same."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from dflash_jax.cache import page_bytes
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
 from dflash_jax.cli.commands import main
-from dflash_jax.cli.info import collect
+from dflash_jax.cli.info import _measured, collect
 from dflash_jax.engine import planning
 from dflash_jax.engine.memory import (
     MemoryPlan,
@@ -25,7 +26,7 @@ from dflash_jax.engine.memory import (
     workspace_bytes,
 )
 from dflash_jax.models.dflash import SHARED_HEAD
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, SPARSE_TARGETS, TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, GEMMA4_TARGETS, SPARSE_TARGETS, TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.weights import quantise_weights
 
@@ -284,12 +285,19 @@ def test_workspace_of_experts_and_of_expanded_context():
     assert experts_bytes(TARGETS["Qwen3-4B"], 512, kind) == context_bytes(TARGETS["Qwen3-4B"], 512, kind) == 0
 
 
+def test_workspace_of_heads_that_no_kernel_attends_to():
+    """Gemma 4 31B: 16 pieces of a prompt gather the pages of 4 heads of 512."""
+    target, kind = GEMMA4_TARGETS["gemma-4-31B"], jnp.dtype("bfloat16")
+    short, long = (workspace_bytes(target, None, kind, tokens=tokens, batch=8, chunk=512) for tokens in (8192, 16_384))
+    assert long - short == 8192 * (2 * 4 * 512 * 32 + 2 * 2 * 16 * 4 * 512 * 2)
+
+
 def test_workspace_of_what_an_indexer_chooses():
     """DeepSeek-V3.2: attention's scores are of the 2,048 that are chosen however long the context is, the indexer's of all."""
     target, kind = SPARSE_TARGETS["DeepSeek-V3.2"], jnp.dtype("bfloat16")
     sizes = {"batch": 1, "chunk": 512}
     short, long = (workspace_bytes(target, None, kind, tokens=tokens, **sizes) for tokens in (2048, 131_072))
-    assert long - short == 512 * 131_072 * 16 + (128 + 256) * 2**20
+    assert long - short == 512 * 131_072 * 24 + (128 + 256) * 2**20
     page = page_bytes(target, 64, kind, cache_dtype="fp8_packed")
     assert page == 64 * 61 * (656 + 132)
 
@@ -299,3 +307,21 @@ def test_workspace_of_what_an_indexer_chooses():
 )
 def test_sizes_for_people(nbytes, text):
     assert size(nbytes) == text
+
+
+def test_what_the_worst_case_takes(capsys) -> None:
+    """As planned to the byte for weights and pages; what programs hold besides is within the estimate."""
+    assert (
+        main(["info", "--measure-memory", "--json", "--max-batch", "2", "--max-model-len", "64", "--dtype", "float32"])
+        == 0
+    )
+    read = json.loads(capsys.readouterr().out)["measured"]
+    assert (read["requests"], read["tokens"]) == (2, 64)
+    bytes_of = read["bytes"]
+    assert bytes_of["weights"][0] == bytes_of["weights"][1] > 2**20
+    assert bytes_of["pages"][0] == bytes_of["pages"][1] > 2**17
+    assert 2**20 < bytes_of["workspace"][1] < bytes_of["workspace"][0]
+    assert bytes_of["all"][0] == sum(bytes_of[name][0] for name in ("weights", "pages", "workspace"))
+    assert bytes_of["all"][1] is None  # a CPU does not count
+    printed = dict(row for row in _measured({**read, "bytes": {"all": (2**20, None), "pages": (2**20, 2**21)}}))
+    assert printed == {"measured": "while 2 requests of 64 tokens were served", "": "pages 1 MiB planned, 2 MiB"}

@@ -26,6 +26,12 @@ from .attention_oracle import make_case
 LENS, Q_LENS, TOKENS, HEADS, WIDTH = np.array([30, 0, 17, 5]), np.array([3, 0, 2, 3]), 3, 5, 16
 
 
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> str:
+    """Runs a test once more where it is told to run on a GPU."""
+    return request.param
+
+
 def paged(width: int, dtype: Any) -> Any:
     """Sequences of `LENS` rows in pages of 8, NaN in every row that is no sequence's."""
     return make_case(LENS.tolist(), t=TOKENS, kv_heads=1, head_dim=width, page_size=8, dtype=dtype, garbage=np.nan)

@@ -58,6 +58,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": ones((5, 4)), "eps": EPS,
     },
     "embed_norm": {"table": ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
+    "reduce_add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
     "stream_norm": {"stream": ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
     "delta_verify": DELTA,
     "delta_step": {**DELTA, "live": FLAGS},

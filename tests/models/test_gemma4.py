@@ -5,6 +5,7 @@ Tokens that the engine decodes are held against `gemma_reference`, a float64 mod
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,20 @@ from safetensors.numpy import load_file
 
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import make_pages
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.cli.info import collect, lines
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError
-from dflash_jax.execution.plan import CallShape, choose
+from dflash_jax.execution.plan import CallShape, PageShape, choose
 from dflash_jax.models import DFlashConfig, Gemma4Config, bind, count, family_for, family_of, layer_traits
-from dflash_jax.models.presets import GEMMA4_TARGETS
+from dflash_jax.models.presets import DRAFTERS, GEMMA4_TARGETS, TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..convert.conftest import Folders
-from ..devices import custom_calls
+from ..devices import custom_calls, on
 from ..random_pair import Pair, random_prompts
 from .gemma_reference import FULL, SLIDING, forward, random_file, random_tensors
 from .golden_files import GOLDEN, difference
@@ -130,6 +133,15 @@ def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
     assert difference(ours, taps) <= TOLERANCE
 
 
+def test_calibration_sees_every_layer_that_keeps_keys() -> None:
+    """Of heads of both shapes; layers that attend to another's have no pools and no scales."""
+    checkpoint = open_checkpoint(FOLDER)
+    config: Any = checkpoint.config
+    scales = calibrate(config, checkpoint.load("float32"), [[1, 2, 3], [4]], cache_dtype="int8")
+    assert tuple(one.shape for one in scales.v) == config.key_shapes == ((2, 8), (1, 16), (2, 8))
+    assert all((one > 0).all() for one in scales.v)
+
+
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     """A checkpoint with a tower, and with the keys' projection of a layer that has no use for it: both are left out."""
     hf, file = Folders(tmp_path), random_file("gemma4_small", 1, **SHARING, **EXPERTS)
@@ -156,9 +168,13 @@ def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
 
 
 def test_no_fused_runner_takes_its_layers() -> None:
+    """And no kernel the attention of layers with heads of 512."""
     for name in GEMMA4_TARGETS:
-        plan = choose(layer_traits(GEMMA4_TARGETS[name]), CallShape(1, 8, jnp.dtype("bfloat16")))
+        pages = PageShape(64, 16, jnp.dtype("bfloat16"))
+        with on("NVIDIA H100 80GB HBM3"):
+            plan = choose(layer_traits(GEMMA4_TARGETS[name]), CallShape(1, 8, jnp.dtype("bfloat16"), pages))
         assert plan.runner == "plain"
+        assert "not 512" in (plan.refused("paged_attention") or "")
         assert "normed before it is added" in (plan.refused("fused_moe") or "")
     (reason,) = sharing_refusals(GEMMA4_TARGETS["gemma-4-31B"], None, 2)
     assert "layers of gemma4 differ in their heads" in reason
@@ -182,6 +198,20 @@ def test_attention_is_lowered_for_an_h100() -> None:
     assert found.count("mosaic_gpu_v2") == 3
 
 
+def test_a_drafter_takes_from_its_target_what_its_file_leaves_out() -> None:
+    """The factor on embeddings and the soft cap, where it borrows the embedding and the head; what the file says counts."""
+    target, drafter = GEMMA4_TARGETS["gemma-4-31B"], DRAFTERS["gemma-4-31B-it-DFlash"]
+    fitted = drafter.fitted(target)
+    assert fitted == replace(drafter, embedding_scale=5376**0.5)
+    assert fitted.fitted(target) is fitted
+    assert replace(drafter, logit_softcap=0.0).fitted(target) == fitted
+    assert drafter.fitted(TARGETS["Qwen3-8B"]) is drafter
+    own = replace(drafter, own_embedding=True, own_head=True, logit_softcap=0.0)
+    assert own.fitted(target) is own
+    assert replace(drafter, embedding_scale=1.0).fitted(target).input_scale == drafter.input_scale == 1.0
+    assert KNOWN_DRAFTERS["google/gemma-4-31B-it"] == "z-lab/gemma-4-31B-it-DFlash"
+
+
 def test_greedy_text_with_a_drafter_is_that_without() -> None:
     """Prompts of several lengths in pages and across windows, with keys that two layers share: every token is the float64 model's
     choice."""
@@ -202,6 +232,9 @@ def test_greedy_text_with_a_drafter_is_that_without() -> None:
         windows=(None,), causal=(False,), block_size=6, mask_token_id=96, target_layer_ids=(0, 2), target_hidden_size=32,
     )  # fmt: skip
     pair = Pair(config, draft, edit=lambda weights: weights.update(target=stored))
+    fitted = pair.engine.draft
+    assert fitted is not None
+    assert (fitted.embedding_scale, fitted.logit_softcap) == (32**0.5, config.logit_softcap)
     prompts, params = random_prompts([1, 33, 70]), SamplingParams(max_tokens=40)
     drafted, counts, _ = pair.run(prompts, params)
     plain, _, _ = pair.run(prompts, params, draft=False)

@@ -11,6 +11,7 @@ from dflash_jax.errors import PairError
 from dflash_jax.models import DFlashConfig, count, default_target_layer_ids, family_for, family_named
 from dflash_jax.models.presets import (
     DRAFTERS,
+    GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
     HYBRID_TARGETS,
     LLAMA_TARGETS,
@@ -33,6 +34,7 @@ TARGET_OF = {
     "Qwen2.5-0.5B-DFlash": "Qwen2.5-0.5B", "Qwen3.5-4B-DFlash": "Qwen3.5-4B", "Qwen3.5-9B-DFlash": "Qwen3.5-9B",
     "Qwen3.5-27B-DFlash": "Qwen3.5-27B",
     "Qwen3.5-35B-A3B-DFlash": "Qwen3.5-35B-A3B", "gpt-oss-20b-DFlash": "gpt-oss-20b",
+    "gemma-4-31B-it-DFlash": "gemma-4-31B",
 }  # fmt: skip
 # Published drafters whose configuration is not known here; a checkpoint's own file counts anyway.
 UNSEEN = {
@@ -40,6 +42,8 @@ UNSEEN = {
     "Qwen3.6-27B-DFlash",
     "Qwen3.6-35B-A3B-DFlash",
     "Qwen3-Coder-Next-DFlash",
+    "gemma-4-12B-it-DFlash",
+    "gemma-4-26B-A4B-it-DFlash",
 }
 DENSE_TARGETS = {**TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **MISTRAL_TARGETS}
 
@@ -100,7 +104,13 @@ def test_taps_are_those_of_the_paper(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGET_OF)
 def test_drafters_fit_their_targets_and_no_other(name: str) -> None:
-    for target, config in {**DENSE_TARGETS, **MOE_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS}.items():
+    for target, config in {
+        **DENSE_TARGETS,
+        **MOE_TARGETS,
+        **HYBRID_TARGETS,
+        **GPT_OSS_TARGETS,
+        **GEMMA4_TARGETS,
+    }.items():
         # Three targets have one shape to a drafter; which of them it was trained with is not for shapes to say.
         if target == TARGET_OF[name] or {target, TARGET_OF[name]} <= {*MOE_TARGETS, "Qwen3-Coder-Next"}:
             check_pair(config, DRAFTERS[name])
@@ -114,7 +124,7 @@ def test_known_drafters_have_presets() -> None:
         if (name := draft.split("/")[1]) in UNSEEN:
             continue
         preset = TARGET_OF[name]
-        assert target.split("/")[1] in (preset, f"{preset}-Instruct", f"Meta-{preset}-Instruct")
+        assert target.split("/")[1] in (preset, f"{preset}-Instruct", f"Meta-{preset}-Instruct", f"{preset}-it")
 
 
 def as_file(config: Qwen3Config | DFlashConfig) -> dict[str, Any]:
@@ -148,14 +158,21 @@ def test_a_targets_file_reads_as_its_preset(name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_drafters_file_reads_as_its_preset(name: str) -> None:
     config = DRAFTERS[name]
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
     inner = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     file = as_file(config) | {
         "architectures": ["DFlashDraftModel"], "block_size": config.block_size, "tie_word_embeddings": False,
-        "num_target_layers": config.num_target_layers, "layer_types": ["full_attention"] * config.num_layers,
+        "num_target_layers": config.num_target_layers, "layer_types": kinds,
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dflash_config": inner,
     }  # fmt: skip
     if config.own_head:
         file |= inner | {"dflash_config": None, "sample_from_anchor": True, "markov_rank": 0, "num_anchors": 512}
+    if config.logit_softcap:
+        file |= {
+            "final_logit_softcapping": config.logit_softcap,
+            "sliding_window": config.windows[0],
+            "use_sliding_window": True,
+        }
     family = family_named("dflash")
     tensors = [source.name for parameter in family.parameters(config) for source in parameter.sources]
     assert family.config(file, tensors) == config

@@ -1,4 +1,5 @@
-"""RMS norms at a model's two ends: shapes, dtypes and errors; the first implementation that supports the call runs."""
+"""RMS norms at a model's two ends and after a sum over devices: shapes, dtypes and errors; the first implementation that supports
+the call runs."""
 
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from dflash_kernels.core.validation import check_axes, check_count, check_filled
 from dflash_kernels.norm import mosaic_gpu, reference
 
 EMBED = {"mosaic_gpu": mosaic_gpu.embed_norm_mosaic_gpu, "xla": reference.embed_norm_reference}
+REDUCE = {"xla": reference.reduce_add_norm_xla}
 STREAM = {"mosaic_gpu": mosaic_gpu.stream_norm_mosaic_gpu, "xla": reference.stream_norm_reference}
 
 
@@ -65,4 +67,39 @@ def stream_norm(
     with jax.named_scope("stream_norm"):
         return first_fitting(
             "stream_norm", STREAM, implementation, stream, rows, weight, eps=eps, zero_centered=zero_centered
+        )  # fmt: skip
+
+
+def reduce_add_norm(
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    axis: str | None = None,
+    zero_centered: bool = False,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """`add_norm` of what all devices along a mesh's axis have: `stream + sum(parts of all)` and its norm times `weight`.
+
+    Each device adds up its own parts and rounds to stream's dtype; the devices' sums are added in float32, in order of devices: so
+    all have the same bits, and those of a row do not depend on how many rows there are.
+
+    Args:
+      parts: of this device.
+      stream: the same on all devices.
+      axis: of the `shard_map` that this is called in; None on one device.
+      zero_centered, implementation: see `embed_norm`.
+
+    Raises:
+      ValueError: shapes do not agree, or an array is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"))
+    check_floats(parts=parts, stream=stream, weight=weight)
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:]:
+        raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
+    with jax.named_scope("reduce_add_norm"):
+        return first_fitting(
+            "reduce_add_norm", REDUCE, implementation, parts, stream, weight, eps=eps, axis=axis, zero_centered=zero_centered
         )  # fmt: skip

@@ -27,6 +27,33 @@ def stream_norm_reference(
     return weighted_norm(first.astype(weight.dtype), weight, eps, zero_centered=zero_centered)
 
 
+def reduce_add_norm_reference(
+    parts: Float[Array, "n S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """See `reduce_add_norm`, with the parts of all n devices, which all have this."""
+    sums = parts.astype(jnp.float32).sum(axis=1).astype(stream.dtype)
+    total = sums[0].astype(jnp.float32)
+    for own in sums[1:]:
+        total = total + own.astype(jnp.float32)
+    stream = (stream + total.astype(stream.dtype)).astype(stream.dtype)
+    return stream, weighted_norm(stream, weight, eps, zero_centered=zero_centered)
+
+
+def reduce_add_norm_xla(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float, axis: str | None,
+    zero_centered: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """The definition, of what was gathered."""
+    own = parts.astype(jnp.float32).sum(axis=0).astype(stream.dtype)
+    gathered = own[None] if axis is None else jax.lax.all_gather(own, axis)
+    return reduce_add_norm_reference(gathered[:, None], stream, weight, eps=eps, zero_centered=zero_centered)
+
+
 def weighted_norm(
     rows: Float[Array, "M D"], weight: Float[Array, "D"], eps: float, *, zero_centered: bool = False
 ) -> Float[Array, "M D"]:

@@ -1,0 +1,63 @@
+"""A sum over emulated devices with the stream and a norm: the definition against float64, and devices against the definition."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import add_norm, reduce_add_norm
+from dflash_kernels.norm.reference import reduce_add_norm_reference
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+EPS, RANKS = 1e-6, 4
+
+
+def drawn(rows: int, dtype: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Parts of all devices, the stream, and the norm's weight."""
+    rng = np.random.default_rng(rows)
+    parts, stream = rng.normal(size=(RANKS, 2, rows, 16)), rng.normal(size=(rows, 16))
+    return parts.astype(np.float32), stream.astype(dtype), (1 + 0.1 * rng.normal(size=16)).astype(dtype)
+
+
+@functools.cache
+def over_devices() -> Any:
+    """What each device finds, devices first."""
+
+    def own(parts: jax.Array, stream: jax.Array, weight: jax.Array) -> Any:
+        found = reduce_add_norm(parts[0], stream, weight, eps=EPS, axis="ranks")
+        return jax.tree.map(lambda each: each[None], found)
+
+    mesh, specs = Mesh(np.array(jax.devices()[:RANKS]), ("ranks",)), (P("ranks"), P(), P())
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("ranks"), check_vma=False))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_devices_agree_with_the_definition(dtype: Any) -> None:
+    parts, stream, weight = drawn(3, dtype)
+    found = over_devices()(parts, stream, weight)
+    defined = jax.jit(functools.partial(reduce_add_norm_reference, eps=EPS))(parts, stream, weight)
+    true = stream.astype(np.float64) + parts.astype(np.float64).sum(axis=(0, 1))
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
+    tolerance = 8 * float(jnp.finfo(dtype).eps)
+    for of_devices, ours, expected in zip(found, defined, (true, normed), strict=True):
+        assert len({device.tobytes() for device in np.asarray(of_devices)}) == 1
+        np.testing.assert_array_equal(of_devices[0], ours)
+        error = np.abs(np.asarray(ours, np.float64) - expected).max()
+        assert error <= tolerance * np.abs(expected).max()
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    parts, stream, weight = drawn(9, np.float32)
+    alone = over_devices()(parts[:, :, :3], stream[:3], weight)
+    for whole, few in zip(over_devices()(parts, stream, weight), alone, strict=True):
+        np.testing.assert_array_equal(whole[:, :3], few)
+
+
+def test_one_device_has_nobody_to_ask() -> None:
+    parts, stream, weight = map(jnp.asarray, drawn(3, np.float32))
+    ours, theirs = (call(parts[0], stream, weight, eps=EPS) for call in (reduce_add_norm, add_norm))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
