@@ -31,7 +31,7 @@ from dflash_jax.engine.progress import progress_bar
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import LoadKeywords, as_flag, as_integer, read_options, taking_options
+from dflash_jax.options import FROM_TRAFFIC, LoadKeywords, as_flag, as_integer, read_options, taking_options
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
@@ -87,7 +87,9 @@ class Model:
         """
         scales, kept = self.engine.cache_scales, quantized_format(self.engine.cache_dtype)
         if scales is None or kept is None:
-            raise ParameterError("no scales were found: load with cache_dtype and calibration")
+            raise ParameterError(
+                "no scales were found: load with cache_dtype and calibration, or serve the first prompts first"
+            )
         save_scales(path, scales, kept)
 
     @cached_property
@@ -195,7 +197,9 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
-    if asked.cache_scales is not None:
+    if asked.cache_scales == FROM_TRAFFIC:
+        engine.scales_from_traffic = True
+    elif asked.cache_scales is not None:
         engine.cache_scales = read_scales(asked.cache_scales, target.config, str(asked.cache_dtype))
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in asked.calibration]

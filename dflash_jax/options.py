@@ -36,6 +36,8 @@ PROPOSALS: tuple[str, ...] = get_args(Proposals)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Page dtypes whose scales are found on texts.
 CALIBRATED = ("fp8", "int8")
+# In place of a file of scales: they are found on the first prompts that come.
+FROM_TRAFFIC = "traffic"
 
 
 def as_integer(value: Any) -> int | None:
@@ -119,7 +121,11 @@ FLAGS: dict[str, Flag] = {
         "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
         metavar="FILE",
     ),
-    "cache_scales": Flag("scales of fp8 and int8 pages that were found before and saved", kind=str, metavar="PATH"),
+    "cache_scales": Flag(
+        "scales of fp8 and int8 pages that were found before and saved; traffic finds them on the first prompts that come",
+        kind=str,
+        metavar="PATH",
+    ),
     "weight_dtype": Flag(
         "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many; mxfp4 "
         "leaves the experts of such a release in four bits",
@@ -173,7 +179,8 @@ class LoadOptions:
       draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has scales of 1, and "int8" is refused.
-      cache_scales: a file of `Model.save_cache_scales`, with scales that were found before.
+      cache_scales: a file of `Model.save_cache_scales`, with scales that were found before. "traffic" finds them on the first
+        prompts that come, before these are served (vLLM's `calculate_kv_scales`), and keeps them from then on.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.

@@ -1,7 +1,8 @@
 """What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
 
+import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from dflash_jax.cache.groups import ROLES, GroupPool, PageGroup, page_groups
 from dflash_jax.cache.pages import layer_bytes
 from dflash_jax.cache.recurrent import make_states, state_bytes
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.compile.over_ranks import share_pools
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
@@ -31,10 +33,12 @@ from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.parallel.ranks import held, pool_config, share_config
-from dflash_jax.quantization.kv_formats import CacheFormat
+from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
+# Of the first prompts that come, so many and so many tokens of each find the scales of pages: all of one attend at once.
+TRAFFIC_PROMPTS, TRAFFIC_TOKENS = 8, 512
 # Calls in flight: one that runs, and one behind it.
 MOST_IN_FLIGHT = 2
 # While a prompt is prefilled, the others get so many cycles for each chunk: about the time that the chunk takes.
@@ -62,6 +66,7 @@ class Resources:
         `max_batch` requests.
       slides: whether layers with windows give back the pages that no query sees any more; False keeps all layers' pages alike.
       latent_form: how prompts attend where the target's attention is latent.
+      scales_from_traffic: whether the scales are still to be found, on the first prompts that come.
       cache_dtype, cache_scales: how the target's pages are kept; see `quantization.kv_formats`.
       draft_cache_dtype: how the drafter's are, None or "fp8" with scales of 1.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
@@ -98,6 +103,7 @@ class Resources:
     cache_dtype: CacheFormat = None
     draft_cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
+    scales_from_traffic: bool = False
     share_prefixes: bool = True
     state_snapshots: int = 0
     snapshot_tokens: int = LEAST_TOKENS
@@ -434,6 +440,21 @@ class Resources:
                 cache_dtype=self.draft_cache_dtype,
             ),
         )
+
+    def find_scales(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Scales of the target's pages by what these prompts keep there, where they are still to be found. Nobody's requests run.
+
+        Raises:
+          ParameterError: a layer's numbers are not finite.
+        """
+        if not self.scales_from_traffic:
+            return
+        texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
+        kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
+        scales = calibrate(self.target, self.weights["target"], texts, cache_dtype=kind)
+        with self.taking:
+            self.cache_scales, self.scales_from_traffic = scales, False
+            self.lose_pools()  # they hold the scales
 
     def lose_pools(self) -> None:
         """The device failed: what its last program returned may be its error in place of numbers, to whoever reads it."""

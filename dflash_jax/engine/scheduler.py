@@ -758,6 +758,7 @@ class Scheduler:
             if pool.allocator.num_free < pool.allocator.num_pages:
                 # Nobody runs: an interrupt came while pages were given back after another one.
                 pool.allocator.reclaim()
+        core.find_scales(job.request.prompt for job in self._waiting)
         with core.taking:
             core.busy = True
         draft, most = self._waiting[0].draft, self._most_slots

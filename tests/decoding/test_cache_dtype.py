@@ -13,6 +13,7 @@ from dflash_jax.attention.dense import masked_attention
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache import CacheScales, check_cache_dtype, make_pages, page_bytes
 from dflash_jax.checkpoints.cache_scales import read_scales
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
@@ -148,6 +149,25 @@ def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> Non
     )
     prompts, params = make_prompts((30, 7)), dj.SamplingParams(max_tokens=12)
     assert pair.run(prompts, params)[0] == pair.run(prompts, params, draft=False)[0]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_scales_from_the_first_traffic(make_pair, make_prompts, kind) -> None:
+    """They are what calibration finds on the first prompts, and texts those of an engine that had them from the beginning."""
+    pair, prompts, params = (
+        make_pair(cache_dtype=kind, scales_from_traffic=True),
+        make_prompts((30, 7)),
+        dj.SamplingParams(max_tokens=12),
+    )
+    pair.engine.take_pools()  # warming up makes pools before anybody comes
+    found = pair.run(prompts, params)[0]
+    scales = pair.engine.cache_scales
+    expected = calibrate(pair.target, pair.engine.weights["target"], prompts, cache_dtype=kind)
+    assert all(map(np.array_equal, (*scales.k, *scales.v), (*expected.k, *expected.v)))
+    assert not all((scale == 1).all() for scale in (*scales.k, *scales.v))
+    pair.run(make_prompts((50,), seed=4), params)  # what comes later changes nothing
+    assert pair.engine.cache_scales is scales
+    assert make_pair(cache_dtype=kind, cache_scales=expected).run(prompts, params)[0] == found
 
 
 def test_layers_are_named_as_in_vllm() -> None:
