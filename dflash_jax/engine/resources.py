@@ -451,7 +451,8 @@ class Resources:
             return
         texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
         kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
-        scales = calibrate(self.target, self.weights["target"], texts, cache_dtype=kind)
+        params: Any = self.weights["target"]
+        scales = calibrate(self.target, params, texts, cache_dtype=kind)
         with self.taking:
             self.cache_scales, self.scales_from_traffic = scales, False
             self.lose_pools()  # they hold the scales
