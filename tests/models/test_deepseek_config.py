@@ -166,7 +166,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them() -> None:
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*script"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type must be"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_type must be"),
         ({"kv_lora_rank": None}, "kv_lora_rank must be an integer of at least 1, got None"),
     ],
 )
