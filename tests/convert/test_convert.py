@@ -26,6 +26,7 @@ def same(bits, a, b):
         assert bits(a[name]) == bits(b[name]), name
 
 
+@pytest.mark.few("3")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pair_is_converted_bit_for_bit(hf, bits, shards):
     target, drafter, output = hf.qwen3(shards=shards), hf.dflash(), hf.root / "out"

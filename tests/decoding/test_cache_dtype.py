@@ -45,6 +45,7 @@ def test_the_shipped_pair_with_pages_in_float8() -> None:
     assert max(length for out in drafted for length in out.acceptance_lengths) > 3
 
 
+@pytest.mark.few  # of a random pair, beside a layer in float32, they run
 def test_the_shipped_pair_with_pages_in_int8(tmp_path) -> None:
     """A scale of every key beside the pages, one of every channel for values; pages found again bring their keys' scales along."""
     model = dj.load(cache_dtype="int8", calibration=TEXTS, **OPTIONS)

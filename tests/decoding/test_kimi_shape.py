@@ -52,6 +52,7 @@ def model(tmp_path_factory) -> dj.Model:
     return dj.load(root / "target", draft=root / "draft", max_batch=2, page_size=16, max_model_len=64)
 
 
+@pytest.mark.few  # of smaller latent pairs they run in test_mla_lossless
 def test_no_text_changes(model: dj.Model) -> None:
     assert model.engine.draft is not None
     assert (model.engine.draft.block_size, model.engine.draft.num_layers) == (8, 6)

@@ -211,7 +211,7 @@ def test_load_uses_what_room_there_is(monkeypatch):
     model = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)
     assert model.engine.num_pages == 13 < whole.engine.num_pages
     assert any("room for 13 pages" in notice for notice in model.notices)
-    params = dj.SamplingParams(max_tokens=50, ignore_eos=True)
+    params = dj.SamplingParams(max_tokens=28, ignore_eos=True)
     prompts = [list(range(n, n + 60)) for n in (10, 110, 210, 310)]
     served = [[row.token_ids for row in dj.generate(one, prompts, params)] for one in (model, whole)]
     assert served[0] == served[1]

@@ -49,7 +49,7 @@ def test_random_schedules(engine, texts, all_cases):
     move."""
     # One token alone is verified in a hybrid pair's schedules too.
     lengths = ((None,), (None, 1, 3) if all_cases else (None, 3))
-    count = int(os.environ.get("SCHEDULES", 80 if all_cases else 24))
+    count = int(os.environ.get("SCHEDULES", 80 if all_cases else 16))
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=lengths[seed % 2]) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
     least = np.array((50, 500, 50, 25, 50, 0, 25)) * count // 200

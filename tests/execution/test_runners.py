@@ -136,9 +136,7 @@ def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     assert "top_k" not in text
 
 
-@pytest.mark.few(
-    "qwen3_gqa14_bias", "qwen3_moe_some_dense", "qwen3_rope_partial_yarn", "llama_published", "mistral_window"
-)
+@pytest.mark.few("qwen3_gqa14_bias", "qwen3_moe_some_dense", "llama_published", "mistral_window")
 @pytest.mark.parametrize("case", CASES)
 def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""

@@ -156,6 +156,7 @@ def test_the_shipped_target(fused: bool) -> None:
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.few  # of the target alone it is shown above, bit for bit of each product in tests/kernels
 def test_texts_are_the_same(monkeypatch: pytest.MonkeyPatch, all_cases: bool) -> None:
     """The shipped pair in float32, greedy and sampled, with and without drafting; `info` and the plan count as many bytes."""
     prompts = ["def test_", "class Matrix:", "The quick brown fox jumps over the lazy dog, and then"]
