@@ -314,7 +314,28 @@ class RopeConfig:
         that were cached before keep other ones. Here they are those of the longest sequence that an engine takes, for all tokens:
         vLLM does likewise, and a text is transformers' for one call of that length.
         """
-        return dataclasses.replace(self, reach=positions) if self.kind in ("dynamic", "longrope") else self
+        return dataclasses.replace(self, reach=positions) if self.follows_length else self
+
+    @property
+    def follows_length(self) -> bool:
+        """Whether frequencies depend on how many positions an engine serves."""
+        return self.kind in ("dynamic", "longrope")
+
+    def check(self, head_dim: int) -> None:
+        """Raises ConfigError where heads of so many entries cannot turn so."""
+        pairs = int(head_dim * self.partial) // 2
+        if self.kind == "dynamic" and pairs < 2:
+            raise ConfigError(f"rope_type dynamic needs 2 pairs of entries that turn, heads of {head_dim} have {pairs}")
+        if self.kind == "longrope":
+            for name in ("long_factor", "short_factor"):
+                if (given := len(getattr(self, name))) != pairs:
+                    raise ConfigError(
+                        f"rope_type longrope: {name} must have {pairs} numbers, one for each pair, got {given}"
+                    )
+            if self.original_max_position < 2:
+                raise ConfigError(
+                    f"rope_type longrope: original_max_position_embeddings must be at least 2, got {self.original_max_position}"
+                )
 
     def longest(self, max_position: int) -> int:
         """Positions a model takes: YaRN and dynamic scaling stretch the original ones by their factor.
@@ -439,6 +460,16 @@ class DecoderConfig:
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise ConfigError(f"{type(self).__name__}: {len(self.windows)} windows for {self.num_layers} layers")
+        if any(
+            getattr(self, field.name).follows_length for field in dataclasses.fields(self) if field.type is RopeConfig
+        ):
+            for rope, dim in self.rotations:
+                rope.check(dim)
+
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """Every rotation, and the entries of a head that it is for."""
+        return ((self.rope, self.head_dim),)
 
     @property
     def cached_layers(self) -> int:

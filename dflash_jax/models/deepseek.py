@@ -118,6 +118,10 @@ class DeepseekConfig(DecoderConfig):
     tie_embeddings: bool = False
 
     @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        return ((self.rope, self.qk_rope_head_dim),)
+
+    @property
     def latent_width(self) -> int:
         """Numbers cached for one token and layer: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -209,7 +209,8 @@ class DFlashConfig(DecoderConfig):
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
         tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
         if not tapped:
-            ids = _final_hidden(nested, ids, tensor_names)
+            named = source("eagle_aux_hidden_state_layer_ids").get("eagle_aux_hidden_state_layer_ids")
+            ids = _final_hidden(nested, ids or named, tensor_names)
         if ids is None and target_layers < 4:
             raise ConfigError(
                 f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
@@ -286,7 +287,8 @@ class DFlashConfig(DecoderConfig):
             conv_group=group,
             head=head,
         )
-        _check_taps(source, ids)
+        if tapped:
+            _check_taps(source, ids)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
@@ -302,7 +304,9 @@ def _final_hidden(keys: KeyReader, ids: Any, names: Collection[str]) -> tuple[in
     """The one tap of a drafter that reads the target's last hidden states alone. Raises ConfigError where the file names others, or
     has the projection of several."""
     if ids:
-        raise ConfigError(f"{keys.subject}: use_aux_hidden_state=false leaves no use for target_layer_ids {shown(ids)}")
+        raise ConfigError(
+            f"{keys.subject}: use_aux_hidden_state=false leaves no use for tapped layers, here {shown(ids)}"
+        )
     if "fc.weight" in names:
         raise ConfigError(
             f"{keys.subject}: use_aux_hidden_state=false beside fc.weight, which projects tapped features: leave out one of them"

@@ -17,7 +17,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DecoderConfig, RopeConfig
-from dflash_jax.errors import ConfigError
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import best_of_ranks, reduced
@@ -141,9 +140,6 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
     arXiv 2402.13753).
 
     Proportional ones are those of a whole head; pairs of entries past the part that turns have frequency 0.
-
-    Raises:
-      ConfigError: longrope's divisors are not one for each pair of entries that turns.
     """
     if rope.kind == "proportional":
         turning = int(rope.partial * head_dim // 2)
@@ -181,10 +177,6 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 def _longrope(rope: RopeConfig, freqs: np.ndarray) -> tuple[np.ndarray, float]:
     name = "long_factor" if rope.reach > rope.original_max_position else "short_factor"
     divisors = np.array(getattr(rope, name), np.float32)
-    if divisors.shape != freqs.shape:
-        raise ConfigError(
-            f"rope_type longrope: {name} must have {freqs.size} numbers, one for each pair, got {divisors.size}"
-        )
     factor = rope.attention_factor
     if factor is None:
         grown = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position)

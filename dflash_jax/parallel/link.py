@@ -86,16 +86,11 @@ class Leader:
                     f"reach this one ({', '.join(_own_names())}) by TCP"
                 ) from None
             member.settimeout(SILENCE_S)
-            try:
-                said, _ = received(member)
-            except (OSError, ValueError):
+            number = _greeted(member, token)
+            if number is None:  # somebody else's connection
                 member.close()
-                continue
-            # Somebody else's connection is nobody's.
-            if not hmac.compare_digest(str(said.get("token")), token):
-                member.close()
-                continue
-            members[int(said["process"])] = member
+            else:
+                members[number] = member
         return members
 
     def _listen(self, number: int, member: socket.socket) -> None:
@@ -160,6 +155,20 @@ class Member:
             while True:
                 self._leader.sendall(b".")
                 threading.Event().wait(BEAT_S)
+
+
+def _greeted(member: socket.socket, token: str) -> int | None:
+    """The number of the process that has come; None for a stranger, who may say anything."""
+    try:
+        size = _LENGTH.unpack(_exactly(member, _LENGTH.size))[0]
+        if size > _INVITATION_BYTES:
+            return None
+        said = json.loads(_exactly(member, size))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(said, dict) or not hmac.compare_digest(str(said.get("token")).encode(), token.encode()):
+        return None
+    return int(said["process"])
 
 
 def _own_names() -> list[str]:

@@ -193,6 +193,21 @@ def test_yarn_lengthens_what_a_model_takes(rope: dict[str, Any] | None, position
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type dynamic needs factor"),
         ({"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "rope_type longrope needs short_factor"),
         (
+            {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "needs 2 pairs .* heads of 2 have 1",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0]}},
+            "short_factor must have 4 numbers, one for each pair, got 1",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_scaling": {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+            },
+            "original_max_position_embeddings must be at least 2, got 1",
+        ),
+        (
             {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0, 0], "short_factor": [1.0, 1.0]}},
             r"long_factor must be a list of positive numbers, got \[1.0, 0\]",
         ),
@@ -246,8 +261,6 @@ def test_frequencies_that_follow_the_length(
         found, scale = rope_frequencies(reaching(again, positions).rope, 8)
         assert found == pytest.approx(expected, rel=1e-6)
         assert scale == pytest.approx(factor, rel=1e-12)
-    with pytest.raises(ConfigError, match="long_factor must have 2 numbers, one for each pair, got 4"):
-        rope_frequencies(target(rope_theta=REMOVE, rope_scaling=LONG).rope.reaching(500), 4)
 
 
 def test_an_engine_reaches_as_far_as_it_serves() -> None:

@@ -124,7 +124,7 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
         ({"attention_sink_bias": "false"}, {}, "attention_sink_bias must be true or false"),
         ({"dflash_config": [1]}, {}, "dflash_config must be a JSON object, got list"),
         ({}, {"target_layer_ids": [1, 36]}, "reach past num_target_layers=36"),
-        ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false leaves no use for target_layer_ids"),
+        ({}, {"use_aux_hidden_state": False}, "use_aux_hidden_state=false leaves no use for tapped layers"),
         ({}, {"projector_type": "tree"}, "projector_type must be linear, dspark or domino, got 'tree'"),
         ({"markov_rank": -1}, {}, "markov_rank must be an integer of at least 0, got -1"),
         ({"draft_vocab_size": 65}, {}, "draft_vocab_size=65"),
@@ -143,6 +143,7 @@ def test_the_targets_last_hidden_states_alone() -> None:
     assert "fc.weight" not in {one.name for one in family_named("dflash").parameters(config)}
     for changes, message in (
         ({"tensors": ("fc.weight",)}, "beside fc.weight, which projects"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, r"leaves no use for tapped layers, here \[2, 4\]"),
         ({"target_hidden_size": 32}, "target_hidden_size=32 must be hidden_size=16"),
     ):
         with pytest.raises(ConfigError, match=message):

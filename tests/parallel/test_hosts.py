@@ -98,6 +98,27 @@ def test_records():
         link.received(theirs)
 
 
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        (link.packed({"token": "abc", "process": 1}, ()), 1),
+        (link.packed({"token": "abd", "process": 1}, ()), None),
+        (b"GET / HTTP/1.1\r\n\r\n", None),
+        (b"\x02\0\0\0[]", None),
+        (b"\x03\0\0\0\xff\xfe\xfd", None),
+        (b"\xff\xff\xff\xff", None),
+        (b"", None),
+    ],
+    ids=["a process", "a wrong token", "a browser", "a list", "no text", "a long one", "nothing"],
+)
+def test_strangers_are_sent_away(said, number):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(said)
+        assert link._greeted(theirs, "abc") == number
+
+
 def test_only_functions_of_this_package_are_called():
     """Whoever could write to the connection could otherwise call anything."""
     told = {"function": "os:abort", "static": {"tuple": []}, "donate": [], "args": {"tuple": []}}
