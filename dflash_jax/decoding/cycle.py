@@ -15,15 +15,15 @@ from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
 from dflash_jax.attention.recurrent import committed, verifying
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
-from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
+from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
-from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, allowed_logits
+from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, asked_masks, masked
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
-from dflash_jax.execution.draft_head import best_proposals, shortlist
+from dflash_jax.execution.draft_head import best_by_index, best_proposals, shortlist
 from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
@@ -31,6 +31,7 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
+from dflash_jax.quantization.weights import Quantised
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
@@ -67,7 +68,7 @@ def cycle(
     emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
 
     # Drawn once: drafter and target add the same noise.
-    noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
+    noise = None if setup.greedy else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
 
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
     lengths, odds, pack = None, None, None
@@ -101,6 +102,8 @@ def cycle(
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))
                 elif setup.mode == "greedy" and not setup.per_request:
                     proposals = best_proposals(drafter, proposing, head, index)
+                elif setup.greedy and not setup.per_request and state.adjust is not None:
+                    proposals = adjusted_proposals(drafter, proposing, head, index, state.adjust)
                 elif listed is not None:
                     draft_law = Law(*listed)
                     first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)
@@ -140,19 +143,25 @@ def cycle(
         if raw is not None and setup.mode == "full":
             # In the product's dtype again, which filters compare in.
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
-        elif raw is not None and state.adjust is not None:
-            logits = adjusted_logits(without_stops(raw, state.request, state.produced), ids, state.adjust)
-            if setup.mode == "structured":
-                grammars = jnp.where(live, state.adjust.grammar, NO_GRAMMAR)
-                logits = allowed_logits(logits, grammars, state.produced, ids)
-        chosen = (
-            of_slots(target.best(hidden))
-            if logits is None
-            else sample(logits, emitted_at, state.request, setup.mode, noise)
-        )
+        masks = None
+        if setup.mode == "structured":
+            assert state.adjust is not None, "the mode's states hold grammars"
+            masks = asked_masks(jnp.where(live, state.adjust.grammar, NO_GRAMMAR), state.produced, ids, raw.shape[-1])
+        if logits is None:
+            chosen = of_slots(target.best(hidden))
+        elif state.adjust is not None and setup.greedy:
+            # A soft cap gives numbers that the product's dtype has not.
+            exact = logits if target.logit_softcap else logits.astype(hidden.dtype)
+            exact = without_stops(exact, state.request, state.produced)
+            chosen = adjusted_best(exact, ids, state.adjust, masks)
+        else:
+            if state.adjust is not None:
+                logits = adjusted_logits(without_stops(logits, state.request, state.produced), ids, state.adjust)
+                logits = logits if masks is None else masked(logits, masks)
+            chosen = sample(logits, emitted_at, state.request, setup.mode, noise)
         judged_rows = None if pack is None else lengths
         accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
-        if logits is not None and setup.proposals == "rejection":
+        if logits is not None and setup.proposals == "rejection" and not setup.greedy:
             if draft_logits is not None:
                 draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
             if draft_law is not None:
@@ -292,6 +301,16 @@ def draft_block(
 def _seen_pages(drafter, draft_pages, page_table: Any, state: DecodeState, window: int | None):
     sizes = {"block": drafter.config.block_size, "page_size": draft_pages.page_size}
     return last_pages(page_table, state.seq_lens, window=window, **sizes)
+
+
+def adjusted_proposals(
+    drafter, hidden: Float[Array, "B g D"], head: Any, index: Any, adjust: Adjustments
+) -> Int[Array, "B g"]:
+    """The best token at each place under what was emitted before the block, by the index of a whole head where there is one."""
+    if index is None or isinstance(head, Quantised) or len(head) < drafter.head_rows:
+        logits = proposing_logits(drafter.logits(hidden, head), adjust)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return best_by_index(hidden, head, index, regard=lambda *found: proposing_logits(found[0], adjust, found[1]))
 
 
 def propose(

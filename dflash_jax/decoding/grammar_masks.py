@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 NO_GRAMMAR = 0
 BITS = 32  # tokens of a word of a mask
@@ -98,22 +98,21 @@ _NUMBERS = itertools.count(NO_GRAMMAR + 1)
 _FOLLOWERS: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
 
 
-def allowed_logits(
-    logits: Float[Array, "B T V"], grammars: Int[Array, "B"], produced: Int[Array, "B"], ids: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
-    """Logits with -inf for tokens that grammars refuse; rows behind a refused proposal, which emit nothing, are whatever.
+def asked_masks(
+    grammars: Int[Array, "B"], produced: Int[Array, "B"], ids: Int[Array, "B T"], vocab: int
+) -> UInt32[Array, "B T W"]:
+    """What grammars allow, as `masked` takes it; rows behind a refused proposal, which emit nothing, are whatever.
 
     Args:
       grammars: numbers of followers; 0 allows everything.
       produced: tokens emitted so far, the pending one included.
       ids: the pending token, whatever where there is none yet, and the proposals.
     """
-    words = -(-logits.shape[-1] // BITS)
+    words = -(-vocab // BITS)
     shape = jax.ShapeDtypeStruct((*ids.shape, words), jnp.uint32)
     # Asked twice it answers the same: that is all that makes it pure.
     asked = jnp.concatenate([grammars[:, None], produced[:, None], ids], axis=1)  # one copy to the host, not three
-    masks = jax.pure_callback(functools.partial(_masks, words), shape, asked)
-    return masked(logits, masks)
+    return jax.pure_callback(functools.partial(_masks, words), shape, asked)
 
 
 def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Float[Array, "B T V"]:
@@ -123,8 +122,15 @@ def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Floa
     return jnp.where(allowed, logits, -jnp.inf)
 
 
+def allows(masks: UInt32[Array, "B T W"], tokens: Int[Array, "B #T n"]) -> Bool[Array, "B T n"]:
+    """Whether masks have the bits of these tokens."""
+    tokens = jnp.broadcast_to(tokens, (*masks.shape[:2], tokens.shape[-1]))
+    words = jnp.take_along_axis(masks, tokens // BITS, axis=-1)
+    return (words >> (tokens % BITS).astype(jnp.uint32) & jnp.uint32(1)) > 0
+
+
 def _masks(words: int, slots_asked: Any) -> np.ndarray:
-    """The host's part of `allowed_logits`. It raises nothing: an error would take the whole batch with it.
+    """The host's part of `asked_masks`. It raises nothing: an error would take the whole batch with it.
 
     Args:
       slots_asked: `[B, 2 + T]` int32: of each slot its grammar's number, the tokens emitted, and the block.

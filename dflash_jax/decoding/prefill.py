@@ -13,7 +13,7 @@ from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
-from dflash_jax.decoding.grammar_masks import allowed_logits
+from dflash_jax.decoding.grammar_masks import asked_masks, masked
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
@@ -157,8 +157,9 @@ def admit(
     elif rows.adjust is not None:
         left = adjusted_logits(without_stops(logits, request, rows.produced), rows.pending[:, None], rows.adjust)
         if setup.mode == "structured":
-            left = allowed_logits(left, rows.adjust.grammar, rows.produced, rows.pending[:, None])
-    token = sample(left, rows.seq_lens[:, None], request, setup.mode)
+            asked = rows.adjust.grammar, rows.produced, rows.pending[:, None]
+            left = masked(left, asked_masks(*asked, left.shape[-1]))
+    token = sample(left, rows.seq_lens[:, None], request, "greedy" if setup.greedy else setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
     ended = is_stop(token, request.stop_ids)[:, 0] | (rows.remaining <= 1)

@@ -50,6 +50,7 @@ class Setup:
       target, draft: configurations; draft None is plain decoding.
       mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words;
         structured adds grammars.
+      sampling: whether a request may sample; read in modes adjusted and structured, which are greedy without.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -80,6 +81,7 @@ class Setup:
     per_request: bool = False
     ranks: int = 1
     dealt: int = 1
+    sampling: bool = True
 
     def of_rank(self) -> "Setup":
         """The same for a rank, whose models have its share of heads; itself on one device."""
@@ -106,6 +108,11 @@ class Setup:
             return tables_of(page_table, "draft")
         pages = page_table[:, :, None] * self.dealt + jnp.arange(self.dealt)
         return pages.reshape(page_table.shape[0], -1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every request takes the greatest of its logits: no noise is drawn and nothing is filtered."""
+        return self.mode == "greedy" or not self.sampling
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -215,7 +215,9 @@ class Batch:
     def setup_for(self, needs: Needs) -> Setup:
         """What programs for such needs are compiled for."""
         if needs not in self._setups:
-            self._setups[needs] = self.core.setup(mode=needs.mode, draft=self.draft, logprobs=needs.logprobs)
+            self._setups[needs] = self.core.setup(
+                mode=needs.mode, draft=self.draft, logprobs=needs.logprobs, sampling=needs.sampling
+            )
         return self._setups[needs]
 
     @property

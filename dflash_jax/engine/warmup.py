@@ -84,7 +84,7 @@ def first_jobs(
     """
     slots = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
     needs = Needs.of(request.needs for request in requests[:slots])
-    setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
+    setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs, sampling=needs.sampling)
     setup = core.verifying(setup, first_length(core, setup, requests, slots), slots)
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)

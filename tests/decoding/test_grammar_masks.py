@@ -13,7 +13,7 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding import cycle, grammar_masks
 from dflash_jax.decoding.accept import accept_matching
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
-from dflash_jax.decoding.grammar_masks import Follower, Grammar, allowed_logits
+from dflash_jax.decoding.grammar_masks import Follower, Grammar, asked_masks, masked
 from dflash_jax.decoding.sampling import choose, filtered_logits
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
@@ -143,7 +143,7 @@ def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tupl
         ids = jnp.concatenate([pending[:, None], proposals], axis=1)
         logits = adjusted_logits(jnp.asarray(TARGET)[ids], ids, adjust)
         walked = ids if not blind else ids.at[:, 1:].set(jnp.array([0, 1]))
-        logits = allowed_logits(logits, grammars, length, walked)
+        logits = masked(logits, asked_masks(grammars, length, walked, logits.shape[-1]))
         chosen = choose(filtered_logits(logits, request, "structured"), positions, request, "structured")
         accepted, tokens = accept_matching(proposals, chosen)
         at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, PLACES), PLACES)
