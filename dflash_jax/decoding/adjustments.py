@@ -80,11 +80,10 @@ def adjusted_best(
     """
     rows, columns, (*_, vocab) = *_places(logits), logits.shape
     logits = logits.at[rows, columns, _ended_words(ids, adjust, vocab)].set(-jnp.inf, mode="drop")
-    others, own = logits, None
-    if ids.shape[1] > 1:
-        own, at = _own(logits, ids, adjust)
-        others = logits.at[rows, columns, at].set(-jnp.inf, mode="drop")
-        own = jnp.where(at < vocab if masks is None else (at < vocab) & allows(masks, ids[:, None, 1:]), own, -jnp.inf)
+    own, at = _own(logits, ids, adjust)
+    others = logits.at[rows, columns, at].set(-jnp.inf, mode="drop") if ids.shape[1] > 1 else logits
+    counts = at < vocab if masks is None else (at < vocab) & allows(masks, ids[:, None, 1:])
+    own = jnp.where(counts, own, -jnp.inf)
     known = _known(others.astype(jnp.float32), adjust)
     best, token = _greatest(known if masks is None else masked(known, masks))
     # One proposal after the other, which goes into one launch: a reduction would be one of its own.

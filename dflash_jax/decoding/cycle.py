@@ -3,21 +3,21 @@
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
-from dflash_jax.attention.recurrent import committed, verifying
+from dflash_jax.attention.recurrent import apart, folded, verifying
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
-from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, asked_masks, masked
+from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
@@ -51,7 +51,7 @@ def cycle(
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
-    """Every live slot gains between 1 and T tokens; done slots stay as they are.
+    """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
 
     Args:
       setup: static.
@@ -61,15 +61,65 @@ def cycle(
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
-    plans = cycle_plans(setup, weights, page_table, state)
-    live, draft_table = ~state.done, setup.draft_table(page_table)
+    noise = drawn_noise(setup, state)
+    state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate)
+    state, rows = verified(setup, weights, page_table, state, block, workspaces)
+    return judged(setup, weights, state, block, rows, noise)
+
+
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """What is verified: the pending tokens and what was proposed after them.
+
+    Attributes:
+      logits, law: what proposals were drawn from, where rejection judges them by it.
+      lengths, odds, pack: of `shared_rows`, where slots share the target's rows.
+    """
+
+    ids: Int[Array, "B T"]
+    logits: Float[Array, "B g V"] | None = None
+    law: Law | None = None
+    lengths: Int[Array, "B"] | None = None
+    odds: Float[Array, "B g"] | None = None
+    pack: Packing | None = None
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What the target made of a block: hidden states, tapped features, and factors of its gated delta nets' states."""
+
+    hidden: Float[Array, "... D"]
+    features: Float[Array, "B T nD"]
+    factors: Any
+
+
+def drawn_noise(setup: Setup, state: DecodeState) -> Float[Array, "B T V"] | None:
+    """Drawn once: drafter and target add the same noise."""
+    return None if setup.greedy else noise_at(state.request.seed, emitted_at(setup, state), setup.target.vocab_size)
+
+
+def emitted_at(setup: Setup, state: DecodeState) -> Int[Array, "B T"]:
+    """Position of the token that row j of the logits chooses."""
+    return state.seq_lens[:, None] + 1 + jnp.arange(setup.width)
+
+
+def drafted(
+    setup: Setup,
+    weights: Weights,
+    page_table: Any,
+    state: DecodeState,
+    noise: Float[Array, "B T V"] | None,
+    workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+    estimate: Float[Array, "T"] | None = None,
+) -> tuple[DecodeState, Block]:
+    """Writes the drafter's context and proposes what comes after the pending tokens."""
+    plans, draft_table = cycle_plans(setup, weights, page_table, state), setup.draft_table(page_table)
     target = bind(setup.target, weights["target"])
-    places = jnp.arange(setup.width)
-    emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
-
-    # Drawn once: drafter and target add the same noise.
-    noise = None if setup.greedy else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
-
+    positions = emitted_at(setup, state)
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
     lengths, odds, pack = None, None, None
     if setup.draft is not None:
@@ -95,7 +145,7 @@ def cycle(
                         last_features(state),
                         listed,
                     )
-                    pick = picker(setup, emitted_at[:, :-1], state, draft_noise)
+                    pick = picker(setup, positions[:, :-1], state, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
                 elif setup.mode == "greedy" and setup.width == setup.offered and not setup.per_request:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
@@ -113,16 +163,32 @@ def cycle(
                     if state.adjust is not None:
                         draft_logits = proposing_logits(draft_logits, state.adjust)
                     draft_noise = None if noise is None else noise[:, :-1]
-                    proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
+                    proposals = propose(setup, draft_logits, positions[:, :-1], state, draft_noise)
             if setup.per_request:
                 with jax.named_scope("budget"):
                     odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate)
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
             ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
+    # Who verifies without rejection asks for no law.
+    kept = setup.proposals == "rejection" and not setup.greedy
+    block = Block(ids, draft_logits if kept else None, draft_law if kept else None, lengths, odds, pack)
+    return replace(state, draft_pages=draft_pages), block
 
+
+def verified(
+    setup: Setup,
+    weights: Weights,
+    page_table: Any,
+    state: DecodeState,
+    block: Block,
+    workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+) -> tuple[DecodeState, Rows]:
+    """Runs the target over a block, which is in its pages then."""
+    plans, live, ids, pack = cycle_plans(setup, weights, page_table, state), ~state.done, block.ids, block.pack
+    target = bind(setup.target, weights["target"])
     with jax.named_scope("verify"):
-        positions = state.seq_lens[:, None] + places
-        lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
+        positions = state.seq_lens[:, None] + jnp.arange(setup.width)
+        lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         table, size = tables_of(page_table, "target"), pages.page_size
         attend = PagedAttend(table, positions, lengths, size, heads=heads, dealt=setup.dealt)
@@ -134,6 +200,28 @@ def cycle(
             rows, attend = (pack.packed(ids), pack.packed(positions)), RaggedAttend(attend, pack)
             hidden, features, cache = target(*rows, attend, setup.taps, run, cache)
             features = pack.unpacked(features)
+    pages, states, factors = apart(cache)
+    return replace(state, target_pages=pages, recurrent=states), Rows(hidden, features, factors)
+
+
+def judged(
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    block: Block,
+    rows: Rows,
+    noise: Float[Array, "B T V"] | None,
+    masks: UInt32[Array, "B T W"] | None = None,
+) -> tuple[DecodeState, Emitted]:
+    """Accepts a prefix of each block and commits it.
+
+    Args:
+      masks: what grammars allow, see `decoding.grammar_masks.masked`; None for everything.
+    """
+    live, places, positions = ~state.done, jnp.arange(setup.width), emitted_at(setup, state)
+    target = bind(setup.target, weights["target"])
+    ids, pack, hidden = block.ids, block.pack, rows.hidden
+    with jax.named_scope("verify"):
         of_slots = pack.unpacked if pack is not None else lambda rows: rows
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else of_slots(target.logits(hidden))
@@ -143,10 +231,6 @@ def cycle(
         if raw is not None and setup.mode == "full":
             # In the product's dtype again, which filters compare in.
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
-        masks = None
-        if setup.mode == "structured":
-            assert state.adjust is not None, "the mode's states hold grammars"
-            masks = asked_masks(jnp.where(live, state.adjust.grammar, NO_GRAMMAR), state.produced, ids, raw.shape[-1])
         if logits is None:
             chosen = of_slots(target.best(hidden))
         elif state.adjust is not None and setup.greedy:
@@ -158,15 +242,16 @@ def cycle(
             if state.adjust is not None:
                 logits = adjusted_logits(without_stops(logits, state.request, state.produced), ids, state.adjust)
                 logits = logits if masks is None else masked(logits, masks)
-            chosen = sample(logits, emitted_at, state.request, setup.mode, noise)
-        judged_rows = None if pack is None else lengths
+            chosen = sample(logits, positions, state.request, setup.mode, noise)
+        judged_rows = None if pack is None else block.lengths
         accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
         if logits is not None and setup.proposals == "rejection" and not setup.greedy:
-            if draft_logits is not None:
-                draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
+            draft_law = block.law
+            if block.logits is not None:
+                draft_law = Law(filtered_logits(block.logits, state.request, setup.mode))
             if draft_law is not None:
                 law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
-                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request, judged_rows)
+                sampled = accept_rejection(ids[:, 1:], draft_law, law, positions, state.request, judged_rows)
                 sampling = state.request.temperature > 0
                 accepted = jnp.where(sampling, sampled[0], accepted)
                 tokens = jnp.where(sampling[:, None], sampled[1], tokens)
@@ -182,24 +267,23 @@ def cycle(
         ended = stopped | (counts >= state.remaining)
         counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        pages, recurrent = committed(cache, state.recurrent, counts)
         keep = (places < counts[:, None])[:, :, None]
         next_state = DecodeState(
             pending=jnp.where(live, last, state.pending),
             seq_lens=state.seq_lens + counts,
-            features=jnp.where(keep, features, jnp.zeros((), features.dtype)),
+            features=jnp.where(keep, rows.features, jnp.zeros((), rows.features.dtype)),
             fresh=counts,
             produced=state.produced + counts,
             remaining=state.remaining - counts,
             done=state.done | ended,
             request=state.request,
-            target_pages=pages,
-            draft_pages=draft_pages,
-            recurrent=recurrent,
+            target_pages=state.target_pages,
+            draft_pages=state.draft_pages,
+            recurrent=folded(state.recurrent, rows.factors, counts),
             adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
         )
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
-    return next_state, emitted if odds is None else replace(emitted, lengths=lengths, odds=odds)
+    return next_state, emitted if block.odds is None else replace(emitted, lengths=block.lengths, odds=block.odds)
 
 
 def shared_rows(

@@ -13,7 +13,7 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding import cycle, grammar_masks
 from dflash_jax.decoding.accept import accept_matching
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
-from dflash_jax.decoding.grammar_masks import Follower, Grammar, asked_masks, masked
+from dflash_jax.decoding.grammar_masks import Follower, Grammar, masked, masks_of
 from dflash_jax.decoding.sampling import choose, filtered_logits
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
@@ -130,7 +130,7 @@ def follows(text: tuple[int, ...]) -> set[int]:
 @functools.partial(jax.jit, static_argnums=2)
 def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tuple[jax.Array, jax.Array]:
     """The first tokens of every seed, and how many proposals stood at once. `blind` masks as if no proposal had come before."""
-    rows = grammars.shape[0]
+    rows, vocab = grammars.shape[0], len(TARGET)
     request, places, each = requests(rows, **FILTERS), jnp.arange(3), jnp.arange(rows)
 
     def cycle(carry: Any, _: Any) -> Any:
@@ -143,7 +143,9 @@ def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tupl
         ids = jnp.concatenate([pending[:, None], proposals], axis=1)
         logits = adjusted_logits(jnp.asarray(TARGET)[ids], ids, adjust)
         walked = ids if not blind else ids.at[:, 1:].set(jnp.array([0, 1]))
-        logits = masked(logits, asked_masks(grammars, length, walked, logits.shape[-1]))
+        asked = jnp.concatenate([grammars[:, None], length[:, None], walked], axis=1)
+        shape = jax.ShapeDtypeStruct((*walked.shape, 1), jnp.uint32)
+        logits = masked(logits, jax.pure_callback(lambda asked: masks_of(np.asarray(asked), vocab), shape, asked))
         chosen = choose(filtered_logits(logits, request, "structured"), positions, request, "structured")
         accepted, tokens = accept_matching(proposals, chosen)
         at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, PLACES), PLACES)
@@ -186,7 +188,7 @@ def test_thoughts_come_before_a_grammar() -> None:
     grammar = grammar_of("ab", 6, 5, ord("a"), opens=3, closes=4)
 
     def masks(follower: Follower, produced: int, *ids: int) -> list[str]:
-        found = grammar_masks._masks(1, np.array([[follower.number, produced, *ids]]))
+        found = masks_of(np.array([[follower.number, produced, *ids]]), 6)
         return ["".join("abcdef"[token] for token in range(6) if row >> token & 1) for row in found[0, :, 0].tolist()]
 
     anything = "abcdef"
