@@ -22,8 +22,8 @@ from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.core.rank_exchange import AREAS
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.mailbox import VECTOR, await_all, filled, set_count, store
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.mailbox import VECTOR, await_all, filled, set_count, store, words_of
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, matrix, thread_op
 
 AT_ONCE = 96  # words of other ranks that a thread waits for together: they stand in registers
 
@@ -62,6 +62,28 @@ def summed_row(row: Any, counts, area, peers, place):
     return mgpu.FragmentedArray(
         _registers=registers.reshape(row.registers.shape), _layout=strided(row.shape[0]).to_mgpu(), _is_signed=None
     )
+
+
+@thread_op(
+    args=(MATRIX, GLOBAL, GLOBAL, GLOBAL, SCALAR), returns=lambda tile, *_: matrix(tile.shape, tile.dtype)
+)
+def summed_tile(tile: Any, counts, area, peers, place):
+    """The sum of all ranks' tiles at a place, added in order of ranks.
+
+    Args:
+      tile: float32 in the layout of a matrix instruction's result.
+      counts, area, peers: of a `RankExchange` whose places have the words of one tile.
+      place: int32 scalar.
+    """
+    total: list[Any] = []
+    for found in _swapped(words_of(tile.registers), counts, area, peers, place):
+        numbers = [arith.bitcast(th.f32(), word) for word in found]
+        total = numbers if not total else [arith.addf(*pair) for pair in zip(total, numbers, strict=True)]
+    registers = np.empty_like(tile.registers)
+    for index, at in enumerate(np.ndindex(registers.shape)):
+        kind = tile.registers[at].type
+        registers[at] = vector.from_elements(kind, total[2 * index : 2 * index + 2])
+    return mgpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=tile.is_signed)
 
 
 @thread_op(args=(GLOBAL, GLOBAL, GLOBAL, GLOBAL, GLOBAL, SCALAR))
