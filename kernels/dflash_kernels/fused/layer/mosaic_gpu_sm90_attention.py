@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused import gemm_chain, heads
 from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, Attention, Plan, Product
 from dflash_kernels.mosaic_gpu import combine, softmax
