@@ -38,16 +38,6 @@ class RankExchange(NamedTuple):
         return self.area.shape[1]
 
 
-def area_in_use(launch: Any) -> Any:
-    """Of a place's launch number `launch`, from 0."""
-    return launch % AREAS
-
-
-def area_to_empty(launch: Any) -> Any:
-    """What launch number `launch` empties: the area of the next launch but one."""
-    return (launch + AREAS - 1) % AREAS
-
-
 def first_values(ranks: int, places: int, words: int) -> tuple[jax.Array, jax.Array]:
     """`counts` and `area` of a `RankExchange` that nobody has used."""
     return jnp.zeros((places,), jnp.int32), jnp.full((AREAS, ranks, places, words), EMPTY, jnp.int32)
