@@ -159,11 +159,16 @@ class Setup:
         self, weights: Mapping[str, Mapping[str, Any]], shape: tuple[int, int], pages: PageShape | None,
         *, loops: bool = False,
     ) -> ExecutionPlan:  # fmt: skip
-        """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`, `loops` of `choose`."""
+        """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`, `loops` as of
+        `choose`."""
         call = CallShape(*shape, _dtype(weights), pages)
         beside = None if self.draft is None else weight_format(weights["draft"])
         return choose(
-            layer_traits(self.target), call, weight_format(weights["target"]), beside=beside, ranks=self.ranks,
+            layer_traits(self.target),
+            call,
+            weight_format(weights["target"]),
+            beside=beside,
+            ranks=self.ranks,
             loops=loops,
         )
 

@@ -121,7 +121,12 @@ def _convolved(
 
 
 def _onto(
-    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named, after: _After | None,
+    x: Float[Array, "M F"],
+    projection: Any,
+    stream: Float[Array, "M D"],
+    norm: Norm,
+    named: Named,
+    after: _After | None,
     ranks: RankExchange | None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """The stream with a product added, and its norm; the product of all ranks' shares, and what comes `after` it."""

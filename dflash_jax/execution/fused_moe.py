@@ -76,7 +76,10 @@ def _weight(norm: Norm) -> dict[str, Any]:
 
 
 def _fed(
-    layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any,
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    exchange: Any,
     ranks: RankExchange | None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
     """The stream with what attention gave, and what the feed-forward adds to it, in parts."""

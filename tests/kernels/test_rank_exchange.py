@@ -18,7 +18,6 @@ from dflash_kernels.core.rank_exchange import AREAS
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-
 LAUNCHES = 12
 
 
@@ -148,5 +147,3 @@ def test_the_kernels_refuse() -> None:
         words = jax.ShapeDtypeStruct((5,), jnp.int32)
         with pytest.raises(dflash_kernels.NoImplementationError, match="needs memory for the exchange"):
             jax.eval_shape(lambda own: gather_ranks(own, axis="ranks", implementation="mosaic_gpu"), words)
-
-

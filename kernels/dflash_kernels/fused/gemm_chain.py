@@ -31,8 +31,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.fused.plan import BLOCK, COPIES, IN_FLIGHT, LINE, ROWS, Plan, Product
 from dflash_kernels.core.rank_exchange import RankExchange
+from dflash_kernels.fused.plan import BLOCK, COPIES, IN_FLIGHT, LINE, ROWS, Plan, Product
 from dflash_kernels.mosaic_gpu import hi_lo, mailbox, rank_mailbox
 from dflash_kernels.mosaic_gpu.layouts import rows_of, store_transposed, tiled
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem

@@ -64,9 +64,7 @@ def summed_row(row: Any, counts, area, peers, place):
     )
 
 
-@thread_op(
-    args=(MATRIX, GLOBAL, GLOBAL, GLOBAL, SCALAR), returns=lambda tile, *_: matrix(tile.shape, tile.dtype)
-)
+@thread_op(args=(MATRIX, GLOBAL, GLOBAL, GLOBAL, SCALAR), returns=lambda tile, *_: matrix(tile.shape, tile.dtype))
 def summed_tile(tile: Any, counts, area, peers, place):
     """The sum of all ranks' tiles at a place, added in order of ranks.
 

@@ -10,6 +10,7 @@ from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.mosaic_gpu import rank_mailbox
 from dflash_kernels.mosaic_gpu.rows import load_row, rms_norm, row_kernel
 
+
 def embed_norm(
     table: jax.Array,
     ids: jax.Array,
@@ -46,7 +47,13 @@ def stream_norm(
 
 
 def reduce_add_norm(
-    parts: jax.Array, stream: jax.Array, weight: jax.Array, exchange: RankExchange, eps: float, *, zero_centered: bool = False
+    parts: jax.Array,
+    stream: jax.Array,
+    weight: jax.Array,
+    exchange: RankExchange,
+    eps: float,
+    *,
+    zero_centered: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`parts [S, M, D]` of this rank, `stream [M, D]`. Row m meets those of other ranks at place m."""
 
@@ -72,7 +79,13 @@ def own_sums(parts: jax.Array, dtype: Any, interpret: Any = None) -> jax.Array:
 
 
 def sums_add_norm(
-    sums: jax.Array, stream: jax.Array, weight: jax.Array, eps: float, interpret: Any = None, *, zero_centered: bool = False
+    sums: jax.Array,
+    stream: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    interpret: Any = None,
+    *,
+    zero_centered: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """What `reduce_add_norm` does with all ranks' `sums [n, M, D]`. For the interpreter."""
 

@@ -44,17 +44,17 @@ def row_exchange(rows: int, width: int, dtype: Any, *, axis: str) -> RankExchang
 
 
 def gather_ranks(
-    words: Int[Array, "k"],
+    words: Int[Array, "M"],
     *,
-    axis: str,
+    axis: str | None = None,
     exchange: RankExchange | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Int[Array, "n k"]:
+) -> Int[Array, "n M"]:
     """Words of all devices along a mesh's axis, in their order. A few KB of them: whatever is larger is `jax.lax.all_gather`'s.
 
     Args:
       words: int32. -1 comes as the largest number: as float32 both are NaN.
-      axis: of the `shard_map` that this is called in.
+      axis: of the `shard_map` that this is called in; None on one device.
       exchange: of `rank_exchange(places, GATHERED)`, with a place for each `GATHERED` words or part of them.
       implementation: a name, names to try in order, or None for the best that takes the call.
 

@@ -22,7 +22,9 @@ def connected(places: int, words: int, axis: str) -> RankExchange:
     return RankExchange(counts, area, jnp.concatenate([everyones, own.astype(jnp.int32)]))
 
 
-def gather_ranks_mosaic_gpu(words: Int[Array, "k"], *, axis: str, exchange: RankExchange | None) -> Int[Array, "n k"]:
+def gather_ranks_mosaic_gpu(
+    words: Int[Array, "M"], *, axis: str | None, exchange: RankExchange | None
+) -> Int[Array, "n M"]:
     """See `gather_ranks`."""
     del axis
     require_hopper()
@@ -30,7 +32,9 @@ def gather_ranks_mosaic_gpu(words: Int[Array, "k"], *, axis: str, exchange: Rank
         raise NotImplementedError("needs memory for the exchange")
     _, _, places, size = exchange.area.shape
     if size != GATHERED or len(words) > places * GATHERED:
-        raise NotImplementedError(f"takes {places} places of {GATHERED} words, not {len(words)} words in places of {size}")
+        raise NotImplementedError(
+            f"takes {places} places of {GATHERED} words, not {len(words)} words in places of {size}"
+        )
     from dflash_kernels.ranks import mosaic_gpu_sm90 as kernel
 
     return kernel.gather_ranks(jnp.pad(words, (0, -len(words) % GATHERED)), exchange)[:, : len(words)]

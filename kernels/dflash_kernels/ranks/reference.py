@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Int
 
 
-def gather_ranks_xla(words: Int[Array, "k"], *, axis: str, exchange: Any) -> Int[Array, "n k"]:
+def gather_ranks_xla(words: Int[Array, "M"], *, axis: str | None, exchange: Any) -> Int[Array, "n M"]:
     """See `gather_ranks`."""
     del exchange
-    return jax.lax.all_gather(words, axis)
+    return words[None] if axis is None else jax.lax.all_gather(words, axis)

@@ -106,8 +106,8 @@ def layer_chain(
       exchange: the mailbox, a Ref of `chain_exchange`, passed to one call after the other.
       scales: of the rows of o, gate_up, down and following, where these are int8 or float8 with interleaved columns
         (`quantized_linear`).
-      axis: where several devices share the layer, the axis of the `shard_map` that this is called in: products of o and down are added
-        up over it, in order of devices.
+      axis: where several devices share the layer, the axis of the `shard_map` that this is called in: products of o and down are
+        added up over it, in order of devices.
       ranks: memory for that, of `chain_ranks`, without which there is no kernel for it.
       eps: added to the mean square.
       zero_centered: weights of norms are offsets from 1, which are added to it in float32.

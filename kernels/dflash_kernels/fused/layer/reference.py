@@ -17,8 +17,15 @@ from dflash_kernels.matmul.dense.reference import dense_reference
 
 
 def layer_chain_reference(
-    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, ranks: Any = None, *, eps: float,
-    zero_centered: bool = False, axis: str | None = None,
+    x: Float[Array, "M A"],
+    layer: Layer,
+    ahead: Any,
+    exchange: Any,
+    ranks: Any = None,
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
     del ahead, exchange, ranks
@@ -37,7 +44,14 @@ def layer_chain_reference(
 
 
 def attention_chain_reference(
-    heads: Heads, layer: Layer, exchange: Any, ranks: Any = None, *, causal: bool, scale: float, eps: float,
+    heads: Heads,
+    layer: Layer,
+    exchange: Any,
+    ranks: Any = None,
+    *,
+    causal: bool,
+    scale: float,
+    eps: float,
     axis: str | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None, Array, Array]:
     """See `attention_chain`."""
