@@ -140,7 +140,7 @@ def _awaited(wanted: list[list[tuple[Any, int]]]) -> list[list[Any]]:
     for width in sorted({width for _, width in flat}):
         places = [place for place, (_, its) in enumerate(flat) if its == width]
         words = await_all([flat[place][0] for place in places], "u32", width, scope="sys")
-        got |= {place: words[index * width : (index + 1) * width] for index, place in enumerate(places)}
+        got |= {place: list(words[index * width : (index + 1) * width]) for index, place in enumerate(places)}
     found, place = [], 0
     for each in wanted:
         found.append([word for index in range(len(each)) for word in got[place + index]])
