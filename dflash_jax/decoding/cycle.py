@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels import RankExchange
 from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
@@ -31,16 +32,19 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
+from dflash_jax.parallel.collectives import meeting_in, pair_exchange
 from dflash_jax.quantization.weights import Quantised
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 class Workspaces(NamedTuple):
-    """What kernels of a model's layers hand results over through, where it outlives a cycle."""
+    """What kernels of a model's layers hand results over through, where it outlives a cycle; `pairs`: through which ranks tell one
+    another their best rows of a head."""
 
     target: Any = None
     draft: Any = None
     context: Any = None
+    pairs: RankExchange | None = None
 
 
 def cycle(
@@ -62,9 +66,10 @@ def cycle(
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
     noise = drawn_noise(setup, state)
-    state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate)
-    state, rows = verified(setup, weights, page_table, state, block, workspaces)
-    return judged(setup, weights, state, block, rows, noise)
+    with meeting_in(workspaces.pairs):
+        state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate)
+        state, rows = verified(setup, weights, page_table, state, block, workspaces)
+        return judged(setup, weights, state, block, rows, noise)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -326,13 +331,31 @@ def cycle_workspaces(setup: Setup, weights: Weights, page_table: Any, state: Dec
     target = bind(setup.target, weights["target"])
     ids = jax.ShapeDtypeStruct(setup.verified_shape(slots), jnp.int32)
     ours = make_workspace(plans.target, target.layers, jax.eval_shape(target.embed, ids))
+    pairs = pair_exchange(slots * _most_tokens(setup)) if plans.target.exchange else None
     if setup.draft is None or plans.draft is None or plans.context is None:
-        return Workspaces(ours)
+        return Workspaces(ours, pairs=pairs)
     drafter = bind(setup.draft, weights["draft"])
     context = make_context_workspace(plans.context, drafter, slots * setup.width)
     x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
     theirs = make_workspace(plans.draft, drafter.layers, x)
-    return Workspaces(ours, ours if _alike(ours, theirs) else theirs, context)
+    return Workspaces(ours, ours if _alike(ours, theirs) else theirs, context, pairs)
+
+
+def _most_tokens(setup: Setup) -> int:
+    """Of a slot, for which a head's best rows are asked at once."""
+    return max(setup.offered, 0 if setup.draft is None else setup.draft.block_size)
+
+
+def in_one_graph(setup: Setup, plans: Plans) -> bool:
+    """Whether a loop of such cycles has no collective of JAX's in it, which a graph does not hold.
+
+    Ranks that draw tokens or tell log-probabilities gather logits, and so do draft heads.
+    """
+    if setup.ranks == 1:
+        return True
+    exchange = plans.target.exchange and (plans.draft is None or plans.draft.exchange)
+    gathers = setup.mode != "greedy" or setup.logprobs or setup.per_request or setup.dealt > 1
+    return exchange and not gathers and (setup.draft is None or setup.draft.head is None)
 
 
 def _alike(ours: Any, theirs: Any) -> bool:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.compile.programs import compiled_with
-from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces
+from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces, in_one_graph
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, apart, together
-from dflash_jax.execution.plan import choose_context
+from dflash_jax.execution.plan import ONE_GRAPH, choose_context
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -20,7 +20,9 @@ def loop_options(
     setup: Setup, max_cycles: int, weights: Any, page_table: Any, state: Any, *rest: Any
 ) -> dict[str, Any]:
     """What XLA is told about `loop` of these arguments on a GPU, which may be shapes: the options of its target's plan."""
-    return dict(cycle_plans(setup, weights, page_table, state).target.xla_options)
+    plans = cycle_plans(setup, weights, page_table, state)
+    graph = () if in_one_graph(setup, plans) else ONE_GRAPH
+    return {name: value for name, value in plans.target.xla_options if name not in graph}
 
 
 @compiled_with(loop_options)

@@ -10,6 +10,7 @@ FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
 HYBRID = True  # fused runners of targets with gated delta nets
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
+RANK_EXCHANGE = False  # GPUs that share a model add up in kernels of the package's own while decoding
 
 
 def switches() -> dict[str, bool]:

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import add_norm, reduce_add_norm
+from dflash_kernels.norm.mosaic_gpu import launch_reduce_add_norm
 from dflash_kernels.norm.reference import reduce_add_norm_reference
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -61,3 +63,20 @@ def test_one_device_has_nobody_to_ask() -> None:
     ours, theirs = (call(parts[0], stream, weight, eps=EPS) for call in (reduce_add_norm, add_norm))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "zero_centered"), [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bf16", "f32"])
+def test_the_kernel_adds_as_the_definition_does(dtype: Any, zero_centered: bool) -> None:
+    """Interpreted, which has one device: each rank's share of a launch, one after the other."""
+    rng = np.random.default_rng(1)
+    parts = jnp.asarray(rng.normal(size=(3, 2, 3, 1024)), jnp.float32)
+    stream = jnp.asarray(rng.normal(size=(3, 1024)), dtype)
+    weight = jnp.asarray(1 + 0.1 * rng.normal(size=1024), jnp.bfloat16)
+    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered}
+    found = launch_reduce_add_norm(parts, stream, weight, interpret=plgpu.InterpretGPUParams(), **options)
+    defined = reduce_add_norm_reference(parts, stream, weight, **options)
+    np.testing.assert_array_equal(np.asarray(found[0], np.float32), np.asarray(defined[0], np.float32))
+    tolerance = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(found[1], np.float32), np.asarray(defined[1], np.float32), rtol=tolerance, atol=tolerance
+    )
