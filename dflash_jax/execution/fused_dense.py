@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.plan import MOST_DENSE_ROWS
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
-from dflash_jax.parallel.collectives import AXIS, ranks_here, reduced
+from dflash_jax.parallel.collectives import ranks_here, reduced
+from dflash_jax.parallel.ranks import AXIS
 from dflash_jax.quantization.weights import Quantised, product, rounds
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.execution.plan import ExecutionPlan
 from dflash_jax.models.layers import Attention, Cache, Norm, Rotary
-from dflash_jax.parallel.collectives import AXIS
+from dflash_jax.parallel.ranks import AXIS
 from dflash_jax.quantization.weights import Quantised, Weight
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from dflash_kernels import GATHERED, RankExchange, gather_ranks, rank_exchange
 from jaxtyping import Array, Float, Int
 
-AXIS = "tp"
+from dflash_jax.parallel.ranks import AXIS
+
 # Of a sum in sixteen bits: up to so many bytes all ranks' parts go to every rank, which takes no longer and adds in one order.
 GATHERED_BYTES = 1 << 20
 

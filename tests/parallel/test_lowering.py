@@ -20,8 +20,7 @@ from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution import switches
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.parallel.collectives import AXIS
-from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.parallel.ranks import AXIS, Ranks
 
 KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 # What waits for other GPUs: sums of products, and gathered choices.
