@@ -934,7 +934,12 @@ class Scheduler:
         return setup, cycles
 
     def _goes_ahead(self, batch: Batch) -> bool:
-        """Whether anything may be started behind cycles, or cycles behind anything."""
+        """Whether anything may be started behind cycles, or cycles behind anything.
+
+        Cycles that ask the host return with their results: whatever was started behind them would only delay these.
+        """
+        if batch.needs.mode == "structured":
+            return False
         return self.inflight.returns_early if batch.core.goes_ahead is None else batch.core.goes_ahead
 
     def _fewest_slots(self, batch: Batch) -> int:
