@@ -95,11 +95,10 @@ def main() -> None:
     parser.add_argument(
         "--collectives", action="store_true", help="GPUs tell one another everything by JAX's collectives"
     )
-    parser.add_argument(
-        "--exchange", action="store_true", help="and by the kernels' exchange even where that is switched off"
-    )
+    parser.add_argument("--exchange", action="store_true", help="experts and gated delta nets add up in kernels too")
     options = parser.parse_args()
-    switches.RANK_EXCHANGE = (switches.RANK_EXCHANGE or options.exchange) and not options.collectives
+    switches.RANK_EXCHANGE = not options.collectives
+    switches.RANK_EXCHANGE_ALL = options.exchange
     record = Record("several_gpus", options)
     for name, tp in itertools.product(options.models, options.tp):
         if reasons := sharing_refusals(*MODELS[name][1:], tp):
@@ -123,7 +122,8 @@ def of_model(record: Record, options: Any, name: str, tp: int, engine: Engine) -
     runs = [start(engine, draft=kind == "cycle", batch=batch, **size) for batch, kind in cases]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: job(), [job for run in runs for job in run.first_jobs()]))
-    at, seconds = f"tp{tp} ctx{options.context // 1024}k", time.perf_counter() - started
+    by = " NCCL" if tp > 1 and options.collectives else ""
+    at, seconds = f"tp{tp}{by} ctx{options.context // 1024}k", time.perf_counter() - started
     record.add(f"compile {name} {at}", "compile time, all programs", round(seconds, 1), "s")
     for batch, kind in cases:
         draft = kind == "cycle"

@@ -221,7 +221,7 @@ def choose(
       loops: whether the call stands in a decode loop, before which ranks tell one another where their memory is.
     """
     refusals: list[Refusal] = []
-    apart = None if ranks == 1 else _exchange_refusal(ranks, loops=loops)
+    apart = None if ranks == 1 else _exchange_refusal(traits, ranks, loops=loops)
     refusals += [] if apart is None else [Refusal("exchange", apart)]
     if ranks > 1 and traits.experts is not None:
         traits = replace(traits, experts=replace(traits.experts, count=traits.experts.count // ranks))
@@ -261,10 +261,12 @@ def choose(
     )
 
 
-def _exchange_refusal(ranks: int, *, loops: bool) -> str | None:
+def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | None:
     """Why devices that share layers add up by collectives."""
     if not switches.RANK_EXCHANGE:
         return "switched off"
+    if (traits.experts is not None or traits.delta is not None) and not switches.RANK_EXCHANGE_ALL:
+        return "switched off for experts and gated delta nets"
     return rank_exchange_refusal(ranks) if loops else "outside of a decode loop nobody tells where memory lies"
 
 

@@ -15,6 +15,7 @@ from dflash_jax.decoding.accept import accept_matching
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
 from dflash_jax.decoding.grammar_masks import Follower, Grammar, masked, masks_of
 from dflash_jax.decoding.sampling import choose, filtered_logits
+from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.registry import bind
@@ -116,6 +117,27 @@ def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any,
         texts_of(pair, [replace(asks[1], index=0)], draft=True)
     pair.assert_free()
     assert texts_of(pair, [asks[0]], draft=True)[0] == [plain[0]]
+
+
+def test_results_are_looked_at_before_the_next_cycles_begin(make_pair: Any, monkeypatch: Any) -> None:
+    """Cycles that ask the host return with results: a call behind them would only keep those back."""
+    pair = make_pair(max_batch=2, max_model_len=64)
+    monkeypatch.setattr(pair.engine, "goes_ahead", True)  # of a device that works while the host goes on
+    events, cycles = list[str](), scheduler.masked_cycles
+
+    def told(*args: Any, **named: Any) -> Any:
+        events.append("cycles")
+        return cycles(*args, **named)
+
+    monkeypatch.setattr(scheduler, "masked_cycles", told)
+    grammar = grammar_of("([!-@][A-`])*", VOCAB, END)
+    for update in pair.engine.run(
+        [replace(asked(0, PROMPTS[0], max_tokens=40), grammar=grammar, eos_ids=())], cycles=4
+    ):
+        events.append("first" if update.first else "results")
+    assert events[0] == "first"
+    assert events[1:] == ["cycles", "results"] * (len(events) // 2)
+    assert len(events) > 4
 
 
 def follows(text: tuple[int, ...]) -> set[int]:

@@ -4,6 +4,7 @@ What a kernel does at a place is a list of steps of each rank, as `mosaic_gpu.ra
 emptied, then a wait for every rank's. Ranks run at any speed, and what is written to another rank comes as late as may be.
 """
 
+import ctypes
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from dflash_kernels import GATHERED, gather_ranks, rank_exchange, rank_exchange_refusal, reduce_add_norm, row_exchange
 from dflash_kernels.core.rank_exchange import AREAS
+from dflash_kernels.ranks import mosaic_gpu
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,3 +149,20 @@ def test_the_kernels_refuse() -> None:
         words = jax.ShapeDtypeStruct((5,), jnp.int32)
         with pytest.raises(dflash_kernels.NoImplementationError, match="needs memory for the exchange"):
             jax.eval_shape(lambda own: gather_ranks(own, axis="ranks", implementation="mosaic_gpu"), words)
+
+
+@pytest.mark.parametrize(("apart", "reached"), [(set(), True), ({(2, 1)}, False)])
+def test_gpus_that_do_not_reach_one_another_are_told(apart, reached, monkeypatch):
+    class Driver:
+        def cuDeviceCanAccessPeer(self, found, one, other):
+            found._obj.value = (one, other) not in apart
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
+    assert mosaic_gpu.reach_one_another.__wrapped__(3) is reached
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not mosaic_gpu.reach_one_another.__wrapped__(2)
+
+
+def missing(name):
+    raise OSError(name)

@@ -66,7 +66,8 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     ("name", "slots", "count"),
     [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4), ("latents", 1, 2), ("latents", 8, 8)],
 )
-def test_programs_lower(name, slots, count):
+def test_programs_lower(name, slots, count, monkeypatch):
+    monkeypatch.setattr(switches, "RANK_EXCHANGE", False)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     dealt = name == "latents"
@@ -90,7 +91,7 @@ def test_programs_lower(name, slots, count):
 @pytest.mark.parametrize(("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 4), ("experts", 8, 4)])
 def test_greedy_loops_exchange_in_kernels(name, slots, count, monkeypatch):
     """Where memory lies is gathered before the loop, for layers and for choices; in it nobody waits for a collective."""
-    monkeypatch.setattr(switches, "RANK_EXCHANGE", True)
+    monkeypatch.setattr(switches, "RANK_EXCHANGE_ALL", True)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     ranks = Ranks(mesh)

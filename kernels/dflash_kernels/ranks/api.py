@@ -26,6 +26,8 @@ def rank_exchange_refusal(ranks: int) -> str | None:
         return "GPUs of several processes do not reach one another's memory"
     if not 1 < ranks <= mosaic_gpu.MOST_RANKS:
         return f"takes 2 to {mosaic_gpu.MOST_RANKS} GPUs, not {ranks}"
+    if jax.default_backend() == "gpu" and not mosaic_gpu.reach_one_another(ranks):
+        return "not every GPU reaches the others' memory (`nvidia-smi topo -p2p w` shows which)"
     return None
 
 

@@ -1,5 +1,9 @@
 """Launches of exchanges between Hopper GPUs."""
 
+import ctypes
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,6 +13,20 @@ from dflash_kernels.core.rank_exchange import RankExchange, first_values
 
 GATHERED = 512  # words that one CTA hands over: the size of a place
 MOST_RANKS = 8  # of one host
+
+
+@functools.cache
+def reach_one_another(ranks: int) -> bool:
+    """Whether the driver lets each of the first so many GPUs of this process write to the memory of all others."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    found = ctypes.c_int(0)
+    return all(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(found), one, other) == 0 and found.value == 1
+        for one, other in itertools.permutations(range(ranks), 2)
+    )
 
 
 def connected(places: int, words: int, axis: str) -> RankExchange:
