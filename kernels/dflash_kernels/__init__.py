@@ -20,6 +20,7 @@ from dflash_kernels.core.layouts import (
     interleave_columns,
     row_by_row,
 )
+from dflash_kernels.core.mxfp4 import Mxfp4Tiles, mxfp4_tiles
 from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.experts.api import (
     mixture,
@@ -39,6 +40,7 @@ from dflash_kernels.fused.layer.api import (
     layer_chain_refusal,
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
+from dflash_kernels.fused.mxfp4_experts.api import mxfp4_mixture, mxfp4_mixture_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
 from dflash_kernels.kv_cache.index.api import index_encode
 from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_unpack
@@ -102,6 +104,7 @@ __all__ = [
     "Float8Rows",
     "KvWritten",
     "MlaWritten",
+    "Mxfp4Tiles",
     "NoImplementationError",
     "PagedSchedule",
     "QkvAttended",
@@ -164,6 +167,9 @@ __all__ = [
     "mla_attention",
     "mla_selected_attention",
     "mla_write",
+    "mxfp4_mixture",
+    "mxfp4_mixture_refusal",
+    "mxfp4_tiles",
     "packed_latent_width",
     "paged_attention",
     "paged_schedule",
