@@ -83,8 +83,8 @@ def check(call: dict[str, Any], matrices: dict[str, np.ndarray], taken: int, fou
 @pytest.mark.few("three consumers", "no expert twice")
 @pytest.mark.parametrize(
     ("tokens", "taken", "count", "hidden", "inner"),
-    [(2, 2, 3, 192, 384), (1, 1, 2, 64, 64), (5, 2, 4, 128, 64), (17, 1, 2, 64, 128)],
-    ids=["three consumers", "no expert twice", "ragged", "chosen before"],
+    [(2, 2, 3, 192, 384), (1, 1, 2, 64, 64), (5, 2, 4, 128, 64), (17, 1, 2, 64, 128), (2, 2, 3, 128, 128)],
+    ids=["three consumers", "no expert twice", "ragged", "chosen before", "two"],
 )
 def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) -> None:
     """More items than CTAs, rings that turn, widths of odd tiles, experts that nobody takes and groups that are not full."""

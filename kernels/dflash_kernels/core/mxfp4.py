@@ -170,7 +170,7 @@ def tile_numbers(words: Any) -> Any:
     """Tiles `[..., 4, 136]` as float32 `[..., 64, 64]`, times 2 to the minus `SHIFT`."""
     codes, factors = tile_codes(words)
     scales = jax.lax.bitcast_convert_type(factors.astype(jnp.int32) << 23, jnp.float32)
-    return code_numbers(codes) * jnp.repeat(scales, BLOCK, axis=-1)
+    return code_numbers(codes) * jnp.repeat(scales * 2.0**-126, BLOCK, axis=-1)
 
 
 def mxfp4_numbers(
