@@ -90,3 +90,32 @@ def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) ->
     """More items than CTAs, rings that turn, widths of odd tiles, experts that nobody takes and groups that are not full."""
     call, matrices = make(tokens, count, hidden, inner)
     check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=3, interpret=INTERPRET))
+
+
+def shapes(tokens: int, count: int, hidden: int, inner: int) -> dict[str, Any]:
+    """Of a call."""
+    shaped = jax.ShapeDtypeStruct
+
+    def matrix(rows: int, columns: int, gated: bool) -> Mxfp4Tiles:
+        return Mxfp4Tiles(shaped((count, rows // 64, columns // 64, 4, 136), jnp.int32), gated, jnp.dtype("bfloat16"))
+
+    return {
+        "logits": shaped((tokens, count), jnp.float32), "x": shaped((tokens, hidden), jnp.bfloat16),
+        "gate_up": matrix(2 * inner, hidden, True), "gate_up_bias": shaped((count, 2 * inner), jnp.bfloat16),
+        "down": matrix(hidden, inner, False), "down_bias": shaped((count, hidden), jnp.bfloat16),
+    }  # fmt: skip
+
+
+@pytest.mark.few("1-32", "8-128", "512-32")
+@pytest.mark.parametrize("count", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+def test_lowers_for_an_h200(tokens: int, count: int) -> None:
+    """gpt-oss-20b and 120b."""
+    with h200():
+        assert mxfp4_mixture_refusal(tokens, 4, jnp.bfloat16, experts=count, hidden=2880, inner=2880) is None
+        program = jax.jit(
+            lambda call: mxfp4_mixture(**call, taken=4, alpha=1.702, limit=7.0, implementation="mosaic_gpu")
+        )
+        text = program.trace(shapes(tokens, count, 2880, 2880)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 1 + (tokens > 16)
+    assert plan(tokens, 4, count, 2880, 2880, 132, GATE).stages >= 6

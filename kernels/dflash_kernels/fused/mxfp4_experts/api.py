@@ -71,7 +71,9 @@ def mxfp4_mixture(
     if not gate_up.gated or down.gated:
         raise ValueError(f"gate_up must be gated and down not, they are {gate_up.gated} and {down.gated}")
     if x.shape[1] != hidden or down.shape != (count, hidden, both // 2):
-        raise ValueError(f"x {x.shape}, gate_up {gate_up.shape} and down {down.shape} must be [T, D], [E, 2F, D], [E, D, F]")
+        raise ValueError(
+            f"x {x.shape}, gate_up {gate_up.shape} and down {down.shape} must be [T, D], [E, 2F, D], [E, D, F]"
+        )
     if gate_up_bias.shape != (count, both) or down_bias.shape != (count, hidden):
         raise ValueError(
             f"gate_up_bias {gate_up_bias.shape} and down_bias {down_bias.shape} must be {(count, both)}, {(count, hidden)}"

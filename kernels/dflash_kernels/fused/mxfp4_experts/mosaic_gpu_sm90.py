@@ -74,7 +74,9 @@ def experts(
         return both(x, *given, *matrices, ready)[1]
     between = _launch(plan, x.dtype, (GATED,), ("x", *names, *first), (inner,), interpret)
     (between,) = between(x, *given, gate_up, gate_up_bias)
-    return _launch(plan, x.dtype, (DOWN,), ("inner", *names, *last), (out,), interpret)(between, *given, down, down_bias)[0]
+    return _launch(plan, x.dtype, (DOWN,), ("inner", *names, *last), (out,), interpret)(
+        between, *given, down, down_bias
+    )[0]
 
 
 def _launch(
@@ -200,7 +202,9 @@ def produce_weights(cta: Cta) -> None:
 
     def produce(stage: str, _items: Any, before: Any, group: Any, tile: Any, part: Any) -> None:
         expert, _, _ = cta.group(group)
-        name, tiles, units = ("gate_up", plan.gated_tiles, plan.hidden) if stage == GATED else ("down", plan.down_tiles, plan.inner)
+        name, tiles, units = (
+            ("gate_up", plan.gated_tiles, plan.hidden) if stage == GATED else ("down", plan.down_tiles, plan.inner)
+        )
         pieces, count = plan.consumers * PIECES, cta.steps(stage)
         first = (expert * tiles + tile) * (units // TILE * PIECES) + part * (count * pieces)
 
