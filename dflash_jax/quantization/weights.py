@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from dflash_kernels import (
     INTERLEAVE_BLOCK,
     ColumnBlocks,
+    Mxfp4Tiles,
     Float8Rows,
     deinterleave_columns,
     float8_best,
@@ -80,7 +81,7 @@ class Quantised:
         return wide.astype(self.dtype)
 
 
-type Weight = Array | Quantised | ColumnBlocks | Mxfp4
+type Weight = Array | Quantised | ColumnBlocks | Mxfp4 | Mxfp4Tiles
 
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False) -> Quantised:

@@ -20,7 +20,7 @@ from dflash_kernels.core.layouts import (
     interleave_columns,
     row_by_row,
 )
-from dflash_kernels.core.mxfp4 import Mxfp4Tiles, mxfp4_tiles
+from dflash_kernels.core.mxfp4 import MXFP4_MOST_SCALE, Mxfp4Tiles, mxfp4_tiles
 from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.experts.api import (
     mixture,
@@ -95,6 +95,7 @@ __all__ = [
     "GATHERED",
     "INTERLEAVE_BLOCK",
     "LATENT_TILE",
+    "MXFP4_MOST_SCALE",
     "Chained",
     "ColumnBlocks",
     "DeltaFactors",

@@ -20,7 +20,7 @@ BLOCK = 32  # numbers that share a scale
 PIECES, PIECE = 4, 136  # 32-bit words of a tile: 512 of numbers, then 32 of scales
 # The kernel's numbers are times 2 to the minus this, so that one bfloat16 is a scale times what a number's place leaves to make up.
 SHIFT = 32
-MOST_SCALE = 254 - 126 + SHIFT  # the largest scale for which there is such a factor: 2^33
+MXFP4_MOST_SCALE = 254 - 126 + SHIFT  # the largest scale for which there is such a factor: 2^33
 _FACTOR = 126 - SHIFT
 # Where a thread's four pairs of numbers have their sign, and the rest of a number in pieces: (bits, least of them, place).
 _PLACES = (
@@ -59,8 +59,10 @@ class Mxfp4Tiles:
             raise TypeError(f"a matrix in tiles of MXFP4 has no part {all_of_it!r}: take `numbers()`")
         return self
 
-    def blocks_and_scales(self) -> tuple[UInt8[Array, "E F n 16"], UInt8[Array, "E F n"]]:
-        """The bytes that it was made of."""
+    def blocks_and_scales(self) -> tuple[UInt8[Array, "*E F n 16"], UInt8[Array, "*E F n"]]:
+        """The bytes that it was made of; of one expert where `words` are."""
+        if self.words.ndim == 4:
+            return _released(self.words, gated=self.gated)
         return jax.vmap(lambda words: _released(words, gated=self.gated))(self.words)
 
 
@@ -71,7 +73,7 @@ def mxfp4_tiles(
 
     Args:
       blocks: two numbers in a byte, the first one in its lower half.
-      scales: biased exponents, `MOST_SCALE` at most.
+      scales: biased exponents, `MXFP4_MOST_SCALE` at most.
       gated: rows are gates and ups in turns.
       dtype: of what is read from it.
 
