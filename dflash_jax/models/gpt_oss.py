@@ -45,6 +45,7 @@ _ROPE = {
     "rope_type": "yarn", "rope_theta": _THETA, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_MOST_ROWS = 1024  # that the kernel for experts in four bits is given at once: 4,096 choices of four experts
 _KINDS = ("sliding_attention", "full_attention")
 # Of transformers' quantisation configuration: what it would do with the weights, and which modules it would leave alone.
 _QUANTISED_NEUTRAL = frozenset(("dequantize", "modules_to_not_convert", "quant_method"))
@@ -322,8 +323,10 @@ class BiasedMoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
-        if self.experts.streams(rows.shape[0], self.router.taken, x.dtype):
-            return self.experts.parts(rows, self.router).sum(axis=0).astype(x.dtype).reshape(x.shape)
+        if self.experts.streams(min(rows.shape[0], _MOST_ROWS), self.router.taken, x.dtype):
+            some = [rows[first : first + _MOST_ROWS] for first in range(0, rows.shape[0], _MOST_ROWS)]
+            out = [self.experts.parts(one, self.router).sum(axis=0).astype(x.dtype) for one in some]
+            return jnp.concatenate(out).reshape(x.shape)
         return self.experts(rows, *self.router(rows)).reshape(x.shape)
 
 

@@ -172,7 +172,7 @@ def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "one
     """The deviation of a random array, or what it is all of; of scales in MXFP4, the binary logarithm of that."""
     leaf = parameter.name.rsplit(".", 1)[-1]
     if kind == jnp.uint8:
-        return "bits" if leaf == "blocks" else round(-0.5 * math.log2(parameter.shape[-1] * BLOCK) - _CODES)
+        return "bits" if leaf == "blocks" else -0.5 * math.log2(parameter.shape[-1] * BLOCK) - _CODES
     if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
         return "zeros"
     if len(parameter.shape) == 1 and leaf in ("weight", "scale", "scalar", "expert_scale"):
@@ -184,7 +184,7 @@ def _drawn(key: jax.Array, law: float | str, shape: tuple[int, ...], kind: jnp.d
     if law == "bits":
         return jax.random.bits(key, shape, kind)
     if kind == jnp.uint8:
-        return jnp.full(shape, 127 + law, kind)
+        return jnp.full(shape, 127 + round(law), kind)
     if isinstance(law, str):
         return jnp.zeros(shape, kind) if law == "zeros" else jnp.ones(shape, kind)
     return jax.random.normal(key, shape, kind) * jnp.asarray(law, kind)
