@@ -362,7 +362,9 @@ def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
     if weights.experts == "mxfp4":
         return "experts are stored in MXFP4, which the kernel of routed experts does not read"
     if weights.experts == "mxfp4_tiles":
-        return "experts are in tiles of MXFP4, whose kernel the layers call themselves: it reads four bits and has biases"
+        return (
+            "experts are in tiles of MXFP4, whose kernel the layers call themselves: it reads four bits and has biases"
+        )
     if (reason := _convolved_refusal(traits) or _layers_refusal(traits)) is not None:
         return reason
     experts = traits.experts

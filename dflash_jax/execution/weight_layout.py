@@ -8,8 +8,8 @@ Only Hopper's kernels multiply them without a copy, so the head, the first layer
 makes the drafter's context stay as they are: XLA multiplies those of some calls. Prompts are all multiplied by these kernels then,
 which costs more than by cuBLAS: first tokens after 512 and 1,024 tokens take 9.57 and 17.2 ms in place of 9.40 and 16.6.
 
-Experts in MXFP4 are kept in their four bits, in tiles, where the kernel of `mxfp4_mixture` reads them: nothing is rounded, and fewer
-bytes are read than of sixteen bits.
+Experts in MXFP4 are kept in their four bits, in tiles, where the kernel of `mxfp4_mixture` reads them: nothing is rounded, and
+fewer bytes are read than of sixteen bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -94,10 +94,10 @@ def check_scales(params: Mapping[str, Any]) -> None:
     largest = {name: jnp.max(one.scales) for name, one in params.items() if isinstance(one, Mxfp4)}
     for name, scale in largest.items():
         if (found := int(scale)) > MXFP4_MOST_SCALE:
+            most = MXFP4_MOST_SCALE - 127
             raise CheckpointError(
                 name,
-                f"scales up to 2^{found - 127} were found, where experts in MXFP4 have 2^{MXFP4_MOST_SCALE - 127} at most: take the "
-                "published release",
+                f"scales up to 2^{found - 127} were found, experts in MXFP4 have 2^{most} at most: take the published release",
             )
 
 

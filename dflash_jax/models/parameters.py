@@ -183,8 +183,8 @@ def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "one
 def _drawn(key: jax.Array, law: float | str, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
     if law == "bits":
         return jax.random.bits(key, shape, kind)
-    if kind == jnp.uint8:
-        return jnp.full(shape, 127 + round(law), kind)
     if isinstance(law, str):
         return jnp.zeros(shape, kind) if law == "zeros" else jnp.ones(shape, kind)
+    if kind == jnp.uint8:
+        return jnp.full(shape, 127 + round(law), kind)
     return jax.random.normal(key, shape, kind) * jnp.asarray(law, kind)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from dflash_kernels import (
     INTERLEAVE_BLOCK,
     ColumnBlocks,
-    Mxfp4Tiles,
     Float8Rows,
+    Mxfp4Tiles,
     deinterleave_columns,
     float8_best,
     float8_dense,

@@ -139,7 +139,7 @@ def test_tiles_keep_every_bit(gated: bool) -> None:
 
 
 def test_a_thread_finds_its_numbers() -> None:
-    """What the kernel does with a word, in Python: shifts, masks, and a factor, give the specification's numbers at their places."""
+    """What the kernel does with a word, in Python: shifts, masks and a factor give the numbers of the specification."""
     blocks, scales = released(3, 1, 64, 64)
     words = np.asarray(mxfp4_tiles(jnp.asarray(blocks), jnp.asarray(scales), gated=True, dtype=jnp.bfloat16).words)
     true, flat, mask = numbers(blocks, scales)[0], words.view(np.uint32).ravel(), 0x81C081C0
@@ -188,7 +188,9 @@ def test_other_dtypes_and_shapes_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float32"):
         launch(**call | {"x": call["x"].astype(jnp.float32)}, taken=1, gate=GATE, ctas=1)
     with pytest.raises(ValueError, match="whole tiles of 64, not 32 and 64"):
-        mxfp4_tiles(jnp.zeros((1, 32, 2, 16), jnp.uint8), jnp.zeros((1, 32, 2), jnp.uint8), gated=False, dtype=jnp.float32)
+        mxfp4_tiles(
+            jnp.zeros((1, 32, 2, 16), jnp.uint8), jnp.zeros((1, 32, 2), jnp.uint8), gated=False, dtype=jnp.float32
+        )
     plain = inspect.unwrap(mxfp4_mixture)  # annotations are checked before, in tests only
     with pytest.raises(ValueError, match="gate_up must be gated and down not"):
         plain(**call | {"gate_up": call["down"]}, **how)

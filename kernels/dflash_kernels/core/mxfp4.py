@@ -1,9 +1,9 @@
 """MXFP4 in tiles: four-bit experts' matrices as the kernel of `mxfp4_mixture` copies and widens them. No bit is lost.
 
-A tile is 64 rows times 64 columns in one piece of 2,176 bytes, the numbers and their scales: one linear copy brings it. Every thread
-of a warpgroup finds the numbers that a matrix instruction wants of it in sixteen neighbouring bytes, in places from where a shift and
-a mask bring them to those of a bfloat16. Of a gated matrix, each sixteen rows of a tile are eight gates above their eight ups, so
-that one thread has both.
+A tile is 64 rows times 64 columns in one piece of 2,176 bytes, the numbers and their scales: one linear copy brings it. Every
+thread of a warpgroup finds the numbers that a matrix instruction wants of it in sixteen neighbouring bytes, in places from where
+shifts and masks bring them to those of a bfloat16. Of a gated matrix, each sixteen rows of a tile are eight gates above their eight
+ups, so that one thread has both.
 
 Source of the format: "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.3 and 6.3.
 """
@@ -122,7 +122,7 @@ def _halves_first(rows: Array, gated: bool) -> Array:
 
 
 def tile_codes(words: Int32[Array, "*n 4 136"]) -> tuple[Array, Array]:
-    """Numbers of tiles as codes `[..., 64, 64]`, and factors of their scales `[..., 64, 2]`, uint8, in the order of a tile's rows."""
+    """Numbers of tiles as codes `[..., 64, 64]`, and factors of their scales `[..., 64, 2]`, uint8, rows in a tile's order."""
     flat = jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(*words.shape[:-2], PIECES * PIECE)
     front = flat.shape[:-1]
     numbers, scale = flat[..., :512].reshape(*front, 4, 8, 4, 4), flat[..., 512:].reshape(*front, 4, 8)

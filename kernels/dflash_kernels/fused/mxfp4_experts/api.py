@@ -39,11 +39,11 @@ def mxfp4_mixture(
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "n T D"]:
-    """Mixture of experts in MXFP4 with biases and a clamped SwiGLU, for each token's `taken` largest logits, the first of equal ones.
+    """Mixture of experts in MXFP4 with biases and a clamped SwiGLU: of a token's `taken` largest logits, the first of equal ones.
 
     An expert e that a token takes adds `w (down_e h + down_bias_e)`, where w is its share in the softmax of the logits that are
-    taken, and h is `(u + 1) g sigmoid(alpha g)` of gates g up to `limit` and ups u from minus to plus `limit`, which are the even and
-    the odd rows of `gate_up_e x + gate_up_bias_e`.
+    taken, and h is `(u + 1) g sigmoid(alpha g)` of gates g up to `limit` and ups u from minus to plus `limit`, which are the even
+    and the odd rows of `gate_up_e x + gate_up_bias_e`.
 
     Source: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925, section 2.
 

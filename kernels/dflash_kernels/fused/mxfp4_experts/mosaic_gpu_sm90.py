@@ -1,10 +1,10 @@
 """Mixture of experts in MXFP4 for few rows on Hopper: persistent CTAs stream the four-bit weights of the experts that are taken.
 
 As in `fused.experts`, weights are the left operand of the matrix instruction and an expert's rows of x the right one; sorting,
-gathering and the hand-over between the two products are that kernel's. What differs: a work item is one tile of 64 rows, whose tiles
-of columns the consumers share, since widening four bits keeps several warpgroups busy. Each widens its tiles from shared memory to
-registers, exactly, and multiplies; the first one adds up what they have and runs the epilogue. Where tokens are so few that the second
-product has too few tiles for the GPU, its columns are cut into parts, whose results are added by whoever wants them.
+gathering and the hand-over between the two products are that kernel's. What differs: a work item is 64 rows of weights, whose tiles
+the consumers share, since widening four bits keeps several warpgroups busy. Each widens its tiles from shared memory to registers,
+exactly, and multiplies; the first one adds up what they have and runs the epilogue. Where tokens are so few that the second product
+has too few items for the GPU, its columns are cut into parts, whose results are added by whoever wants them.
 
 Pallas' interpreter cannot make CTAs wait for each other: there each product is a launch of its own.
 """
@@ -161,8 +161,10 @@ class Cta:
         return [self.buffers["groups"][row * self.plan.groups + group] for row in range(3)]
 
     def work_items(self, work: Callable[..., None]) -> tuple[Any, Any]:
-        """`work(stage, items before, steps before, group, tile, part)` for all work items in turn, once entries are sorted; then how
-        many items and steps there were."""
+        """`work(stage, items before, steps before, group, tile, part)` for all work items in turn, once entries are sorted.
+
+        Returns how many items and steps there were.
+        """
         items, steps, used = jnp.int32(0), jnp.int32(0), self.buffers["groups"][3 * self.plan.groups]
         for stage in self.stages:
             parts = 1 if stage == GATED else self.plan.parts
