@@ -277,9 +277,7 @@ def test_scales_that_no_tile_has_room_for_are_refused() -> None:
     params = {"fine": Mxfp4(blocks, jnp.full((64, 2), 160, jnp.uint8), jnp.dtype("bfloat16"))}
     check_scales(params)
     params["layers.0.x"] = Mxfp4(blocks, jnp.full((64, 2), 161, jnp.uint8), jnp.dtype("bfloat16"))
-    with pytest.raises(
-        CheckpointError, match=r"layers.0.x:\n  - scales up to 2\^34 were found, experts in MXFP4 have 2\^33 at most"
-    ):
+    with pytest.raises(CheckpointError, match=r"layers.0.x:\n  - scales up to 2\^34 were found, .* 2\^33 at most"):
         check_scales(params)
 
 
