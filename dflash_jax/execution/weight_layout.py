@@ -30,6 +30,7 @@ from jaxtyping import Array
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError
+from dflash_jax.execution import switches
 from dflash_jax.execution.plan import MATRICES, CallShape, choose
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
@@ -83,7 +84,7 @@ def _is_blocked(name: str) -> bool:
 def tiles_pay(config: DecoderConfig, dtype: Any) -> bool:
     """Whether a kernel reads a model's experts in MXFP4, on the device that is traced for."""
     experts = layer_traits(config).experts
-    if experts is None:
+    if experts is None or not switches.FOUR_BITS:
         return False
     sizes = {"experts": experts.count, "hidden": config.hidden_size, "inner": experts.inner}
     return mxfp4_mixture_refusal(1, experts.per_token, jnp.dtype(dtype), **sizes) is None

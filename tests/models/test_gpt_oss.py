@@ -21,6 +21,7 @@ from dflash_jax.cli.info import collect, lines
 from dflash_jax.engine import planning
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import CapacityError, CheckpointError, ConfigError, ParameterError
+from dflash_jax.execution import switches
 from dflash_jax.execution.plan import CallShape, choose, weight_format
 from dflash_jax.execution.weight_layout import check_scales, tile_experts
 from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, init_params, layer_traits
@@ -213,7 +214,7 @@ def test_round_trip_keeps_every_bit(release: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GPT_OSS_TARGETS)
-def test_four_bits_stay_where_a_kernel_reads_them(name: str) -> None:
+def test_four_bits_stay_where_a_kernel_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper in bfloat16, without an option: as many bytes as were released, of which the 120b's fit one GPU of 80 GB."""
     config = GPT_OSS_TARGETS[name]
     family, half = family_for(config), jnp.dtype("bfloat16")
@@ -227,8 +228,13 @@ def test_four_bits_stay_where_a_kernel_reads_them(name: str) -> None:
             assert len(tiles) == 2 * config.num_layers
         plan = choose(layer_traits(config), CallShape(1, 8, half), weight_format(kept["target"]))
         assert "in tiles of MXFP4" in (plan.refused("fused_moe") or "")
-        wide = weight_shapes([(config, family)], jnp.dtype("float32"))
-        assert not any(isinstance(one, Mxfp4Tiles) for one in wide["target"].values())
+        others = [
+            weight_shapes([(config, family)], jnp.dtype("float32")),
+            weight_shapes([(config, family)], half, "int8"),
+        ]
+        monkeypatch.setattr(switches, "FOUR_BITS", False)
+        others.append(weight_shapes([(config, family)], half))
+        assert not any(isinstance(one, Mxfp4Tiles) for shapes in others for one in shapes["target"].values())
 
 
 def make_experts(tokens: int, dtype: str) -> tuple[BiasedMoE, BiasedMoE, Any]:
