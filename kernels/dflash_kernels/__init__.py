@@ -28,6 +28,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_exchange,
     routed_experts_refusal,
 )
+from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
@@ -40,7 +41,6 @@ from dflash_kernels.fused.layer.api import (
     layer_chain_refusal,
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
-from dflash_kernels.fused.mxfp4_experts.api import mxfp4_mixture, mxfp4_mixture_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
 from dflash_kernels.kv_cache.index.api import index_encode
 from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_unpack

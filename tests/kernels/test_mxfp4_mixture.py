@@ -17,8 +17,8 @@ from dflash_kernels import (
     routed_experts_exchange,
 )
 from dflash_kernels.core.mxfp4 import SHIFT
-from dflash_kernels.fused.mxfp4_experts.mosaic_gpu import launch
-from dflash_kernels.fused.mxfp4_experts.plan import Gate, plan
+from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import launch
+from dflash_kernels.fused.experts.plan_mxfp4 import Gate, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

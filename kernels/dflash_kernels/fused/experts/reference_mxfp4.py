@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_kernels.core.mxfp4 import Mxfp4Tiles, mxfp4_numbers
+from dflash_kernels.fused.experts.plan_mxfp4 import CHOICE, Gate
 from dflash_kernels.fused.experts.reference import chosen
-from dflash_kernels.fused.mxfp4_experts.plan import CHOICE, Gate
 
 
 def mxfp4_mixture_reference(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.mxfp4 import PIECE, Mxfp4Tiles
 from dflash_kernels.fused.experts.plan import MOST_CHOOSING, most_groups
-from dflash_kernels.fused.mxfp4_experts.plan import CHOICE, Gate, Mxfp4Plan, plan
+from dflash_kernels.fused.experts.plan_mxfp4 import CHOICE, Gate, Mxfp4Plan, plan
 
 _SOME = Gate(1.0, 1.0)
 
@@ -91,6 +91,6 @@ def _run(
     schedule: Mxfp4Plan, x: Array, entries: Any, weights: Any, matrices: Any, exchange: Any, interpret: Any
 ) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
-    from dflash_kernels.fused.mxfp4_experts import mosaic_gpu_sm90 as kernel
+    from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_sm90 as kernel
 
     return kernel.experts(schedule, x, entries, weights, matrices, exchange, interpret)

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.mxfp4 import Mxfp4Tiles
 from dflash_kernels.core.validation import check_axes, check_count, check_floats, plain
-from dflash_kernels.fused.mxfp4_experts.mosaic_gpu import mxfp4_mixture_mosaic_gpu, refuse
-from dflash_kernels.fused.mxfp4_experts.plan import Gate
-from dflash_kernels.fused.mxfp4_experts.reference import mxfp4_mixture_reference
+from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import mxfp4_mixture_mosaic_gpu, refuse
+from dflash_kernels.fused.experts.plan_mxfp4 import Gate
+from dflash_kernels.fused.experts.reference_mxfp4 import mxfp4_mixture_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": mxfp4_mixture_mosaic_gpu, "xla": mxfp4_mixture_reference}
 

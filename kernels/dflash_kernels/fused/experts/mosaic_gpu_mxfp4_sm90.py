@@ -29,7 +29,7 @@ from dflash_kernels.fused.experts.mosaic_gpu_sm90 import (
     sort_entries,
     store_out,
 )
-from dflash_kernels.fused.mxfp4_experts.plan import Mxfp4Plan
+from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
