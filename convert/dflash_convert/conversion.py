@@ -157,7 +157,7 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
             }
             if options.verify != "none":
                 try:
-                    verify_hash(folder, checkpoint.plan, console.progress)
+                    verify_hash(folder, checkpoint, console.progress)
                 except VerificationError as error:  # of a folder that will be gone
                     raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
@@ -202,7 +202,7 @@ def _reverse(options: argparse.Namespace, console: Console) -> None:
             if lost := part.marker["left_out"]:
                 console.say(f"notice: left out by the conversion, so not written: {', '.join(lost)}")
             if options.verify == "hash":
-                verify_hash(part.folder, open_checkpoint(folder).plan, console.progress)
+                verify_hash(part.folder, open_checkpoint(folder), console.progress)
     console.report |= {"output": str(options.output), "verified": options.verify}
 
 
