@@ -141,7 +141,7 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales)
     if not files.complete:
         return checkpoint, problems
-    problems += plan.problems + of_scales
+    problems += [*plan.problems, *of_scales]
     problems += [
         f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
         "or remove the tensor"

@@ -1,7 +1,5 @@
 """Scales of keys and values in checkpoints: every name, what configurations say of them, both directions of a conversion, texts."""
 
-import json
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +12,8 @@ from dflash_jax.checkpoints.huggingface import inspect, open_checkpoint
 from dflash_jax.errors import CheckpointError, ConfigError, ParameterError
 from dflash_jax.models import family_of
 from dflash_jax.quantization.kv_formats import CacheScales
+
+from .test_deepseek import CONFIG as DEEPSEEK
 
 LAYERS, HEADS = 3, 2
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -28,7 +28,7 @@ PROJECTIONS = {
     }
 }  # fmt: skip
 MODELOPT = {
-    "quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.3"},
+    "quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt"},
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "config_groups": {}, "ignore": [],
 }  # fmt: skip
 NESTED = {
@@ -86,7 +86,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_what_quantizes_nothing_but_the_cache_is_opened(hf, scheme) -> None:
-    """With and without scales, in the file itself and in its `text_config`."""
+    """The model is that of the file without it."""
     found = open_checkpoint(write(hf, "without", {}, scheme=scheme))
     assert (found.cache_dtype, found.cache_scales) == ("fp8", None)
     plain = family_of(hf.qwen3_config).config(hf.qwen3_config)
@@ -123,9 +123,9 @@ def changed(change):
 
 FIRST = "model.layers.0.self_attn.k_scale"
 MISTAKES = {
-    "nan": (lambda t: t.update({FIRST: np.float32([np.nan])}), "k_scale has a scale that is not a positive number"),
-    "zero": (lambda t: t.update({FIRST: np.float32(0)}), "not a positive number"),
-    "shape": (lambda t: t.update({FIRST: np.ones(3, np.float32)}), r"is float32 \[3\], expected one scale of its layer, or one for"),
+    "nan": (lambda t: t.update({FIRST: np.full(1, np.nan, np.float32)}), "k_scale has a scale that is not a positive number"),
+    "zero": (lambda t: t.update({FIRST: np.zeros((), np.float32)}), "not a positive number"),
+    "shape": (lambda t: t.update({FIRST: np.ones(3, np.float32)}), r"is float32 \[3\], expected one scale .*, or one for"),
     "square": (lambda t: t.update({FIRST: np.ones((1, 1, 2, 2), np.float32)}), r"\[1, 1, 2, 2\], expected"),
     "integer": (lambda t: t.update({FIRST: np.ones((), np.int32)}), "is int32"),
     "twice": (lambda t: t.update({"model.layers.0.self_attn.attn.k_scale": t[FIRST]}), "second scale of the same layer"),
@@ -142,7 +142,7 @@ def test_mistakes_are_told_with_all_others(hf, change, message) -> None:
 
 
 def test_scales_that_nothing_reads_are_left_out_by_name(hf) -> None:
-    other = {f"model.layers.0.self_attn.{name}": np.ones((), np.float32) for name in ("q_scale", "prob_output_scale")}
+    other = {f"model.layers.0.self_attn.{name}": np.ones((), np.float32) for name in ("prob_output_scale", "q_scale")}
     checkpoint, problems = inspect(write(hf, "source", scale_tensors(NAMES["compressed"]) | other))
     assert not problems
     assert checkpoint.notices == [f"{name} is not needed and left out" for name in other]
@@ -150,19 +150,15 @@ def test_scales_that_nothing_reads_are_left_out_by_name(hf) -> None:
 
 def test_a_latent_row_has_one_scale(hf) -> None:
     """DeepSeek's: the scale of keys, whatever is said of values; per-head scales are none."""
-    config = json.loads(json.dumps(hf_deepseek()))
+    config = DEEPSEEK
     tensors = hf.tensors(config)
-    scales = {f"model.layers.{i}.self_attn.{s}_scale": np.float32(0.01 * (i + 1)) for i in range(2) for s in "kv"}
+    scales = {
+        f"model.layers.{i}.self_attn.{s}_scale": np.full((), 0.01 * (i + 1), np.float32) for i in range(3) for s in "kv"
+    }
     found = open_checkpoint(hf.write("latent", config | {"quantization_config": COMPRESSED}, tensors | scales))
-    assert [float(scale) for scale in found.cache_scales.k] == [np.float32(0.01), np.float32(0.02)]
+    assert [float(scale) for scale in found.cache_scales.k] == [np.float32(0.01 * i) for i in (1, 2, 3)]
     assert found.cache_scales.v == ()
     assert all(scale.shape == () for scale in found.cache_scales.k)
-
-
-def hf_deepseek() -> dict:
-    from .test_deepseek import CONFIG
-
-    return CONFIG
 
 
 @pytest.mark.parametrize("shape", [(), (HEADS, 1, 1)], ids=["layer", "heads"])
