@@ -175,7 +175,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise OutputExistsError(
-            f"{output} already holds a converted checkpoint; name another output or pass --overwrite"
+            f"{output} already holds a converted checkpoint; name another output or pass --overwrite (overwrite=True)"
         )
 
 
