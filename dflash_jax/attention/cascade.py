@@ -1,6 +1,6 @@
 """Attention of sequences of which some begin with the same pages: shared keys are read once for all queries, the others by their own.
 
-    parts = split_tables(page_table, shared, page_size)                # once for all layers
+    parts = split_tables(page_table, shared, page_size)          # once for all layers
     out = cascade_attention(q, k_pages, v_pages, parts, seq_lens, q_lens=q_lens)
 
 How many pages are shared, and by whom, is data: one program serves every beginning. The two parts are joined through their lse. A
