@@ -83,7 +83,9 @@ def inputs(b: int, t: int, shared: int) -> tuple:
     )  # fmt: skip
 
 
-def check(name: str, out: jax.Array, q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, *_: jax.Array) -> float:
+def check(
+    name: str, out: jax.Array, q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, *_: jax.Array
+) -> float:
     """Largest error of some rows against float64; stops the run where it is too large."""
     error, scale, t = 0.0, HEAD_DIM**-0.5, q.shape[1]
     for b, row, head in ((1, 0, 0), (q.shape[0] // 2, t // 2, 5), (q.shape[0] - 1, t - 1, HEADS - 1)):
@@ -127,7 +129,11 @@ def main() -> None:
         # Compiling takes longer than measuring: programs are compiled side by side, before anything is timed.
         calls = 4
         with ThreadPoolExecutor(8) as pool:
-            programs = {(*case, form): pool.submit(program, form, given, calls) for case, given in cases.items() for form in FORMS}
+            programs = {
+                (*case, form): pool.submit(program, form, given, calls)
+                for case, given in cases.items()
+                for form in FORMS
+            }
         for (b, t), given in cases.items():
             name = f"{b} sequences that share {shared} tokens, T{t} H{HEADS}/{KV_HEADS} bf16"
             ready = {form: programs[b, t, form].result() for form in FORMS}

@@ -1,4 +1,4 @@
-"""Attention of sequences of which some begin with the same pages: shared keys are read once for all queries, the others by their own.
+"""Attention of sequences of which some begin with the same pages: shared keys are read once for all queries.
 
     parts = split_tables(page_table, shared, page_size)          # once for all layers
     out = cascade_attention(q, k_pages, v_pages, parts, seq_lens, q_lens=q_lens)
