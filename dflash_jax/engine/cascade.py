@@ -106,12 +106,13 @@ def common_pages(table: Int[np.ndarray, "B W"], whole: Int[np.ndarray, "B"]) -> 
     nobody = np.zeros((0,), np.int64)
     if len(table) < 2:
         return nobody, 0
+    # What lies behind a row's full pages is like nobody's.
+    alone = -2 - np.arange(len(table), dtype=table.dtype)[:, None]
+    rows = np.ascontiguousarray(np.where(np.arange(table.shape[1]) < whole[:, None], table, alone))
     # Rows side by side that begin alike: any order of whole rows will do.
-    rows = np.ascontiguousarray(table)
     order = np.argsort(rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel(), kind="stable")
     same = rows[order][1:] == rows[order][:-1]
     alike = np.where(same.all(axis=1), rows.shape[1], np.argmin(same, axis=1))
-    alike = np.minimum(alike, np.minimum(whole[order][1:], whole[order][:-1]))
     best, found, pages = 0, nobody, 0
     for first in range(len(alike)):
         least = np.minimum.accumulate(alike[first:])
