@@ -135,7 +135,7 @@ def test_nothing_is_told_where_nothing_is_shared(pair, shared) -> None:
 def test_a_program_is_compiled_once_its_lack_has_cost_enough(pair, texts, shared, monkeypatch) -> None:
     """Nobody waits for it: until then pages are read as ever."""
     engine, started = pair.engine, []
-    dear = CascadePolicy((replace(LAYER, token=1e9),), (), 0)
+    dear = CascadePolicy((replace(LAYER, token=1e12),), (), 0)
     monkeypatch.setattr(Resources, "cascade_policy", dear)
     monkeypatch.setattr(engine, "programs", programs.Programs())
     call = engine.programs.call
