@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ import pytest
 from dflash_jax.cache.specs import LayerSpec
 from dflash_jax.compile import programs
 from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.masked_cycle import verify_block
+from dflash_jax.engine import STOP_WIDTH
 from dflash_jax.engine.cascade import CascadePolicy, LayerCost, common_pages, layer_costs
 from dflash_jax.engine.resources import Resources
+from dflash_jax.engine.warmup import Jobs
 from dflash_jax.sampling_params import SamplingParams
 
 from ..random_pair import Pair, random_prompts
@@ -156,3 +160,22 @@ def test_a_program_is_compiled_once_its_lack_has_cost_enough(pair, texts, shared
     assert len(started) == 1
     assert shared[0] is None
     assert [8, 8, 0, 0] in shared
+
+
+def test_cycles_whose_masks_the_host_makes(pair) -> None:
+    """Both programs that attend are told."""
+    engine = pair.engine
+    setup, size = engine.setup(mode="structured", draft=True), (4, engine.buckets.width[-1])
+
+    def products(shared: bool) -> list[int]:
+        function, static, _, *call = Jobs(engine, setup, STOP_WIDTH).loop(*size, shared=shared).args
+        weights, table, _, _, _, pages = call
+        state, _, block = jax.eval_shape(partial(function, *static), *call)
+        drafted = jax.make_jaxpr(partial(function, *static))(*call)
+        verified = jax.make_jaxpr(partial(verify_block, *static))(weights, table, state, block, pages)
+        return [str(one).count("dot_general") for one in (drafted, verified)]
+
+    alone, together = products(shared=False), products(shared=True)
+    layers = pair.draft.num_layers, pair.target.num_layers
+    # Scores and values of the shared pages beside those of the rest.
+    assert [more - less for more, less in zip(together, alone, strict=True)] == [2 * count for count in layers]
