@@ -26,6 +26,7 @@ from record import Record, arguments
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 from dflash_jax.attention.prefill import attend_to_pages
+from dflash_jax.engine.cascade import LayerCost
 from dflash_jax.execution.plan import ONE_GRAPH
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, OWN = 32, 8, 128, 64, 256
@@ -138,13 +139,15 @@ def main() -> None:
             name = f"{b} sequences that share {shared} tokens, T{t} H{HEADS}/{KV_HEADS} bf16"
             ready = {form: programs[b, t, form].result() for form in FORMS}
             # One element of the queries is another one after each call: never the rows that are compared.
+            layer = LayerCost(2 * KV_HEADS * HEAD_DIM * 2, HEADS, KV_HEADS, HEAD_DIM)
+            chosen = "together" if layer.saved_s(b, b, t, shared) > 0 else "alone"
             errors = {form: check(name, run(), *given) for form, run in ready.items()}
             count = calls * (len(given[1]) + 1)
             times = in_turns(ready, count, ROUNDS)
             for form in FORMS:
                 record.add(
                     name, f"time of a layer, {form}", round(statistics.median(times[form]) * 1e6, 1), "us",
-                    error_float64=errors[form],
+                    chosen=chosen, error_float64=errors[form],
                     spread=[round(min(times[form]) * 1e6, 1), round(max(times[form]) * 1e6, 1)],
                 )  # fmt: skip
 
