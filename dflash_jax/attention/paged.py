@@ -1,7 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,8 @@ class PagedAttend:
             "scale": layer.scale, "soft_cap": layer.soft_cap, "k_scale": k_scale, "v_scale": v_scale,
         }  # fmt: skip
         if parts is not None:
-            return cascade_attention(q, k, v, parts, self.seq_lens, schedule=self.schedule, **options), cache
+            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=self.schedule, **options)
+            return cast(Array, out), cache
         # The schedule of a call that shares pages is for what is left of the sequences.
         schedule = self.schedule if self.parts is None else None
         return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache

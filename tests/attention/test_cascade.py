@@ -37,7 +37,9 @@ def options_of(case: Case) -> dict[str, Any]:
     return {name: value if np.ndim(value) == 0 else jnp.asarray(value) for name, value in case.options.items()}
 
 
-def cascaded(case: Case, shared: int | Sequence[int] = SHARED, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def cascaded(
+    case: Case, shared: int | Sequence[int] | np.ndarray = SHARED, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
     """`shared`: of each row; one number for all rows that are not idle."""
     q, k, v, table, lens, q_lens = case.arrays()
     given = {"q_lens": q_lens, "return_lse": True} | options_of(case) | changes
