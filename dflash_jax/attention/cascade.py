@@ -18,7 +18,7 @@ from dflash_kernels import (
     paged_attention,
     ragged_paged_attention,
 )
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Bool, Float, Int, Int8
 
 from dflash_jax.attention.prefill import fills
 
@@ -30,13 +30,15 @@ class SharedPages(NamedTuple):
       common: the shared pages first; what stands behind them is not looked at.
       length: tokens in them; 0 where nobody shares.
       rest: each sequence's own pages; those of a sequence that shares nothing are all of its.
-      skipped: tokens of each that are not in `rest`, `length` or 0.
+      skipped: tokens of each that are not in `rest`.
+      sees: whose queries see what is shared.
     """
 
-    common: Int[Array, "1 W"]
+    common: Int[Array, "1 C"]
     length: Int[Array, "1"]
     rest: Int[Array, "B W"]
     skipped: Int[Array, "B"]
+    sees: Bool[Array, "B"]
 
 
 def split_tables(page_table: Int[Array, "B W"], shared: Int[Array, "B"], page_size: int) -> SharedPages:
@@ -51,7 +53,7 @@ def split_tables(page_table: Int[Array, "B W"], shared: Int[Array, "B"], page_si
     columns = jnp.minimum(jnp.arange(width) + shared[:, None], width - 1)
     rest = jnp.take_along_axis(page_table, columns, axis=1)
     tokens = shared * page_size
-    return SharedPages(page_table[jnp.argmax(shared)][None], tokens.max()[None], rest, tokens)
+    return SharedPages(page_table[jnp.argmax(shared)][None], tokens.max()[None], rest, tokens, shared > 0)
 
 
 def cascade_attention(
@@ -87,7 +89,7 @@ def cascade_attention(
     options: dict[str, Any] = {"soft_cap": soft_cap, "k_scale": k_scale, "v_scale": v_scale, "scale": scale}
     q_lens = jnp.full((b,), t, jnp.int32) if q_lens is None else q_lens
     first, first_lse = _over_common(q.reshape(b * t, n, -1), k_pages, v_pages, parts, options)
-    live = (jnp.arange(t) < q_lens[:, None]) & (jnp.minimum(seq_lens, parts.skipped) > 0)[:, None]
+    live = (jnp.arange(t) < q_lens[:, None]) & (parts.sees & (seq_lens > 0))[:, None]
     first_lse = jnp.where(live[:, :, None], first_lse.reshape(b, t, n), -jnp.inf)
     own = jnp.maximum(seq_lens - parts.skipped, 0)
     rest = paged_attention(
