@@ -10,7 +10,7 @@ floats and integers because they mean nothing without scales, which quantised ch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks, unread_dt
 from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import Family, family_of
+from dflash_jax.models import Family, family_named, family_of
 from dflash_jax.parallel.cut import Cut
 from dflash_jax.parallel.ranks import Ranks
 
@@ -49,8 +49,15 @@ class HuggingFaceCheckpoint:
       plan: how its tensors become parameters.
     """
 
-    def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
-        self.files, self.family, self.config, self.plan = files, family, config, plan
+    def __init__(
+        self,
+        files: HuggingFaceFolder,
+        family: Family,
+        config: Any,
+        plan: Plan,
+        vision: "HuggingFaceCheckpoint | None" = None,
+    ):
+        self.files, self.family, self.config, self.plan, self.vision = files, family, config, plan, vision
         self.folder = files.folder
         free = [step for step in plan.steps if step.parameter.dtype is None]
         self.dtype = main_dtype((step.dtype, step.parameter.size) for step in free)
@@ -121,7 +128,10 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     plan = make_plan(
         parameters, family.canonical_for(config), files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable
     )
-    checkpoint = HuggingFaceCheckpoint(files, family, config, plan)
+    vision = None if family.vision is None else _tower(files, family_named(family.vision), config, dtype)
+    if vision is not None:
+        plan = replace(plan, ignored=tuple(name for name in plan.ignored if name not in vision.files.tensors))
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, vision)
     if not files.complete:
         return checkpoint, problems
     problems += plan.problems
@@ -132,6 +142,30 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         if not same_bytes(copy, other)
     ]
     return checkpoint, problems
+
+
+def _tower(
+    files: HuggingFaceFolder, family: Family, text: DecoderConfig, dtype: str
+) -> HuggingFaceCheckpoint | None:
+    """The vision tower beside a text model. None where there is none, and where it cannot be read, which a notice then says: the
+    text model is of use without."""
+    values = files.config.get("vision_config")
+    tensors = {name: tensor for name, tensor in files.tensors.items() if family.canonical(name) is not None}
+    if not isinstance(values, Mapping) or not tensors or not files.complete:
+        return None
+    own = replace(files, tensors=tensors, unreadable=[], problems=[], notices=[])
+    try:
+        config = family.config(values)
+        plan = make_plan(family.parameters(config), family.canonical, tensors, dtype=dtype)
+        problems = list(plan.problems)
+        if config.out_hidden_size != text.hidden_size:
+            problems.insert(0, f"out_hidden_size={config.out_hidden_size} is not the text model's {text.hidden_size}")
+        if not problems:
+            return HuggingFaceCheckpoint(own, family, config, plan)
+    except ConfigError as error:
+        problems = [str(error)]
+    files.notices.append(f"the vision tower is left out, so no picture is read: {problems[0]}")
+    return None
 
 
 def _left_out(names: Sequence[str]) -> list[str]:
