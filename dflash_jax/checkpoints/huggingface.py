@@ -149,13 +149,12 @@ def _tower(
 ) -> HuggingFaceCheckpoint | None:
     """The vision tower beside a text model. None where there is none, and where it cannot be read, which a notice then says: the
     text model is of use without."""
-    values = files.config.get("vision_config")
     tensors = {name: tensor for name, tensor in files.tensors.items() if family.canonical(name) is not None}
-    if not isinstance(values, Mapping) or not tensors or not files.complete:
+    if not isinstance(files.config.get("vision_config"), Mapping) or not tensors or not files.complete:
         return None
     own = replace(files, tensors=tensors, unreadable=[], problems=[], notices=[])
     try:
-        config = family.config(values)
+        config = family.config(files.config)
         plan = make_plan(family.parameters(config), family.canonical, tensors, dtype=dtype)
         problems = list(plan.problems)
         if config.out_hidden_size != text.hidden_size:

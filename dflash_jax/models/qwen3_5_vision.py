@@ -40,6 +40,8 @@ class VisionConfig:
       merge_size: patches of the edge of a square that becomes one row of the text model.
       grid_side: of the square grid of learnt positions.
       out_hidden_size: the text model's width.
+      image_token_id: stands in a text for each row of a picture.
+      mrope_section: pairs of a text head that turn by time, row and column.
     """
 
     depth: int
@@ -52,6 +54,8 @@ class VisionConfig:
     channels: int
     grid_side: int
     out_hidden_size: int
+    image_token_id: int
+    mrope_section: tuple[int, ...] = (11, 11, 10)
     rope_theta: float = 10_000.0
 
     @property
@@ -69,19 +73,23 @@ class VisionConfig:
         return self.merge_size**2
 
     @classmethod
-    def from_hf(cls, values: Any, notices: list[str] | None = None) -> "VisionConfig":
-        """Reads the `vision_config` of a `config.json`.
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "VisionConfig":
+        """Reads the `vision_config` of a `config.json`, and what that says of pictures beside it.
 
         Raises:
           ConfigError: a needed key is malformed, or one is present that this package does not implement.
         """
-        keys = KeyReader("config.json, vision_config", values, notices)
+        keys = KeyReader("config.json, vision_config", values.get("vision_config"), notices)
         if (activation := keys.get("hidden_act", "gelu_pytorch_tanh")) != "gelu_pytorch_tanh":
             raise ConfigError(f"{keys.subject}: hidden_act must be gelu_pytorch_tanh, got {activation!r:.40}")
         positions = keys.integer("num_position_embeddings", 2304)
         rope = KeyReader(f"{keys.subject}, rope_parameters", keys.get("rope_parameters", {}))
         if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
             raise ConfigError(f"{rope.subject}: rope_type must be axial, got {kind!r:.40}")
+        text = KeyReader("config.json, text_config", values.get("text_config") or {})
+        sections = KeyReader(f"{text.subject}, rope_parameters", text.get("rope_parameters", {})).get("mrope_section", [11, 11, 10])
+        if not isinstance(sections, list | tuple) or len(sections) != 3 or not all(type(one) is int and one > 0 for one in sections):
+            raise ConfigError(f"{text.subject}: mrope_section must list three positive integers, got {sections!r:.40}")
         config = cls(
             depth=keys.integer("depth", 27),
             hidden_size=keys.integer("hidden_size", 1152),
@@ -93,8 +101,12 @@ class VisionConfig:
             channels=keys.integer("in_channels", 3),
             grid_side=round(positions**0.5),
             out_hidden_size=keys.integer("out_hidden_size", 3584),
+            image_token_id=KeyReader("config.json", values).integer("image_token_id", 248_056, minimum=0),
+            mrope_section=tuple(sections),
             rope_theta=rope.number("rope_theta", 10_000.0, positive=True),
         )
+        if (size := text.integer("vocab_size", 248_320)) <= config.image_token_id:
+            raise ConfigError(f"config.json: image_token_id={config.image_token_id} is outside the vocabulary of {size}")
         if config.grid_side**2 != positions:
             raise ConfigError(f"{keys.subject}: num_position_embeddings must be a square number, got {positions}")
         if config.hidden_size % (4 * config.num_heads):
@@ -116,7 +128,7 @@ class VisionConfig:
         """Inverse of `to_dict`. Raises ConfigError where another version wrote it."""
         if set(values) != {field.name for field in dataclasses.fields(cls)}:
             raise ConfigError(f"{cls.__name__} has no such fields: {', '.join(sorted(values))}. Convert the checkpoint again.")
-        return cls(**values)
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
 # Rotated queries, keys and values `[P, N, H]` and where each picture begins, to `[P, N, H]`: every patch over its own picture's.
