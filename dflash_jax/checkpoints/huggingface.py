@@ -144,9 +144,7 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     return checkpoint, problems
 
 
-def _tower(
-    files: HuggingFaceFolder, family: Family, text: DecoderConfig, dtype: str
-) -> HuggingFaceCheckpoint | None:
+def _tower(files: HuggingFaceFolder, family: Family, text: DecoderConfig, dtype: str) -> HuggingFaceCheckpoint | None:
     """The vision tower beside a text model. None where there is none, and where it cannot be read, which a notice then says: the
     text model is of use without."""
     tensors = {name: tensor for name, tensor in files.tensors.items() if family.canonical(name) is not None}

@@ -73,8 +73,10 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"], Cache]:
         """Hidden states after the final norm, the tapped residual streams side by side in the order of `taps`, and the cache.
 
-        `positions` are what heads turn by; where a token is among the keys is for `attend` to know. `given` says of which tokens the
-        embedding is not the table's, and what it is. `attend` takes the cache and gives it back with the new tokens, layer by layer; None where it keeps nothing.
+        `positions` are what heads turn by; where a token is among the keys is for `attend` to know. `given` says of which tokens
+        the embedding is not the table's, and what it is.
+
+        `attend` takes the cache and gives it back with the new tokens, layer by layer; None where it keeps nothing.
 
         A tap of -1 is the embedding output, i is the stream after block i (arXiv 2602.06036, section 4.1). The last block's
         tap is raw: Hugging Face's last `hidden_states` entry is after the final norm, drafters are trained on what is before.

@@ -353,7 +353,7 @@ class Qwen35(Decoder):
         """The rotation at `[B, T]` positions, or at `[B, T, 3]` on three axes."""
         if positions.ndim == 2:
             return super().rotary(positions)
-        config = self.config
+        config = cast(Qwen35Config, self.config)
         freqs, factor = rope_frequencies(config.rope, config.head_dim)
         axes = axes_of_pairs(config.mrope_section, len(freqs))
         angles = positions[:, :, axes].astype(jnp.float32) * freqs

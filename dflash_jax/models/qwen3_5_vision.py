@@ -87,8 +87,10 @@ class VisionConfig:
         if (kind := rope.get("rope_type", "axial")) not in ("axial", "default"):
             raise ConfigError(f"{rope.subject}: rope_type must be axial, got {kind!r:.40}")
         text = KeyReader("config.json, text_config", values.get("text_config") or {})
-        sections = KeyReader(f"{text.subject}, rope_parameters", text.get("rope_parameters", {})).get("mrope_section", [11, 11, 10])
-        if not isinstance(sections, list | tuple) or len(sections) != 3 or not all(type(one) is int and one > 0 for one in sections):
+        rope_of_text = KeyReader(f"{text.subject}, rope_parameters", text.get("rope_parameters", {}))
+        sections = rope_of_text.get("mrope_section", [11, 11, 10])
+        listed = isinstance(sections, list | tuple) and len(sections) == 3
+        if not listed or not all(type(one) is int and one > 0 for one in sections):
             raise ConfigError(f"{text.subject}: mrope_section must list three positive integers, got {sections!r:.40}")
         config = cls(
             depth=keys.integer("depth", 27),
@@ -106,7 +108,9 @@ class VisionConfig:
             rope_theta=rope.number("rope_theta", 10_000.0, positive=True),
         )
         if (size := text.integer("vocab_size", 248_320)) <= config.image_token_id:
-            raise ConfigError(f"config.json: image_token_id={config.image_token_id} is outside the vocabulary of {size}")
+            raise ConfigError(
+                f"config.json: image_token_id={config.image_token_id} is outside the vocabulary of {size}"
+            )
         if config.grid_side**2 != positions:
             raise ConfigError(f"{keys.subject}: num_position_embeddings must be a square number, got {positions}")
         if config.hidden_size % (4 * config.num_heads):
@@ -127,8 +131,11 @@ class VisionConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
         """Inverse of `to_dict`. Raises ConfigError where another version wrote it."""
         if set(values) != {field.name for field in dataclasses.fields(cls)}:
-            raise ConfigError(f"{cls.__name__} has no such fields: {', '.join(sorted(values))}. Convert the checkpoint again.")
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+            raise ConfigError(
+                f"{cls.__name__} has no such fields: {', '.join(sorted(values))}. Convert the checkpoint again."
+            )
+        given: dict[str, Any] = dict(values) | {"mrope_section": tuple(values["mrope_section"])}
+        return cls(**given)
 
 
 # Rotated queries, keys and values `[P, N, H]` and where each picture begins, to `[P, N, H]`: every patch over its own picture's.

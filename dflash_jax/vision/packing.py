@@ -1,6 +1,7 @@
 """Pictures of unequal sizes side by side, as a vision tower takes them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +35,14 @@ def packed(
             at += len(part)
         return whole
 
-    return Patches(
-        stacked(pixels, config.patch_width, np.float32), stacked(each, 2, np.int32),
-        stacked([taps for taps, _ in tapped], 4, np.int32), stacked([weights for _, weights in tapped], 4, np.float32), cu_lens,
-    )  # fmt: skip
+    host: dict[str, Any] = {
+        "pixels": stacked(pixels, config.patch_width, np.float32),
+        "places": stacked(each, 2, np.int32),
+        "taps": stacked([taps for taps, _ in tapped], 4, np.int32),
+        "weights": stacked([weights for _, weights in tapped], 4, np.float32),
+        "cu_lens": cu_lens,
+    }
+    return Patches(**host)
 
 
 def bucket(patches: int) -> int:

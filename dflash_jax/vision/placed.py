@@ -46,7 +46,7 @@ class Pictures:
     shift: int
 
     def piece(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """What tokens from `start` to `stop` turn by, `[tokens, 3]`, those of an answer among them; and which are rows of pictures."""
+        """What tokens from `start` to `stop` turn by, `[tokens, 3]`, those of an answer too; and which are rows of pictures."""
         positions = np.repeat(np.arange(start, stop, dtype=np.int32)[:, None] + self.shift, 3, axis=1)
         inside = self.positions[start:stop]
         positions[: len(inside)] = inside
@@ -73,8 +73,8 @@ def expanded(
     """
     if (count := sum(one == token for one in ids)) != len(grids):
         raise PromptError(
-            f"the prompt has {count} places for pictures and {len(grids)} pictures: the chat template must write one place for each, "
-            "and no text may hold the token that stands for one"
+            f"the prompt has {count} places for pictures and {len(grids)} pictures: the chat template must write one place for "
+            "each, and no text may hold the token that stands for one"
         )
     whole, starts, left = list[int](), list[int](), iter(grids)
     for one in ids:

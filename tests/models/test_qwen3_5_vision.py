@@ -129,7 +129,10 @@ def test_a_tower_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.vision is None
-    assert any("tower is left out" in notice and "model.visual.merger.norm.bias is missing" in notice for notice in checkpoint.notices)
+    assert any(
+        "tower is left out" in notice and "model.visual.merger.norm.bias is missing" in notice
+        for notice in checkpoint.notices
+    )
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"]["hidden_act"] = "silu"
     (folder / "config.json").write_text(json.dumps(config))
@@ -146,7 +149,9 @@ def test_places_and_positions_are_those_of_transformers() -> None:
     positions, shift = three_axes(len(expected["ids"]), starts, grids, 2)
     assert shift == expected["delta"]
     np.testing.assert_array_equal(positions, expected["positions"].T[: len(positions)])
-    placed = Pictures(tuple((start, b"") for start in starts), (np.ones((6, 1)), np.full((15, 1), 2.0)), positions, shift)
+    placed = Pictures(
+        tuple((start, b"") for start in starts), (np.ones((6, 1)), np.full((15, 1), 2.0)), positions, shift
+    )
     for start, stop in ((0, 50), (4, 20), (20, 50), (45, 50), (8, 9)):
         found, there = placed.piece(start, stop)
         np.testing.assert_array_equal(found, expected["positions"].T[start:stop])
@@ -159,7 +164,7 @@ def test_places_and_positions_are_those_of_transformers() -> None:
 
 
 def test_logits_of_a_prompt_with_pictures_are_those_of_transformers() -> None:
-    """A prompt in pieces that cut through a picture, in pages that hold NaN; then what comes after it, whose positions are shifted."""
+    """A prompt in pieces that cut through a picture, in pages that hold NaN; and what comes after it, at shifted positions."""
     checkpoint, expected = open_checkpoint(FOLDER), np.load(FOLDER / "expected.npz")
     config, params = replace(checkpoint.config, mrope_section=(2, 2, 2)), checkpoint.load("float32")
     grids = [tuple(grid) for grid in expected["grids"][[0, 2], 1:].tolist()]
@@ -183,7 +188,17 @@ def test_logits_of_a_prompt_with_pictures_are_those_of_transformers() -> None:
     caches = Caches(pages, make_pages(config, 1, 16, jnp.dtype("float32")), states)
     following = np.full((4, 16), 1, np.int32)
     following.reshape(-1)[: len(ids) - 1] = ids[1:]
-    call = ({"target": params}, table, caches, rows, 16 * np.arange(4), lengths, np.zeros((4,), np.int32), following, told)
+    call = (
+        {"target": params},
+        table,
+        caches,
+        rows,
+        16 * np.arange(4),
+        lengths,
+        np.zeros((4,), np.int32),
+        following,
+        told,
+    )
     _, logits, scores = step(*call)
     assert difference(logits[-1, 0], expected["logits"][-1]) < TOLERANCE
     theirs = expected["logits"] - np.log(np.exp(expected["logits"]).sum(axis=-1, keepdims=True))

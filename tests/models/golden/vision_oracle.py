@@ -65,7 +65,9 @@ def write_all() -> dict[str, int]:
                 tensor.normal_(std=0.3)
             tensor.copy_(tensor.half().float())
     model = model.double()  # what is expected is to be nearer the truth than either float32 of its rounding
-    process = Qwen2VLImageProcessorPil(**{key: value for key, value in PROCESSOR.items() if key != "image_processor_type"})
+    process = Qwen2VLImageProcessorPil(
+        **{key: value for key, value in PROCESSOR.items() if key != "image_processor_type"}
+    )
     seen = process([picture(number) for number in range(len(PICTURES))], return_tensors="pt")
     pixels, grids = seen["pixel_values"], seen["image_grid_thw"]
     counts = (grids.prod(-1) // 4).tolist()
