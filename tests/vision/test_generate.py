@@ -2,10 +2,8 @@
 
 import base64
 import io
-import json
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -39,7 +37,7 @@ def test_texts_of_pictures_beside_others_and_again(model: dj.Model) -> None:
     found = expected()
     other = golden_message(second=255 - found["picture_2"])
     together = dj.generate(model, [golden_message(), alone(), other], PARAMS)
-    assert together[0].token_ids == found["greedy"].tolist()
+    assert together[0].token_ids == found["greedy"][:24].tolist()
     assert together[2].token_ids != together[0].token_ids
     assert together[0].stats.tokens_per_cycle > 1
     again = dj.generate(model, [golden_message(), other], PARAMS)
@@ -121,16 +119,16 @@ def test_a_model_without_its_tower(model: dj.Model) -> None:
     assert blind.memory.weights < model.memory.weights
     with pytest.raises(dj.PromptError, match="loaded without a vision tower"):
         dj.generate(blind, golden_message(), PARAMS)
-    facts = dj.info(picture_folder())
-    assert "vision    qwen3_5_vision, 22,424 parameters" in str(facts)
-    assert json.dumps(facts.facts["vision"])
+    facts = dj.plan(picture_folder())
+    assert f"qwen3_5_vision, {facts['vision']['parameters']:,} parameters" in str(facts)
+    assert "a token for every 8 x 8 pixels" in str(facts)
+    assert dj.plan(picture_folder(), vision=False)["vision"] is None
 
 
-@pytest.mark.few("greedy-few pages")
+@pytest.mark.few("*-per request")
 @pytest.mark.parametrize(
     ("params", "options", "draft"),
     [
-        pytest.param({}, {"num_pages": 8}, True, id="greedy-few pages"),
         pytest.param({}, {}, False, id="greedy-plain"),
         pytest.param({"temperature": 0.7, "seed": 3}, {}, True, id="sampled"),
         pytest.param({}, {"verify_length": "per_request"}, True, id="greedy-per request"),
@@ -138,15 +136,19 @@ def test_a_model_without_its_tower(model: dj.Model) -> None:
     ],
 )
 def test_texts_are_the_same_however_they_come(params: dict[str, Any], options: dict[str, Any], draft: bool) -> None:
-    """With few pages one request loses its slot and its prompt is prefilled anew, with what it had emitted behind its pictures."""
     model = load_pictures(**options)
     wanted = dj.SamplingParams(max_tokens=24, **params)
     prompts = [golden_message(), alone(), golden_message(second=255 - expected()["picture_2"])]
     found = [one.token_ids for one in dj.generate(model, prompts, wanted, draft=draft)]
     if not params:
-        assert found[0] == expected()["greedy"].tolist()
-    if "num_pages" in options:
-        assert model.engine.scheduler.stats.preemptions > 0
-    else:
-        assert found == [one.token_ids for one in dj.generate(model, prompts, wanted, draft=not draft)]
-    assert np.all([len(one) == 24 for one in found])
+        assert found[0] == expected()["greedy"][:24].tolist()
+    if draft and not options:
+        assert found == [one.token_ids for one in dj.generate(model, prompts, wanted, draft=False)]
+
+
+def test_a_request_that_loses_its_slot_comes_back_with_its_pictures() -> None:
+    """With few pages: its prompt is prefilled anew, what it had emitted behind it."""
+    model = load_pictures(num_pages=9, max_batch=2)
+    for one in dj.generate(model, [golden_message()] * 2, dj.SamplingParams(max_tokens=48)):
+        assert one.token_ids == expected()["greedy"].tolist()
+    assert model.engine.scheduler.stats.preemptions > 0

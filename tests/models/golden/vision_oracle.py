@@ -91,7 +91,7 @@ def write_all() -> dict[str, int]:
         found, delta = model.model.get_rope_index(whole, kinds, grids[[0, 2]])
         logits = model(whole, pixel_values=two, image_grid_thw=grids[[0, 2]], mm_token_type_ids=kinds).logits[0]
         best = list(ids)
-        for _ in range(24):
+        for _ in range(48):
             now = torch.tensor([best])
             given = {"pixel_values": two, "image_grid_thw": grids[[0, 2]], "mm_token_type_ids": (now == 100).int()}
             best.append(int(model(now, **given, use_cache=False).logits[0, -1].argmax()))
