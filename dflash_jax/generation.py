@@ -18,11 +18,11 @@ from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.text.detokenizer import TextStream
+from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.messages import pictures_in, without_pictures
+from dflash_jax.text.pictures.placed import Picture, Pictures, expanded, three_axes
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
-from dflash_jax.vision.encoder import VisionEncoder
-from dflash_jax.vision.messages import pictures_in, without_pictures
-from dflash_jax.vision.placed import Picture, Pictures, expanded, three_axes
 
 type Params = SamplingParams | Sequence[SamplingParams] | None
 

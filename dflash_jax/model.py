@@ -43,9 +43,9 @@ from dflash_jax.options import (
 )
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
+from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
-from dflash_jax.vision.encoder import VisionEncoder
-from dflash_jax.vision.reading import Processor
 
 
 @dataclass(repr=False)

@@ -32,7 +32,7 @@ from dflash_jax.models import DFlashConfig
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.kv_formats import without_layers
-from dflash_jax.vision.encoder import workspace_bytes as seeing_bytes
+from dflash_jax.text.pictures.encoder import workspace_bytes as seeing_bytes
 
 
 def as_checkpoint_says(options: LoadOptions, target: Checkpoint) -> LoadOptions:

@@ -16,7 +16,7 @@ from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Grammar
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
-from dflash_jax.vision.placed import Pictures
+from dflash_jax.text.pictures.placed import Pictures
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 ADJUSTING = MODES[MODES.index("adjusted") :]  # their states hold what changes logits

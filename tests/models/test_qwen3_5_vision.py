@@ -24,8 +24,8 @@ from dflash_jax.decoding.state import Setup
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.models import Patches, VisionConfig, bind, count
 from dflash_jax.models.qwen3_5_vision import vision_parameters
-from dflash_jax.vision.packing import packed
-from dflash_jax.vision.placed import Pictures, expanded, three_axes
+from dflash_jax.text.pictures.packing import packed
+from dflash_jax.text.pictures.placed import Pictures, expanded, three_axes
 
 from .golden_files import GOLDEN, TOLERANCE, difference
 

@@ -13,9 +13,9 @@ from PIL import Image
 import dflash_jax as dj
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.errors import ConfigError
-from dflash_jax.vision.messages import pictures_in, without_pictures
-from dflash_jax.vision.placed import Pictures
-from dflash_jax.vision.reading import MOST_PIXELS, Processor, opened
+from dflash_jax.text.pictures.messages import pictures_in, without_pictures
+from dflash_jax.text.pictures.placed import Pictures
+from dflash_jax.text.pictures.reading import MOST_PIXELS, Processor, opened
 
 from ..picture_pair import FOLDER, expected
 

@@ -19,7 +19,7 @@ from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.config import KeyReader
 from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.models import VisionConfig
-from dflash_jax.vision.placed import Picture
+from dflash_jax.text.pictures.placed import Picture
 
 PROCESSOR, WITH_TEXT = "preprocessor_config.json", "processor_config.json"
 # What is opened at most: a small file may say that it holds billions.

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.compile.programs import Programs
 from dflash_jax.models import Patches, VisionConfig, bind
-from dflash_jax.vision.packing import MOST_PICTURES, packed
-from dflash_jax.vision.placed import Picture
-from dflash_jax.vision.reading import Processor
+from dflash_jax.text.pictures.packing import MOST_PICTURES, packed
+from dflash_jax.text.pictures.placed import Picture
+from dflash_jax.text.pictures.reading import Processor
 
 # Patches of a call, unless one picture alone has more: 4 megapixels of patches of 16 x 16.
 MOST_PATCHES = 16_384
