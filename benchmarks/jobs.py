@@ -75,12 +75,17 @@ BENCHMARKS = {
     "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
     "cache_write": ("cache_write.py", 40),
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
+    "structured": ("structured.py --shapes qwen3-4b", 90),
+    "serving": ("serving.py --shapes qwen3-4b", 130),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
-    "several_gpus.py --models qwen3-8b --tp 2 1 --batch 1 8 --calls 4",
-    "several_gpus.py --models qwen3-32b --tp 2 --batch 1 --calls 3",
+    "several_gpus.py --models qwen3-8b --tp 2 --batch 1 8 --calls 4 --exchange",
+    "several_gpus.py --models qwen3-8b --tp 2 1 --batch 1 8 --calls 4 --collectives",
+    "several_gpus.py --models qwen3-8b --tp 4 --batch 1 8 --calls 4 --exchange",
+    "several_gpus.py --models qwen3-32b --tp 4 2 --batch 1 8 --calls 4 --exchange",
+    "several_gpus.py --models qwen3-coder-30b-a3b --tp 4 --batch 1 8 --calls 4 --exchange",
 )
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes

@@ -2,9 +2,11 @@
 
     python benchmarks/several_gpus.py
     python benchmarks/several_gpus.py --models qwen3-8b --tp 1 2 --batch 1 8
+    python benchmarks/several_gpus.py --models qwen3-8b --tp 2 --collectives
 
 Measured as `decode.py` does, through the engine a user runs. What does not fit so many GPUs is passed over with its sizes. The
-floor is what each GPU reads, without what GPUs tell one another. No drafter of Qwen3-32B is published: the one here has five
+floor is what each GPU reads, without what GPUs tell one another. Rows say what ran the target's layers, and whether GPUs exchanged
+numbers in the project's kernels or by JAX's collectives. No drafter of Qwen3-32B is published: the one here has five
 layers of the target's widths.
 """
 
@@ -27,14 +29,16 @@ from record import Record, arguments
 
 from dflash_jax.checkpoints.weights import completed, reading_bytes, round_weights, spread, stored_shapes, weight_shapes
 from dflash_jax.compile.programs import Programs
+from dflash_jax.decoding.cycle import in_one_graph
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import plan_for
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import CapacityError
+from dflash_jax.execution import switches
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_named, init_params
 from dflash_jax.models.presets import DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.parallel.ranks import held, local_ranks
 
 BFLOAT16 = jax.numpy.dtype("bfloat16")
 _OF_32B = replace(
@@ -88,7 +92,13 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--kinds", nargs="+", default=["step", "cycle"], choices=["step", "cycle"])
     parser.add_argument("--calls", type=int, default=6)
+    parser.add_argument(
+        "--collectives", action="store_true", help="GPUs tell one another everything by JAX's collectives"
+    )
+    parser.add_argument("--exchange", action="store_true", help="experts and gated delta nets add up in kernels too")
     options = parser.parse_args()
+    switches.RANK_EXCHANGE = not options.collectives
+    switches.RANK_EXCHANGE_ALL = options.exchange
     record = Record("several_gpus", options)
     for name, tp in itertools.product(options.models, options.tp):
         if reasons := sharing_refusals(*MODELS[name][1:], tp):
@@ -112,7 +122,8 @@ def of_model(record: Record, options: Any, name: str, tp: int, engine: Engine) -
     runs = [start(engine, draft=kind == "cycle", batch=batch, **size) for batch, kind in cases]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda job: job(), [job for run in runs for job in run.first_jobs()]))
-    at, seconds = f"tp{tp} ctx{options.context // 1024}k", time.perf_counter() - started
+    by = " NCCL" if tp > 1 and options.collectives else ""
+    at, seconds = f"tp{tp}{by} ctx{options.context // 1024}k", time.perf_counter() - started
     record.add(f"compile {name} {at}", "compile time, all programs", round(seconds, 1), "s")
     for batch, kind in cases:
         draft = kind == "cycle"
@@ -120,8 +131,16 @@ def of_model(record: Record, options: Any, name: str, tp: int, engine: Engine) -
         record.add(
             f"{kind} {name} {at} B{batch}", "time per " + kind, round(statistics.median(times), 3), "ms",
             floor=floor_ms(engine, draft=draft, context=options.context, batch=batch),
-            spread=[round(min(times), 3), round(max(times), 3)],
+            spread=[round(min(times), 3), round(max(times), 3)], **how(engine, draft=draft, batch=batch),
         )  # fmt: skip
+
+
+def how(engine: Engine, *, draft: bool, batch: int) -> dict[str, Any]:
+    """What runs the target's layers in such a cycle, and whether GPUs exchange numbers in kernels."""
+    setup = engine.setup(mode="greedy", draft=draft).of_rank()
+    weights = {role: held(table) for role, table in engine.weights.items()} if engine.tp > 1 else engine.weights
+    plans = setup.plans(weights, batch, engine.buckets.width[-1], engine.pool_shapes())
+    return {"runner": plans.target.runner, "exchange": plans.target.exchange, "one_graph": in_one_graph(setup, plans)}
 
 
 if __name__ == "__main__":

@@ -8,19 +8,25 @@ weights follow no grammar: with `--shapes` cycles are told what they gain, and t
 in every cycle, so that all masks of a block are computed, which is the most that can be.
 """
 
-import argparse
 import statistics
 import string
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import jax
+sys.path.insert(0, str(Path(__file__).parent))
+
 import numpy as np
+from record import Record, arguments
 
 import dflash_jax as dj
 from dflash_jax.bench.workload import random_pair
+from dflash_jax.compile.programs import start_compiling
 from dflash_jax.decoding import grammar_masks
 from dflash_jax.decoding.grammar_masks import Grammar
+from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine.requests import Request
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.grammars import installed
@@ -70,14 +76,33 @@ def synthetic_grammar(vocab: int) -> Grammar:
     return Grammar(matcher)
 
 
-def requests(model: dj.Model, users: int, grammar: Grammar | None, params: dict[str, Any]) -> list[Request]:
-    shape = SamplingParams(max_tokens=TOKENS, ignore_eos=grammar is None, **params)
+class Kind(NamedTuple):
+    """Wishes of requests: the mode of their programs, their parameters, and how many of the users have them; None for all."""
+
+    mode: Mode
+    params: Mapping[str, Any] = MappingProxyType({})
+    users: int | None = None
+
+
+PENALTY = {"repetition_penalty": 1.05}
+KINDS = {
+    "free": Kind("greedy"), "penalty": Kind("adjusted", PENALTY), "penalty of one": Kind("adjusted", PENALTY, 1),
+    "structured": Kind("structured"),
+}  # fmt: skip
+
+
+def requests(model: dj.Model, users: int, grammar: Grammar | None, kind: Kind) -> list[Request]:
+    shapes = [SamplingParams(max_tokens=TOKENS, ignore_eos=grammar is None, **params) for params in (kind.params, {})]
     if model.tokenizer is not None:
         prompts = [tuple(model.tokenizer.encode(f"# {user}\n{PROMPT}")) for user in range(users)]
     else:
         drawn = np.random.default_rng(1).integers(0, model.target.vocab_size, (users, PROMPT_TOKENS))
         prompts = [tuple(row) for row in drawn.tolist()]
-    return [Request(place, prompt, shape, model.eos_ids, grammar=grammar) for place, prompt in enumerate(prompts)]
+    having = users if kind.users is None else kind.users
+    return [
+        Request(place, prompt, shapes[place >= having], model.eos_ids, grammar=grammar)
+        for place, prompt in enumerate(prompts)
+    ]
 
 
 def cycle_ms(model: dj.Model, asked: Sequence[Request]) -> tuple[float, float]:
@@ -96,41 +121,46 @@ def cycle_ms(model: dj.Model, asked: Sequence[Request]) -> tuple[float, float]:
     return statistics.median(ms for ms, _ in each), statistics.median(tokens for _, tokens in each)
 
 
+def compile_ahead(model: dj.Model, kinds: Sequence[str], users: Sequence[int]) -> None:
+    setups = [model.engine.setup(mode=KINDS[kind].mode, draft=True, sampling=False) for kind in kinds]
+    for program in start_compiling(model.engine.warmup_jobs(setups, users)):
+        program.result()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(str(__doc__))
     parser.add_argument("--shapes", help="a published shape with random weights in place of the pair")
     parser.add_argument("--users", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="free is always timed")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
+    kinds = ["free", *(kind for kind in KINDS if kind in args.kinds and kind != "free")]
+    if not installed():
+        kinds = [kind for kind in kinds if KINDS[kind].mode != "structured"]
     options: dict[str, Any] = {"max_batch": max(args.users), "max_model_len": MODEL_LEN, "verify_length": None}
+    model = random_pair(args.shapes, **options) if args.shapes else dj.load(**options)
+    grammar = None
     if args.shapes:
-        model = random_pair(args.shapes, **options)
         model.engine.imposed_acceptance = ACCEPTANCE
-        grammar = synthetic_grammar(model.target.vocab_size) if installed() else None
-    else:
-        model = dj.load(**options)
-        grammar = model.grammars.compiled({"json": SCHEMA}) if installed() else None
-    kinds = {
-        "free": (None, {}), "repetition_penalty=1.05": (None, {"repetition_penalty": 1.05}), "structured": (grammar, {}),
-    }  # fmt: skip
-    if grammar is None:
-        del kinds["structured"]
-    print(f"{args.shapes or 'the shipped pair'} on {jax.local_devices()[0].device_kind}", flush=True)
-    modes = ("greedy", "adjusted", "structured")[: len(kinds)]
-    compiled = model.warmup(modes=modes, draft=(True,), batch=args.users)
-    print(f"compiled in {compiled:.1f} s", flush=True)
+    if installed():
+        grammar = (
+            synthetic_grammar(model.target.vocab_size) if args.shapes else model.grammars.compiled({"json": SCHEMA})
+        )
+    compile_ahead(model, kinds, args.users)
+    record = Record("structured", args, ["llguidance"] if installed() else [])
     for users in args.users:
-        base = 0.0
-        for name, (given, params) in kinds.items():
-            runs = [cycle_ms(model, requests(model, users, given, params)) for _ in range(args.repeats + 1)][1:]
+        base = None
+        for name in kinds:
+            kind = KINDS[name]
+            given = grammar if kind.mode == "structured" else None
+            runs = [cycle_ms(model, requests(model, users, given, kind)) for _ in range(args.repeats + 1)][1:]
             ms, tokens = min(ms for ms, _ in runs), runs[0][1]
-            base = base or ms
-            spread = ", ".join(f"{one:.3f}" for one, _ in runs)
-            print(
-                f"{users} users, {name}: {ms:.3f} ms a cycle ({spread}), {100 * (ms / base - 1):+.1f} %, "
-                f"{tokens:.2f} tokens a cycle",
-                flush=True,
-            )
+            base = ms if base is None else base
+            case = f"{args.shapes or 'pair'}, {users} users, {name}"
+            record.add(
+                case, "cycle", round(ms, 4), "ms", runs=[round(one, 4) for one, _ in runs], tokens_per_cycle=tokens,
+                over_free=round(ms / base - 1, 4),
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -136,7 +136,11 @@ class Model:
                 f"batch must hold integers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
             )
         drafts = [bool(flag) for flag in draft if self.draft is not None or not flag]
-        setups = [self.engine.setup(mode=mode, draft=flag) for flag, mode in itertools.product(drafts, modes)]
+        # What changes logits has a program for those who do not sample.
+        setups = dict.fromkeys(
+            self.engine.setup(mode=mode, draft=flag, sampling=sampling)
+            for flag, mode, sampling in itertools.product(drafts, modes, (False, True))
+        )
         jobs = list(self.engine.warmup_jobs(setups, None if batch is None else map(operator.index, batch)))
         futures = start_compiling(jobs)
         try:

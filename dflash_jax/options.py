@@ -194,9 +194,9 @@ class LoadOptions:
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
       tp: GPUs that share target and drafter (tensor parallelism), of this machine, or all of several hosts that have come
-        together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards
-        and of the vocabulary, and keys of its heads. For models that do not fit one. With float32 weights drafting changes no text
-        for a given number; another number adds in another order.
+        together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards and of the vocabulary, and keys of
+        its heads. For models that do not fit one, and for speed. With float32 weights drafting changes no text for a given number;
+        another number adds in another order.
       decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
         `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
         exchanges more in every layer. For contexts that do not fit otherwise.

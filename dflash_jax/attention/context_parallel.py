@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.cache.pages import slots_of
-from dflash_jax.parallel.collectives import AXIS, own_rank
+from dflash_jax.parallel.collectives import own_rank
+from dflash_jax.parallel.ranks import AXIS
 
 
 def local_lens(

@@ -144,7 +144,8 @@ class PagedAttend:
             cache.k[i], cache.v[i], rows, of_layer(self.page_table, i), self.seq_lens, self.q_lens, cos, sin, stream, *weights,
             scales=scales, k_scale=cache.k_scale[i] if cache.k_scale else None,
             v_scale=cache.v_scale[i] if cache.v_scale else None, q_norm=q_norm, k_norm=k_norm,
-            exchange=workspace, causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
+            exchange=workspace.mailboxes, causal=layer.causal, scale=layer.scale, eps=layer.config.norm_eps,
+            **workspace.options,
         )  # fmt: skip
         return out.stream, out.projected, cache.with_layer(i, k=out.k_pages, v=out.v_pages)
 

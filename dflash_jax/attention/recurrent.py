@@ -114,18 +114,27 @@ def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...
     return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
 
 
-def committed(
-    cache: Any, states: tuple[DeltaState, ...], counts: Int[Array, "B"]
-) -> tuple[Pages, tuple[DeltaState, ...]]:
+def committed(cache: Any, counts: Int[Array, "B"]) -> tuple[Pages, tuple[DeltaState, ...]]:
     """Pages, and states after the first `counts` of the verified tokens; a count of 0 leaves a slot's as it is.
 
     Args:
       cache: as the target left it.
-      states: as they were before; () for a target without.
     """
-    if not states:
-        return (cache.pages if isinstance(cache, IndexedCache) else cache), ()
-    return cache.pages, tuple(
-        state if factors is None else delta_fold(state, factors, counts)
-        for state, factors in zip(cache.states, cache.factors, strict=True)
+    pages, after, factors = apart(cache)
+    return pages, folded(after, factors, counts)
+
+
+def apart(cache: Any) -> tuple[Pages, tuple[DeltaState, ...], tuple[DeltaFactors | None, ...]]:
+    """Pages, states and factors of a cache as a target left it; () where it has none."""
+    if isinstance(cache, HybridCache):
+        return cache.pages, cache.states, cache.factors
+    return (cache.pages if isinstance(cache, IndexedCache) else cache), (), ()
+
+
+def folded(
+    states: tuple[DeltaState, ...], factors: tuple[DeltaFactors | None, ...], counts: Int[Array, "B"]
+) -> tuple[DeltaState, ...]:
+    """States after the first `counts` of the verified tokens, whose factors are not in them yet."""
+    return tuple(
+        state if its is None else delta_fold(state, its, counts) for state, its in zip(states, factors, strict=True)
     )

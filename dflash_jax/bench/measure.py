@@ -183,7 +183,7 @@ def programs(
     shared, engine.share_prefixes = engine.share_prefixes, False
     engine.imposed_acceptance = imposed_acceptance
     try:
-        setup = engine.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
+        setup = engine.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs, sampling=needs.sampling)
         first = list(_run(model, requests, draft, users).first_jobs())
     finally:
         engine.imposed_acceptance, engine.share_prefixes = None, shared

@@ -15,8 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.cache.pages import Pages, pool_axes
-from dflash_jax.parallel.collectives import AXIS
-from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.parallel.ranks import AXIS, Ranks
 
 
 @runtime_checkable

@@ -7,11 +7,13 @@ written again with their counts. Nothing is taken back where a proposal falls: o
 """
 
 from dataclasses import dataclass, replace
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
+
+from dflash_jax.decoding.grammar_masks import allows, masked
 
 # What a refused token loses among a drafter's logits: more than any of them, and no infinity, as all that it offers may be refused.
 _REFUSED_DRAFT = -1e4
@@ -52,25 +54,93 @@ def adjusted_logits(
       logits: float32, of the target; refused ones are -inf.
       ids: the tokens that the rows follow: the pending one, which `adjust` knows of, and the proposals, which it does not.
     """
-    (b, t, vocab), drafted = logits.shape, ids[:, 1:]
-    rows, columns = jnp.arange(b)[:, None, None], jnp.arange(t)[:, None]
-    left = penalized(
-        logits + adjust.bias[:, None], adjust.seen[:, None], *(each[:, None, None] for each in _penalties(adjust))
-    )
-    if t > 1:
-        behind = jnp.arange(1, t) <= columns  # whether row j follows proposal i
-        same = drafted[:, :, None] == drafted[:, None, :]
-        more = jnp.sum(behind[None, :, :, None] & same[:, None], axis=2, dtype=jnp.int32)  # copies before row j
-        at = (rows, columns, drafted[:, None])
-        bias, seen = (jnp.take_along_axis(each, drafted, axis=1)[:, None] for each in (adjust.bias, adjust.seen))
-        again = penalized(logits[at] + bias, seen + 2 * more, *(each[:, None, None] for each in _penalties(adjust)))
+    rows, columns, vocab = *_places(logits), logits.shape[-1]
+    left = _known(logits, adjust)
+    if ids.shape[1] > 1:
+        own, at = _own(logits, ids, adjust)
         # Where a proposal comes twice both write one number: their order does not matter.
-        left = left.at[rows, columns, jnp.where(behind, drafted[:, None], vocab)].set(again, mode="drop")
-    trail = jnp.concatenate([adjust.tail, drafted], axis=1)
+        left = left.at[rows, columns, at].set(own, mode="drop")
+    return left.at[rows, columns, _ended_words(ids, adjust, vocab)].set(-jnp.inf, mode="drop")
+
+
+def adjusted_best(
+    logits: Float[Array, "B T V"],
+    ids: Int[Array, "B T"],
+    adjust: Adjustments,
+    masks: UInt32[Array, "B T W"] | None = None,
+) -> Int[Array, "B T"]:
+    """The token of the greatest of `adjusted_logits` in each row, the first of equal ones; no such logits are written.
+
+    One pass over the logits, as the product before gave them, finds the best of all but the block's own proposals, whose few logits
+    are looked at apart.
+
+    Args:
+      logits: in the product's dtype; adjusted ones are compared in float32.
+      masks: see `decoding.grammar_masks.masked`; None allows everything.
+    """
+    rows, columns, (*_, vocab) = *_places(logits), logits.shape
+    logits = logits.at[rows, columns, _ended_words(ids, adjust, vocab)].set(-jnp.inf, mode="drop")
+    own, at = _own(logits, ids, adjust)
+    others = logits.at[rows, columns, at].set(-jnp.inf, mode="drop") if ids.shape[1] > 1 else logits
+    counts = at < vocab if masks is None else (at < vocab) & allows(masks, ids[:, None, 1:])
+    own = jnp.where(counts, own, -jnp.inf)
+    known = _known(others.astype(jnp.float32), adjust)
+    best, token = _greatest(known if masks is None else masked(known, masks))
+    # One proposal after the other, which goes into one launch: a reduction would be one of its own.
+    for place in range(ids.shape[1] - 1):
+        its, proposal = own[..., place], ids[:, place + 1, None]
+        better = (its > best) | ((its == best) & (proposal < token))
+        best, token = jnp.where(better, its, best), jnp.where(better, proposal, token)
+    return token
+
+
+def _greatest(rows: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
+    """The greatest of each row, and where it stands first."""
+    places = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
+
+    def greater(one: Any, other: Any) -> Any:
+        ahead = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+        return jnp.where(ahead, one[0], other[0]), jnp.where(ahead, one[1], other[1])
+
+    least = jnp.array(-jnp.inf, rows.dtype), jnp.int32(rows.shape[-1])
+    best, place = jax.lax.reduce((rows, places), least, greater, (rows.ndim - 1,))
+    return best, place
+
+
+def _places(logits: Float[Array, "B T V"]) -> tuple[Int[Array, "B 1 1"], Int[Array, "T 1"]]:
+    b, t, _ = logits.shape
+    return jnp.arange(b)[:, None, None], jnp.arange(t)[:, None]
+
+
+def _known(logits: Float[Array, "B T V"], adjust: Adjustments) -> Float[Array, "B T V"]:
+    """Logits after biases and the penalties of what was emitted before the block."""
+    penalties = (each[:, None, None] for each in _penalties(adjust))
+    return penalized(logits + adjust.bias[:, None], adjust.seen[:, None], *penalties)
+
+
+def _own(
+    logits: Float[Array, "B T V"], ids: Int[Array, "B T"], adjust: Adjustments
+) -> tuple[Float[Array, "B T g"], Int[Array, "B T g"]]:
+    """What is left in each row of the logits of the block's own proposals, and which those are; V where a proposal stands not
+    before the row."""
+    (rows, columns), drafted, places = _places(logits), ids[:, 1:], ids.shape[1]
+    behind = jnp.arange(1, places) <= columns  # whether row j follows proposal i
+    same = drafted[:, :, None] == drafted[:, None, :]
+    more = jnp.sum(behind[None, :, :, None] & same[:, None], axis=2, dtype=jnp.int32)  # copies before row j
+    bias, seen = (jnp.take_along_axis(each, drafted, axis=1)[:, None] for each in (adjust.bias, adjust.seen))
+    raw = logits[rows, columns, drafted[:, None]].astype(jnp.float32)
+    own = penalized(raw + bias, seen + 2 * more, *(each[:, None, None] for each in _penalties(adjust)))
+    return own, jnp.where(behind, drafted[:, None], logits.shape[-1])
+
+
+def _ended_words(ids: Int[Array, "B T"], adjust: Adjustments, vocab: int) -> Int[Array, "B T W"]:
+    """In each row the last tokens of the words whose others stand before it, `vocab` for words whose others do not."""
+    columns = jnp.arange(ids.shape[1])[:, None]
+    trail = jnp.concatenate([adjust.tail, ids[:, 1:]], axis=1)
     before = trail[:, columns + jnp.arange(adjust.tail.shape[1])]
     begins, last = adjust.words[:, None, :, :-1], adjust.words[:, None, :, -1]
     stands = jnp.all((begins < 0) | (begins == before[:, :, None]), axis=-1) & (last >= 0)
-    return left.at[rows, columns, jnp.where(stands, last, vocab)].set(-jnp.inf, mode="drop")
+    return jnp.where(stands, last, vocab)
 
 
 def penalized(
@@ -102,12 +172,10 @@ def proposing_logits(
       tokens: of each column; None where column i is token i.
     """
     spread = (slice(None), *(None,) * (logits.ndim - 2))
+    slots = jnp.arange(logits.shape[0])[(*spread, None)]
 
     def of_columns(each: Array) -> Array:
-        each = each[spread]
-        if tokens is None:
-            return each
-        return jnp.take_along_axis(jnp.broadcast_to(each, (*tokens.shape[:-1], each.shape[-1])), tokens, axis=-1)
+        return each[spread] if tokens is None else each[slots, tokens]
 
     bias = jnp.maximum(of_columns(adjust.bias), _REFUSED_DRAFT)
     penalties = (each[(*spread, None)] for each in _penalties(adjust))

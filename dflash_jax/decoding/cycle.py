@@ -3,27 +3,28 @@
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from dflash_kernels import RankExchange
+from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
-from dflash_jax.attention.recurrent import committed, verifying
+from dflash_jax.attention.recurrent import apart, folded, verifying
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_rejection, first_true, imposed_chances
-from dflash_jax.decoding.adjustments import adjusted_logits, after, proposing_logits
+from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
-from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, allowed_logits
+from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
-from dflash_jax.execution.draft_head import best_proposals, shortlist
+from dflash_jax.execution.draft_head import best_by_index, best_proposals, shortlist
 from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
@@ -31,15 +32,19 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
+from dflash_jax.parallel.collectives import meeting_in, pair_exchange
+from dflash_jax.quantization.weights import Quantised
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 class Workspaces(NamedTuple):
-    """What kernels of a model's layers hand results over through, where it outlives a cycle."""
+    """What kernels of a model's layers hand results over through, where it outlives a cycle; `pairs`: through which ranks tell one
+    another their best rows of a head."""
 
     target: Any = None
     draft: Any = None
     context: Any = None
+    pairs: RankExchange | None = None
 
 
 def cycle(
@@ -50,7 +55,7 @@ def cycle(
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
-    """Every live slot gains between 1 and T tokens; done slots stay as they are.
+    """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
 
     Args:
       setup: static.
@@ -60,15 +65,66 @@ def cycle(
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
     """
-    plans = cycle_plans(setup, weights, page_table, state)
-    live, draft_table = ~state.done, setup.draft_table(page_table)
+    noise = drawn_noise(setup, state)
+    with meeting_in(workspaces.pairs):
+        state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate)
+        state, rows = verified(setup, weights, page_table, state, block, workspaces)
+        return judged(setup, weights, state, block, rows, noise)
+
+
+@no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    """What is verified: the pending tokens and what was proposed after them.
+
+    Attributes:
+      logits, law: what proposals were drawn from, where rejection judges them by it.
+      lengths, odds, pack: of `shared_rows`, where slots share the target's rows.
+    """
+
+    ids: Int[Array, "B T"]
+    logits: Float[Array, "B g V"] | None = None
+    law: Law | None = None
+    lengths: Int[Array, "B"] | None = None
+    odds: Float[Array, "B g"] | None = None
+    pack: Packing | None = None
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """What the target made of a block: hidden states, tapped features, and factors of its gated delta nets' states."""
+
+    hidden: Float[Array, "... D"]
+    features: Float[Array, "B T nD"]
+    factors: Any
+
+
+def drawn_noise(setup: Setup, state: DecodeState) -> Float[Array, "B T V"] | None:
+    """Drawn once: drafter and target add the same noise."""
+    return None if setup.greedy else noise_at(state.request.seed, emitted_at(setup, state), setup.target.vocab_size)
+
+
+def emitted_at(setup: Setup, state: DecodeState) -> Int[Array, "B T"]:
+    """Position of the token that row j of the logits chooses."""
+    return state.seq_lens[:, None] + 1 + jnp.arange(setup.width)
+
+
+def drafted(
+    setup: Setup,
+    weights: Weights,
+    page_table: Any,
+    state: DecodeState,
+    noise: Float[Array, "B T V"] | None,
+    workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+    estimate: Float[Array, "T"] | None = None,
+) -> tuple[DecodeState, Block]:
+    """Writes the drafter's context and proposes what comes after the pending tokens."""
+    plans, draft_table = cycle_plans(setup, weights, page_table, state), setup.draft_table(page_table)
     target = bind(setup.target, weights["target"])
-    places = jnp.arange(setup.width)
-    emitted_at = state.seq_lens[:, None] + 1 + places  # position of the token that row j of the logits chooses
-
-    # Drawn once: drafter and target add the same noise.
-    noise = None if setup.mode == "greedy" else noise_at(state.request.seed, emitted_at, setup.target.vocab_size)
-
+    positions = emitted_at(setup, state)
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
     lengths, odds, pack = None, None, None
     if setup.draft is not None:
@@ -94,13 +150,15 @@ def cycle(
                         last_features(state),
                         listed,
                     )
-                    pick = picker(setup, emitted_at[:, :-1], state, draft_noise)
+                    pick = picker(setup, positions[:, :-1], state, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
                 elif setup.mode == "greedy" and setup.width == setup.offered and not setup.per_request:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.
                     proposals = drafter.proposing(best_proposals(drafter, block, head, index))
                 elif setup.mode == "greedy" and not setup.per_request:
                     proposals = best_proposals(drafter, proposing, head, index)
+                elif setup.greedy and not setup.per_request and state.adjust is not None:
+                    proposals = adjusted_proposals(drafter, proposing, head, index, state.adjust)
                 elif listed is not None:
                     draft_law = Law(*listed)
                     first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)
@@ -110,16 +168,32 @@ def cycle(
                     if state.adjust is not None:
                         draft_logits = proposing_logits(draft_logits, state.adjust)
                     draft_noise = None if noise is None else noise[:, :-1]
-                    proposals = propose(setup, draft_logits, emitted_at[:, :-1], state, draft_noise)
+                    proposals = propose(setup, draft_logits, positions[:, :-1], state, draft_noise)
             if setup.per_request:
                 with jax.named_scope("budget"):
                     odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate)
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
             ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
+    # Who verifies without rejection asks for no law.
+    kept = setup.proposals == "rejection" and not setup.greedy
+    block = Block(ids, draft_logits if kept else None, draft_law if kept else None, lengths, odds, pack)
+    return replace(state, draft_pages=draft_pages), block
 
+
+def verified(
+    setup: Setup,
+    weights: Weights,
+    page_table: Any,
+    state: DecodeState,
+    block: Block,
+    workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+) -> tuple[DecodeState, Rows]:
+    """Runs the target over a block, which is in its pages then."""
+    plans, live, ids, pack = cycle_plans(setup, weights, page_table, state), ~state.done, block.ids, block.pack
+    target = bind(setup.target, weights["target"])
     with jax.named_scope("verify"):
-        positions = state.seq_lens[:, None] + places
-        lengths = jnp.where(live, setup.width, 0) if lengths is None else lengths
+        positions = state.seq_lens[:, None] + jnp.arange(setup.width)
+        lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         table, size = tables_of(page_table, "target"), pages.page_size
         attend = PagedAttend(table, positions, lengths, size, heads=heads, dealt=setup.dealt)
@@ -131,6 +205,28 @@ def cycle(
             rows, attend = (pack.packed(ids), pack.packed(positions)), RaggedAttend(attend, pack)
             hidden, features, cache = target(*rows, attend, setup.taps, run, cache)
             features = pack.unpacked(features)
+    pages, states, factors = apart(cache)
+    return replace(state, target_pages=pages, recurrent=states), Rows(hidden, features, factors)
+
+
+def judged(
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    block: Block,
+    rows: Rows,
+    noise: Float[Array, "B T V"] | None,
+    masks: UInt32[Array, "B T W"] | None = None,
+) -> tuple[DecodeState, Emitted]:
+    """Accepts a prefix of each block and commits it.
+
+    Args:
+      masks: what grammars allow, see `decoding.grammar_masks.masked`; None for everything.
+    """
+    live, places, positions = ~state.done, jnp.arange(setup.width), emitted_at(setup, state)
+    target = bind(setup.target, weights["target"])
+    ids, pack, hidden = block.ids, block.pack, rows.hidden
+    with jax.named_scope("verify"):
         of_slots = pack.unpacked if pack is not None else lambda rows: rows
         # The greatest logits alone are found without writing all of them.
         raw = None if setup.mode == "greedy" and not setup.logprobs else of_slots(target.logits(hidden))
@@ -140,24 +236,27 @@ def cycle(
         if raw is not None and setup.mode == "full":
             # In the product's dtype again, which filters compare in.
             logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
-        elif raw is not None and state.adjust is not None:
-            logits = adjusted_logits(without_stops(raw, state.request, state.produced), ids, state.adjust)
-            if setup.mode == "structured":
-                grammars = jnp.where(live, state.adjust.grammar, NO_GRAMMAR)
-                logits = allowed_logits(logits, grammars, state.produced, ids)
-        chosen = (
-            of_slots(target.best(hidden))
-            if logits is None
-            else sample(logits, emitted_at, state.request, setup.mode, noise)
-        )
-        judged_rows = None if pack is None else lengths
+        if logits is None:
+            chosen = of_slots(target.best(hidden))
+        elif state.adjust is not None and setup.greedy:
+            # A soft cap gives numbers that the product's dtype has not.
+            exact = logits if target.logit_softcap else logits.astype(hidden.dtype)
+            exact = without_stops(exact, state.request, state.produced)
+            chosen = adjusted_best(exact, ids, state.adjust, masks)
+        else:
+            if state.adjust is not None:
+                logits = adjusted_logits(without_stops(logits, state.request, state.produced), ids, state.adjust)
+                logits = logits if masks is None else masked(logits, masks)
+            chosen = sample(logits, positions, state.request, setup.mode, noise)
+        judged_rows = None if pack is None else block.lengths
         accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
-        if logits is not None and setup.proposals == "rejection":
-            if draft_logits is not None:
-                draft_law = Law(filtered_logits(draft_logits, state.request, setup.mode))
+        if logits is not None and setup.proposals == "rejection" and not setup.greedy:
+            draft_law = block.law
+            if block.logits is not None:
+                draft_law = Law(filtered_logits(block.logits, state.request, setup.mode))
             if draft_law is not None:
                 law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
-                sampled = accept_rejection(ids[:, 1:], draft_law, law, emitted_at, state.request, judged_rows)
+                sampled = accept_rejection(ids[:, 1:], draft_law, law, positions, state.request, judged_rows)
                 sampling = state.request.temperature > 0
                 accepted = jnp.where(sampling, sampled[0], accepted)
                 tokens = jnp.where(sampling[:, None], sampled[1], tokens)
@@ -173,24 +272,23 @@ def cycle(
         ended = stopped | (counts >= state.remaining)
         counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        pages, recurrent = committed(cache, state.recurrent, counts)
         keep = (places < counts[:, None])[:, :, None]
         next_state = DecodeState(
             pending=jnp.where(live, last, state.pending),
             seq_lens=state.seq_lens + counts,
-            features=jnp.where(keep, features, jnp.zeros((), features.dtype)),
+            features=jnp.where(keep, rows.features, jnp.zeros((), rows.features.dtype)),
             fresh=counts,
             produced=state.produced + counts,
             remaining=state.remaining - counts,
             done=state.done | ended,
             request=state.request,
-            target_pages=pages,
-            draft_pages=draft_pages,
-            recurrent=recurrent,
+            target_pages=state.target_pages,
+            draft_pages=state.draft_pages,
+            recurrent=folded(state.recurrent, rows.factors, counts),
             adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
         )
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
-    return next_state, emitted if odds is None else replace(emitted, lengths=lengths, odds=odds)
+    return next_state, emitted if block.odds is None else replace(emitted, lengths=block.lengths, odds=block.odds)
 
 
 def shared_rows(
@@ -233,13 +331,31 @@ def cycle_workspaces(setup: Setup, weights: Weights, page_table: Any, state: Dec
     target = bind(setup.target, weights["target"])
     ids = jax.ShapeDtypeStruct(setup.verified_shape(slots), jnp.int32)
     ours = make_workspace(plans.target, target.layers, jax.eval_shape(target.embed, ids))
+    pairs = pair_exchange(slots * _most_tokens(setup)) if plans.target.exchange else None
     if setup.draft is None or plans.draft is None or plans.context is None:
-        return Workspaces(ours)
+        return Workspaces(ours, pairs=pairs)
     drafter = bind(setup.draft, weights["draft"])
     context = make_context_workspace(plans.context, drafter, slots * setup.width)
     x = jax.eval_shape(drafter.block_embeddings, state.pending, target.embed.weight[...])
     theirs = make_workspace(plans.draft, drafter.layers, x)
-    return Workspaces(ours, ours if _alike(ours, theirs) else theirs, context)
+    return Workspaces(ours, ours if _alike(ours, theirs) else theirs, context, pairs)
+
+
+def _most_tokens(setup: Setup) -> int:
+    """Of a slot, for which a head's best rows are asked at once."""
+    return max(setup.offered, 0 if setup.draft is None else setup.draft.block_size)
+
+
+def in_one_graph(setup: Setup, plans: Plans) -> bool:
+    """Whether a loop of such cycles has no collective of JAX's in it, which a graph does not hold.
+
+    Ranks that draw tokens or tell log-probabilities gather logits, and so do draft heads.
+    """
+    if setup.ranks == 1:
+        return True
+    exchange = plans.target.exchange and (plans.draft is None or plans.draft.exchange)
+    gathers = setup.mode != "greedy" or setup.logprobs or setup.per_request or setup.dealt > 1
+    return exchange and not gathers and (setup.draft is None or setup.draft.head is None)
 
 
 def _alike(ours: Any, theirs: Any) -> bool:
@@ -292,6 +408,16 @@ def draft_block(
 def _seen_pages(drafter, draft_pages, page_table: Any, state: DecodeState, window: int | None):
     sizes = {"block": drafter.config.block_size, "page_size": draft_pages.page_size}
     return last_pages(page_table, state.seq_lens, window=window, **sizes)
+
+
+def adjusted_proposals(
+    drafter, hidden: Float[Array, "B g D"], head: Any, index: Any, adjust: Adjustments
+) -> Int[Array, "B g"]:
+    """The best token at each place under what was emitted before the block, by the index of a whole head where there is one."""
+    if index is None or isinstance(head, Quantised) or len(head) < drafter.head_rows:
+        logits = proposing_logits(drafter.logits(hidden, head), adjust)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return best_by_index(hidden, head, index, regard=lambda *found: proposing_logits(found[0], adjust, found[1]))
 
 
 def propose(

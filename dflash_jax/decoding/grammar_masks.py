@@ -1,8 +1,8 @@
-"""Which tokens grammars allow at every place of a verified block, asked of the host between drafting and verification.
+"""Which tokens grammars allow at every place of a verified block, as the host finds it.
 
-What may come at row j depends on the proposals before it, as if they had been emitted. The program hands them to the host, which
-walks along them in each request's grammar, and goes on with the masks of all rows. Nothing is taken back where a proposal falls:
-the walk ends where it began, and only what the next block tells as emitted moves a grammar on.
+What may come at row j depends on the proposals before it, as if they had been emitted. The host gets them from one program, walks
+along them in each request's grammar, and gives the masks of all rows to another one (`decoding.masked_cycle`). Nothing is taken
+back where a proposal falls: the walk ends where it began, and only what the next block tells as emitted moves a grammar on.
 
 The host knows a grammar's place by a number that is the request's in the device's state. Numbers are drawn anew whenever a request
 takes a slot: calls that were started for an earlier stay ask for one that nobody has, and everything is allowed there.
@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 NO_GRAMMAR = 0
 BITS = 32  # tokens of a word of a mask
@@ -98,24 +97,6 @@ _NUMBERS = itertools.count(NO_GRAMMAR + 1)
 _FOLLOWERS: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
 
 
-def allowed_logits(
-    logits: Float[Array, "B T V"], grammars: Int[Array, "B"], produced: Int[Array, "B"], ids: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
-    """Logits with -inf for tokens that grammars refuse; rows behind a refused proposal, which emit nothing, are whatever.
-
-    Args:
-      grammars: numbers of followers; 0 allows everything.
-      produced: tokens emitted so far, the pending one included.
-      ids: the pending token, whatever where there is none yet, and the proposals.
-    """
-    words = -(-logits.shape[-1] // BITS)
-    shape = jax.ShapeDtypeStruct((*ids.shape, words), jnp.uint32)
-    # Asked twice it answers the same: that is all that makes it pure.
-    asked = jnp.concatenate([grammars[:, None], produced[:, None], ids], axis=1)  # one copy to the host, not three
-    masks = jax.pure_callback(functools.partial(_masks, words), shape, asked)
-    return masked(logits, masks)
-
-
 def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Float[Array, "B T V"]:
     """Logits of the tokens whose bits are set, the lowest of each word first, and -inf for others."""
     bits = masks[..., None] >> jnp.arange(BITS, dtype=jnp.uint32) & jnp.uint32(1)
@@ -123,27 +104,37 @@ def masked(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Floa
     return jnp.where(allowed, logits, -jnp.inf)
 
 
-def _masks(words: int, slots_asked: Any) -> np.ndarray:
-    """The host's part of `allowed_logits`. It raises nothing: an error would take the whole batch with it.
+def allows(masks: UInt32[Array, "B T W"], tokens: Int[Array, "B #T n"]) -> Bool[Array, "B T n"]:
+    """Whether masks have the bits of these tokens."""
+    tokens = jnp.broadcast_to(tokens, (*masks.shape[:2], tokens.shape[-1]))
+    words = jnp.take_along_axis(masks, tokens // BITS, axis=-1)
+    return (words >> (tokens % BITS).astype(jnp.uint32) & jnp.uint32(1)) > 0
+
+
+def masks_of(asked: np.ndarray, vocab: int) -> np.ndarray:
+    """`[B, T, V / 32]` uint32, as `masked` takes them; rows behind a refused proposal, which emit nothing, are whatever.
+
+    Asked twice it answers the same. It raises nothing: an error would take the whole batch with it.
 
     Args:
-      slots_asked: `[B, 2 + T]` int32: of each slot its grammar's number, the tokens emitted, and the block.
+      asked: `[B, 2 + T]` integers: of each slot its grammar's number, the tokens emitted, and the block: the pending token,
+        whatever where there is none yet, and the proposals.
     """
-    slots, places = slots_asked.shape[0], slots_asked.shape[1] - 2
+    slots, places, words = asked.shape[0], asked.shape[1] - 2, -(-vocab // BITS)
     masks = np.full((slots * places, words), -1, np.int32)
-    asked, besides, followers = [], [], []
-    for slot, (number, count, *block) in enumerate(np.asarray(slots_asked).tolist()):
+    wanted, besides, followers = [], [], []
+    for slot, (number, count, *block) in enumerate(asked.tolist()):
         follower = None if number == NO_GRAMMAR else _FOLLOWERS.get(number)
         if follower is None or follower.error:
             continue
         first, proposed, besides_token = follower.walk(count, block)
         if first < places and not follower.error:
             followers.append(follower)
-            asked.append(follower.mask_row(slot * places + first, proposed))
+            wanted.append(follower.mask_row(slot * places + first, proposed))
             besides.append((slot * places + first, besides_token))
-    if asked:
+    if wanted:
         try:
-            _fill(asked, masks)
+            _fill(wanted, masks)
         except Exception as error:
             for follower in followers:
                 follower.error = str(error) or type(error).__name__

@@ -30,7 +30,7 @@ def picker(setup: Setup, positions: Int[Array, "B g"], state: DecodeState, noise
         if state.adjust is not None:
             listed = None if tokens is None else tokens[:, :, None]
             scores = proposing_logits(scores, state.adjust, listed)
-        if setup.mode == "greedy" or setup.proposals == "argmax":
+        if setup.greedy or setup.proposals == "argmax":
             return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
         slots, places, cases, columns = scores.shape
         rows = scores.reshape(slots, places * cases, columns)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.compile.programs import compiled_with
-from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces
+from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces, in_one_graph
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, apart, together
-from dflash_jax.execution.plan import choose_context
+from dflash_jax.execution.plan import ONE_GRAPH, choose_context
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -20,7 +20,9 @@ def loop_options(
     setup: Setup, max_cycles: int, weights: Any, page_table: Any, state: Any, *rest: Any
 ) -> dict[str, Any]:
     """What XLA is told about `loop` of these arguments on a GPU, which may be shapes: the options of its target's plan."""
-    return dict(cycle_plans(setup, weights, page_table, state).target.xla_options)
+    plans = cycle_plans(setup, weights, page_table, state)
+    graph = () if in_one_graph(setup, plans) else ONE_GRAPH
+    return {name: value for name, value in plans.target.xla_options if name not in graph}
 
 
 @compiled_with(loop_options)
@@ -42,7 +44,7 @@ def loop(
     cancelled or have lost their pages. `estimate`: see `cycle`.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
-    width, slots = setup.width, state.done.shape[0]
+    slots = state.done.shape[0]
     numbers, rest = apart(state)
     empty = _packed(no_rows(setup, max_cycles, slots))
     done_before = jnp.sum(state.done)
@@ -64,10 +66,7 @@ def loop(
 
     first = jnp.int32(0), finished(state), numbers, rest, empty
     *_, numbers, rest, rows = jax.lax.while_loop(more, body, first)
-    state, more_rows = together(numbers, rest), ((0, 0), (0, setup.offered - width), (0, 0))
-    return replace(state, features=jnp.pad(state.features, more_rows)), _unpacked(
-        rows, no_rows(setup, max_cycles, slots)
-    )
+    return widened(setup, together(numbers, rest)), _unpacked(rows, no_rows(setup, max_cycles, slots))
 
 
 def _packed(emitted: Emitted) -> tuple[Array, ...]:
@@ -97,6 +96,12 @@ def narrowed(setup: Setup, weights: Weights, page_table: Any, state: DecodeState
     draft_pages = commit_context(bind(setup.draft, weights["draft"]), state, setup.draft_table(page_table), plan)
     features = jnp.zeros_like(state.features[:, : setup.width])
     return replace(state, features=features, fresh=jnp.zeros_like(state.fresh), draft_pages=draft_pages)
+
+
+def widened(setup: Setup, state: DecodeState) -> DecodeState:
+    """`state` with as many rows of features as the drafter offers tokens, as it is between two programs."""
+    more_rows = (0, 0), (0, setup.offered - state.features.shape[1]), (0, 0)
+    return replace(state, features=jnp.pad(state.features, more_rows))
 
 
 def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaState
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
@@ -13,7 +13,7 @@ from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
-from dflash_jax.decoding.grammar_masks import allowed_logits
+from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
@@ -119,7 +119,7 @@ def _filled(
         )  # fmt: skip
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
         hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
-        target_pages, states = committed(cache, states, lengths)
+        target_pages, states = committed(cache, lengths)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     draft_pages = caches.draft
@@ -139,7 +139,12 @@ def _filled(
 
 
 def admit(
-    setup: Setup, state: DecodeState, slots: Int[Array, "n"], rows: DecodeState, logits: Float[Array, "n 1 V"]
+    setup: Setup,
+    state: DecodeState,
+    slots: Int[Array, "n"],
+    rows: DecodeState,
+    logits: Float[Array, "n 1 V"],
+    masks: UInt32[Array, "n 1 W"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Places prefilled requests into slots and emits their first tokens, unless they had emitted some before.
 
@@ -149,6 +154,7 @@ def admit(
       rows: the requests as a state of n slots (its pages are ignored): `seq_lens` tokens of each are in the pages, `produced` were
         emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
       logits: of the last token in the pages.
+      masks: in mode structured what grammars allow, see `decoding.grammar_masks.masked`.
     """
     request = rows.request
     left = logits
@@ -156,9 +162,8 @@ def admit(
         left = without_stops(logits.astype(state.features.dtype), request, rows.produced)
     elif rows.adjust is not None:
         left = adjusted_logits(without_stops(logits, request, rows.produced), rows.pending[:, None], rows.adjust)
-        if setup.mode == "structured":
-            left = allowed_logits(left, rows.adjust.grammar, rows.produced, rows.pending[:, None])
-    token = sample(left, rows.seq_lens[:, None], request, setup.mode)
+        left = left if masks is None else masked(left, masks)
+    token = sample(left, rows.seq_lens[:, None], request, "greedy" if setup.greedy else setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
     ended = is_stop(token, request.stop_ids)[:, 0] | (rows.remaining <= 1)

@@ -50,6 +50,7 @@ class Setup:
       target, draft: configurations; draft None is plain decoding.
       mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words;
         structured adds grammars.
+      sampling: whether a request may sample; read in modes adjusted and structured, which are greedy without.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -80,6 +81,7 @@ class Setup:
     per_request: bool = False
     ranks: int = 1
     dealt: int = 1
+    sampling: bool = True
 
     def of_rank(self) -> "Setup":
         """The same for a rank, whose models have its share of heads; itself on one device."""
@@ -106,6 +108,11 @@ class Setup:
             return tables_of(page_table, "draft")
         pages = page_table[:, :, None] * self.dealt + jnp.arange(self.dealt)
         return pages.reshape(page_table.shape[0], -1)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every request takes the greatest of its logits: no noise is drawn and nothing is filtered."""
+        return self.mode == "greedy" or not self.sampling
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -142,7 +149,7 @@ class Setup:
         """
         # Rows side by side attend by a call of their own: for the plan that is one of a sequence without pages.
         pages = None if self.per_request else page_shape(pools[0], table_width)
-        target = self.target_plan(weights, self.verified_shape(slots), pages)
+        target = self.target_plan(weights, self.verified_shape(slots), pages, loops=True)
         if self.draft is None:
             return Plans(target)
         dtype = _dtype(weights)
@@ -152,17 +159,24 @@ class Setup:
         table_width *= self.dealt
         seen = min(table_width, self.seen_pages(pools[1].page_size) or table_width)
         block = CallShape(slots, self.draft.block_size, dtype, page_shape(pools[1], seen))
-        draft = choose(layer_traits(self.draft), block, weight_format(weights["draft"]), ranks=self.ranks)
+        draft = choose(layer_traits(self.draft), block, weight_format(weights["draft"]), ranks=self.ranks, loops=True)
         return Plans(target, draft, context)
 
     def target_plan(
-        self, weights: Mapping[str, Mapping[str, Any]], shape: tuple[int, int], pages: PageShape | None
-    ) -> ExecutionPlan:
-        """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`."""
+        self, weights: Mapping[str, Mapping[str, Any]], shape: tuple[int, int], pages: PageShape | None,
+        *, loops: bool = False,
+    ) -> ExecutionPlan:  # fmt: skip
+        """The plan of a target's pass over `shape`, sequences and tokens of each; `pages` as of `CallShape`, `loops` as of
+        `choose`."""
         call = CallShape(*shape, _dtype(weights), pages)
         beside = None if self.draft is None else weight_format(weights["draft"])
         return choose(
-            layer_traits(self.target), call, weight_format(weights["target"]), beside=beside, ranks=self.ranks
+            layer_traits(self.target),
+            call,
+            weight_format(weights["target"]),
+            beside=beside,
+            ranks=self.ranks,
+            loops=loops,
         )
 
     def seen_pages(self, page_size: int) -> int | None:

@@ -74,7 +74,8 @@ class Request:
 
     @property
     def needs(self) -> "Needs":
-        return Needs(self.mode, self.params.logprobs is not None, stop_bucket(len(self.stop_ids)))
+        p = self.params
+        return Needs(self.mode, p.logprobs is not None, stop_bucket(len(self.stop_ids)), p.temperature > 0)
 
 
 class Needs(NamedTuple):
@@ -84,20 +85,23 @@ class Needs(NamedTuple):
       mode: the simplest that serves all of them.
       logprobs: whether somebody wants log-probabilities.
       stop_width: stop ids of a slot, a bucket.
+      sampling: whether somebody samples.
     """
 
     mode: Mode = "greedy"
     logprobs: bool = False
     stop_width: int = STOP_WIDTH
+    sampling: bool = False
 
     @classmethod
     def of(cls, each: Iterable["Needs"]) -> "Needs":
         """Those of all together."""
-        mode, logprobs, stop_width = cls()
+        mode, logprobs, stop_width, sampling = cls()
         for one in each:
             mode = one.mode if MODES.index(one.mode) > MODES.index(mode) else mode
             logprobs, stop_width = logprobs or one.logprobs, max(stop_width, one.stop_width)
-        return cls(mode, logprobs, stop_width)
+            sampling = sampling or one.sampling
+        return cls(mode, logprobs, stop_width, sampling)
 
     def covers(self, other: "Needs") -> bool:
         return Needs.of((self, other)) == self

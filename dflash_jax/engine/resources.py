@@ -27,7 +27,7 @@ from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
-from dflash_jax.engine.requests import LONGEST_WORD, MOST_WORDS, Request
+from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
@@ -308,14 +308,14 @@ class Resources:
                 f"are all that is left of {len(allowed)}"
             )
 
-    def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False) -> Setup:
-        """What the programs for such requests are compiled for."""
+    def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
+        """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
         drafter = self.draft if draft else None
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
-            dealt=self.dealt,
+            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING,
         )  # fmt: skip
 
     @property

@@ -21,12 +21,13 @@ import numpy as np
 
 from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
-from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower
+from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, masks_of
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
+from dflash_jax.engine.masked_cycles import masked_cycles
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.requests import (
     ADJUSTING,
@@ -215,7 +216,9 @@ class Batch:
     def setup_for(self, needs: Needs) -> Setup:
         """What programs for such needs are compiled for."""
         if needs not in self._setups:
-            self._setups[needs] = self.core.setup(mode=needs.mode, draft=self.draft, logprobs=needs.logprobs)
+            self._setups[needs] = self.core.setup(
+                mode=needs.mode, draft=self.draft, logprobs=needs.logprobs, sampling=needs.sampling
+            )
         return self._setups[needs]
 
     @property
@@ -350,7 +353,11 @@ class Batch:
                 job.follower = Follower(job.request.grammar, job.tokens)
                 grammars[row] = job.follower.number
         arrays = request_rows(self.setup, named, self.needs.stop_width, self.core.dtype, grammars)
-        call = (None, self.state, slots, arrays, logits)
+        masks = None
+        if self.setup.mode == "structured":
+            told = [grammars, arrays.produced, arrays.pending]
+            masks = masks_of(np.stack([np.asarray(one, np.int32) for one in told], axis=1), self.core.target.vocab_size)
+        call = (None, self.state, slots, arrays, logits, masks)
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
         self.keep(state)
         for job in jobs.values():
@@ -368,8 +375,13 @@ class Batch:
         started = time.perf_counter(), self.core.programs.compile_s
         running = self.slots.decoding
         table = self.slots.table(self.core.width_of(max(job.columns for job in running) * self.core.page_size))
-        call = self.loop_arguments(setup, table, cycles, until_any=until_any)
-        state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
+        if setup.mode == "structured":
+            state, emitted = masked_cycles(
+                self.core, setup, table, self.state, cycles, until_any=until_any, retired=self.retired.copy()
+            )
+        else:
+            call = self.loop_arguments(setup, table, cycles, until_any=until_any)
+            state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
@@ -922,7 +934,12 @@ class Scheduler:
         return setup, cycles
 
     def _goes_ahead(self, batch: Batch) -> bool:
-        """Whether anything may be started behind cycles, or cycles behind anything."""
+        """Whether anything may be started behind cycles, or cycles behind anything.
+
+        Cycles that ask the host return with their results: whatever was started behind them would only delay these.
+        """
+        if batch.needs.mode == "structured":
+            return False
         return self.inflight.returns_early if batch.core.goes_ahead is None else batch.core.goes_ahead
 
     def _fewest_slots(self, batch: Batch) -> int:
@@ -990,7 +1007,8 @@ class Scheduler:
         asked = time.perf_counter()
         host = on_host(item.emitted, logprobs=item.setup.logprobs)
         waited = time.perf_counter() - asked
-        spent, updates = self.inflight.seconds(item, waited, watch=core.goes_ahead is None), []
+        watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
+        spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
             learn(core, rows, item.setup.length, host)
         for row in rows:

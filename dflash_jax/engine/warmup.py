@@ -13,18 +13,23 @@ from jaxtyping import Array
 from dflash_jax.cache import Pages
 from dflash_jax.cache.groups import join_tables
 from dflash_jax.cache.recurrent import copy_state, make_states
+from dflash_jax.decoding.grammar_masks import BITS
 from dflash_jax.decoding.loop import loop
+from dflash_jax.decoding.masked_cycle import draft_block, judge_block, verify_block
 from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
+from dflash_jax.engine.masked_cycles import DRAFT_DONATES, JUDGE_DONATES, VERIFY_DONATES
 from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
 from dflash_jax.engine.resources import MAX_CYCLES, Resources
 from dflash_jax.engine.verify_policy import kind_of
 
 
-def admit_program(setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array):
+def admit_program(
+    setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array, masks: Array | None
+):
     """`admit` with the argument that programs keep for weights."""
-    return admit(setup, state, slots, rows, logits)
+    return admit(setup, state, slots, rows, logits, masks)
 
 
 def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
@@ -84,7 +89,7 @@ def first_jobs(
     """
     slots = round_up(max(1, len(requests) if slots is None else slots), core.buckets.batch)
     needs = Needs.of(request.needs for request in requests[:slots])
-    setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs)
+    setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs, sampling=needs.sampling)
     setup = core.verifying(setup, first_length(core, setup, requests, slots), slots)
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
     yield from (jobs.prefill(*call, slots) for call in calls)
@@ -154,15 +159,38 @@ class Jobs:
         arrays = request_rows(setup, [None] * rows, self.stop_width, self.core.dtype)
         numbers = jax.ShapeDtypeStruct((rows,), np.int32)
         logits = jax.ShapeDtypeStruct((rows, 1, self.core.target.vocab_size), np.float32)
-        call = (None, self._state(slots), numbers, arrays, logits)
+        masks = self._masks(rows, 1) if setup.mode == "structured" else None
+        call = (None, self._state(slots), numbers, arrays, logits, masks)
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
     def loop(self, slots: int, width: int) -> partial[None]:
         retired = np.zeros((slots,), bool)
+        if self.setup.mode == "structured":
+            return self._masked_cycle(slots, width, retired)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
         if self.setup.per_request:
             call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call)
+
+    def _masked_cycle(self, slots: int, width: int, retired: np.ndarray) -> partial[None]:
+        """Named by the first of a cycle's programs; compiles all of them."""
+        weights, table = self.core.weights, self._table(slots, width)
+        call = (weights, table, self._state(slots), retired)
+        if self.setup.per_request:
+            call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
+
+        def prepare(function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> None:
+            self.prepare(function, static, donate, *args)
+            state, _, block = jax.eval_shape(partial(function, *static), *args)
+            self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block)
+            state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block)
+            masks = self._masks(slots, self.setup.width)
+            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+
+        return partial(prepare, draft_block, (self.setup,), DRAFT_DONATES, *call)
+
+    def _masks(self, rows: int, places: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, places, -(-self.core.target.vocab_size // BITS)), np.uint32)
 
     def resize(self, old: int, new: int) -> partial[None]:
         rows = jax.ShapeDtypeStruct((new,), np.int32)

@@ -10,6 +10,7 @@ two reductions more: 4B 2.86 for 2.94 ms with one sequence, 4.13 for 4.23 with e
 eight, 16.1 for 16.5 with 32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,11 +59,18 @@ def best_proposals(drafter: DFlash, hidden: Float[Array, "... D"], head: Any, in
 
 
 def best_by_index(
-    x: Float[Array, "... D"], head: Float[Array, "V D"], index: Quantised, count: int | None = None
+    x: Float[Array, "... D"],
+    head: Float[Array, "V D"],
+    index: Quantised,
+    count: int | None = None,
+    regard: Callable[[Float[Array, "... C"], Int[Array, "... C"]], Float[Array, "... C"]] | None = None,
 ) -> Int[Array, "..."]:
     """The row of the head with the largest product in float32 among the candidates of its index, the first of equal ones.
 
     Of more rows than `MOST_ROWS` the head's own, without the index. Each rank may have a share of the head's `count` rows.
+
+    Args:
+      regard: what to compare in place of the candidates' products, from them and their rows, of a whole head.
     """
     rows, count = x.reshape(-1, x.shape[-1]), len(head) if count is None else count
     if len(rows) > MOST_ROWS:
@@ -71,6 +79,9 @@ def best_by_index(
     # XLA multiplies and adds up the rows that it gathers as they come, in one launch.
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)
     products = jnp.sum(wide * rows.astype(jnp.float32), axis=-1)
+    if regard is not None:
+        shape = (*x.shape[:-1], CANDIDATES)
+        products = regard(products.T.reshape(shape), found.T.reshape(shape)).reshape(-1, CANDIDATES).T
     # One after the other, which goes into the launch that needs them: a reduction would be one of its own.
     best, place = products[0], found[0]
     for other, its in zip(products[1:], found[1:], strict=True):

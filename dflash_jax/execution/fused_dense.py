@@ -5,12 +5,23 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import jax.numpy as jnp
-from dflash_kernels import ColumnBlocks, add_norm, dense, dense_gated, dense_onto, dense_parts, dense_refusal
+from dflash_kernels import (
+    ColumnBlocks,
+    RankExchange,
+    add_norm,
+    dense,
+    dense_gated,
+    dense_onto,
+    dense_parts,
+    dense_refusal,
+    reduce_add_norm,
+)
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.plan import MOST_DENSE_ROWS
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
 from dflash_jax.parallel.collectives import ranks_here, reduced
+from dflash_jax.parallel.ranks import AXIS
 from dflash_jax.quantization.weights import Quantised, product, rounds
 
 
@@ -55,6 +66,7 @@ def run_fused_dense(
     attend: Any,
     cache: Cache,
     implementation: str | None = None,
+    ranks: RankExchange | None = None,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
     """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
 
@@ -63,6 +75,7 @@ def run_fused_dense(
     Args:
       normed: x after the first layer's norm.
       implementation: of the products.
+      ranks: where ranks that share the layers meet; without it they do by collectives of JAX's.
     """
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
@@ -72,12 +85,22 @@ def run_fused_dense(
         given, own = _convolved(layer.attention_conv, normed, x.shape)
         projected = dense(given, first.weight[...], **named)
         mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named, own)
+        stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named, own, ranks)
         given, own = _convolved(layer.mlp_conv, normed, x.shape)
         inner = dense_gated(given, mlp.gate_up_proj.weight[...], **named)
-        stream, normed = _onto(inner, mlp.down_proj, stream, norm if later is None else later.input_norm, named, own)
+        after = norm if later is None else later.input_norm
+        stream, normed = _onto(inner, mlp.down_proj, stream, after, named, own, ranks)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
+
+
+def summed_norm(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], norm: Norm, ranks: RankExchange
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
+    """The stream with the parts of all ranks added, which meet in `ranks`, and its norm."""
+    return reduce_add_norm(
+        parts, stream, norm.weight[...], eps=norm.eps, axis=AXIS, exchange=ranks, zero_centered=norm.zero_centered
+    )
 
 
 type _After = Callable[[Float[Array, "M D"]], Float[Array, "M D"]]
@@ -99,9 +122,18 @@ def _convolved(
 
 
 def _onto(
-    x: Float[Array, "M F"], projection: Any, stream: Float[Array, "M D"], norm: Norm, named: Named, after: _After | None
+    x: Float[Array, "M F"],
+    projection: Any,
+    stream: Float[Array, "M D"],
+    norm: Norm,
+    named: Named,
+    after: _After | None,
+    ranks: RankExchange | None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """The stream with a product added, and its norm; the product of all ranks' shares, and what comes `after` it."""
+    if ranks is not None and after is None:
+        parts = dense_parts(x, projection.weight[...], **named)
+        return summed_norm(parts, stream, norm, ranks)
     if ranks_here() > 1 or after is not None:
         product = reduced(jnp.sum(dense_parts(x, projection.weight[...], **named), axis=0).astype(x.dtype))
         product = product if after is None else after(product)

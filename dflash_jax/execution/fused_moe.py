@@ -8,11 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import add_norm, add_norm_scores, dense_parts, dense_refusal, routed_experts_exchange
+from dflash_kernels import (
+    RankExchange,
+    add_norm,
+    add_norm_scores,
+    dense_parts,
+    dense_refusal,
+    dense_scores,
+    routed_experts_exchange,
+)
 from jaxtyping import Array, Float
 
-from dflash_jax.execution.fused_dense import multiplied
-from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
+from dflash_jax.execution.fused_dense import multiplied, summed_norm
+from dflash_jax.models.layers import Cache, Linear, Norm, Rotary, linear
 from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.quantization.weights import Quantised
 
@@ -25,8 +33,12 @@ def run_fused_moe(
     rotary: Rotary,
     attend: Any,
     cache: Cache,
+    ranks: RankExchange | None = None,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
-    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`."""
+    """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
+
+    `ranks`: where ranks that share the layers meet; without it they do by collectives of JAX's.
+    """
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
@@ -34,23 +46,28 @@ def run_fused_moe(
         first, last = layer.mixer.projections
         projected = multiplied(first, normed)
         mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        stream, parts = _fed(layer, _projected(last, mixed.reshape(rows, -1)), stream, exchange)
-        stream, normed = add_norm(parts, stream, **_weight(norm if later is None else later.input_norm))
+        parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
+        stream, parts = _fed(layer, parts, stream, exchange, ranks)
+        after = norm if later is None else later.input_norm
+        if ranks is not None:
+            stream, normed = summed_norm(parts, stream, after, ranks)
+        else:
+            stream, normed = add_norm(parts, stream, **_weight(after))
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
 
 
-def _projected(layer: Linear, x: Float[Array, "M F"]) -> Float[Array, "S M D"]:
-    """A product in parts where rows are many, else in one; of all ranks' shares."""
+def _projected(layer: Linear, x: Float[Array, "M F"], *, meets: bool) -> Float[Array, "S M D"]:
+    """A product in parts where rows are many, else in one; where it `meets`, of all ranks' shares."""
     weight = layer.weight[...]
     if (
         isinstance(weight, Quantised)
         or layer.bias is not None
         or dense_refusal(x.shape[0], x.dtype, x.shape[1]) is not None
     ):
-        return layer(x)[None]
+        return (layer(x) if meets else linear(x, weight))[None]
     parts = dense_parts(x, weight)
-    return parts if ranks_here() == 1 else reduced(jnp.sum(parts, axis=0).astype(x.dtype))[None]
+    return parts if ranks_here() == 1 or not meets else reduced(jnp.sum(parts, axis=0).astype(x.dtype))[None]
 
 
 def _weight(norm: Norm) -> dict[str, Any]:
@@ -59,17 +76,27 @@ def _weight(norm: Norm) -> dict[str, Any]:
 
 
 def _fed(
-    layer: Any, parts: Float[Array, "S M D"], stream: Float[Array, "M D"], exchange: Any
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    exchange: Any,
+    ranks: RankExchange | None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
     """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
     feed, norm = layer.mlp, _weight(layer.post_norm)
-    if not feed.routed:
+    if ranks is not None:
+        stream, normed = summed_norm(parts, stream, layer.post_norm, ranks)
+        if not feed.routed:
+            return stream, feed.of_rank(normed)[None]
+        scores = dense_scores(normed, feed.router.weight[...])
+    elif not feed.routed:
         stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
-    stream, normed, scores = add_norm_scores(parts, stream, scorer=feed.router.weight[...], **norm)
+    else:
+        stream, normed, scores = add_norm_scores(parts, stream, scorer=feed.router.weight[...], **norm)
     parts = feed.experts.parts(normed, feed.router, scores, exchange)
     shared = feed.beside(normed)
-    if ranks_here() > 1:
+    if ranks is None and ranks_here() > 1:
         # Ranks meet once for both.
         own = parts.sum(axis=0) if shared is None else parts.sum(axis=0) + shared.astype(parts.dtype)
         return stream, reduced(own.astype(stream.dtype))[None].astype(parts.dtype)

@@ -5,22 +5,43 @@ float32 between layers.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    RankExchange,
     attention_chain_exchange,
     chain_exchange,
+    chain_ranks,
     chain_stream,
     layer_chain,
+    row_exchange,
     stream_norm,
 )
 from jaxtyping import Array, Float
 
 from dflash_jax.execution.plan import ExecutionPlan
 from dflash_jax.models.layers import Attention, Cache, Norm, Rotary
+from dflash_jax.parallel.ranks import AXIS
 from dflash_jax.quantization.weights import Quantised, Weight
+
+
+class Workspace(NamedTuple):
+    """Device memory of a runner's kernels.
+
+    Attributes:
+      mailboxes: Refs through which CTAs of one launch hand results over; None where no kernel has such.
+      ranks: through which devices that share the layers do; None where none do.
+    """
+
+    mailboxes: Any = None
+    ranks: RankExchange | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What operations that add up over devices are told of them."""
+        return {} if self.ranks is None else {"axis": AXIS, "ranks": self.ranks}
 
 
 class AttendsInLayer(Protocol):
@@ -34,7 +55,7 @@ class AttendsInLayer(Protocol):
         stream: Array,
         weights: tuple[Any, ...],
         scales: Any,
-        workspace: Any,
+        workspace: Workspace,
         cache: Cache,
     ) -> tuple[Array, Array | None, Cache]:
         """Attention and all that follows up to the next layer's projection: the stream, that projection, and the cache.
@@ -48,7 +69,7 @@ class AttendsInLayer(Protocol):
         ...
 
 
-def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Any:
+def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Workspace | None:
     """Refs through which the kernels of a plan hand results over, or None where its runner has none.
 
     Made before a loop, they are filled once and not in every cycle: kernels leave them ready for the next one.
@@ -57,15 +78,20 @@ def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Any:
       layers: whose matrices' shapes count.
       x: `[B, T, D]`, the first layer's input or its shape.
     """
+    rows = x.shape[0] * x.shape[1]
     if plan.workspace is None:
         return None
+    if plan.workspace == "rows":
+        return Workspace(ranks=row_exchange(rows, x.shape[2], x.dtype, axis=AXIS))
     down, _ = _stored(layers[0].mlp.down_proj.weight[...])
-    stream = chain_stream(jnp.zeros((x.shape[0] * x.shape[1], x.shape[2]), x.dtype))  # only its shape counts
+    stream = chain_stream(jnp.zeros((rows, x.shape[2]), x.dtype))  # only its shape counts
+    ranks = chain_ranks(stream, axis=AXIS) if plan.exchange else None
     if plan.workspace == "layer":
-        return jax.new_ref(chain_exchange(stream, down))
+        return Workspace(jax.new_ref(chain_exchange(stream, down)), ranks)
     config = layers[0].attn.config
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    return tuple(map(jax.new_ref, attention_chain_exchange(stream, down, *x.shape[:2], **heads)))
+    starts = attention_chain_exchange(stream, down, *x.shape[:2], **heads)
+    return Workspace(tuple(map(jax.new_ref, starts)), ranks)
 
 
 def run_persistent(
@@ -77,7 +103,7 @@ def run_persistent(
     rotary: Rotary,
     attend: Any,
     cache: Cache,
-    workspace: Any = None,
+    workspace: Workspace | None = None,
     implementation: str | None = None,
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
     """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
@@ -90,7 +116,7 @@ def run_persistent(
     rows = x.shape[0] * x.shape[1]
     stream = chain_stream(x.reshape(rows, -1))
     projected: Any = layers[0].mixer.projections[0](normed)
-    workspace = make_workspace(plan, layers, x) if workspace is None else workspace
+    workspace = workspace or make_workspace(plan, layers, x) or Workspace()
     streams = []
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         if plan.attention == "in_layer":
@@ -104,8 +130,9 @@ def run_persistent(
         ahead = None if later is None else _stored(later.mixer.projections[1].weight[...])[0]
         ahead = ahead if ahead is not None and ahead.shape == weights[0].shape else None
         stream, projected = layer_chain(
-            mixed.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace, scales=scales, eps=layer.post_norm.eps,
-            zero_centered=layer.post_norm.zero_centered, implementation=implementation,
+            mixed.reshape(rows, -1), stream, *weights, ahead=ahead, exchange=workspace.mailboxes, scales=scales,
+            eps=layer.post_norm.eps, zero_centered=layer.post_norm.zero_centered, implementation=implementation,
+            **workspace.options,
         )  # fmt: skip
         streams.append(stream)
     hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered)

@@ -26,6 +26,7 @@ from dflash_kernels import (
     layer_chain_refusal,
     linear_chain_refusal,
     paged_attention,
+    rank_exchange_refusal,
     routed_experts_refusal,
 )
 from dflash_kernels.core.device import target
@@ -175,6 +176,8 @@ class ExecutionPlan:
       weight_layout: how matrices lie in memory.
       xla_options: what XLA is told about a decode loop whose target runs by this plan, on a GPU.
       workspace: device memory that the runner's kernels hand results over through; it may outlive a call.
+      exchange: whether devices that share the layers add up in the runner's kernels, through such memory, and not by collectives
+        of JAX's.
       refusals: why earlier runners, attention in the layer, blocks of columns, or a kernel for the attention of some layers were
         not taken.
       device: the kind of device that it was chosen for.
@@ -184,7 +187,8 @@ class ExecutionPlan:
     attention: Literal["apart", "in_layer"] = "apart"
     weight_layout: Layout = "rows"
     xla_options: tuple[tuple[str, str | bool], ...] = ()
-    workspace: Literal["layer", "layer_with_attention"] | None = None
+    workspace: Literal["layer", "layer_with_attention", "rows"] | None = None
+    exchange: bool = False
     refusals: tuple[Refusal, ...] = ()
     device: str = ""
 
@@ -203,6 +207,7 @@ def choose(
     *,
     beside: WeightFormat | None = None,
     ranks: int = 1,
+    loops: bool = False,
 ) -> ExecutionPlan:
     """The plan for a call, on the device that is traced for.
 
@@ -213,8 +218,11 @@ def choose(
         and its runner is that for the layout.
       beside: weights of another model in the same program, which XLA's options hold for as well.
       ranks: devices that share the weights; traits and call are those of a rank then.
+      loops: whether the call stands in a decode loop, before which ranks tell one another where their memory is.
     """
     refusals: list[Refusal] = []
+    apart = None if ranks == 1 else _exchange_refusal(traits, ranks, loops=loops)
+    refusals += [] if apart is None else [Refusal("exchange", apart)]
     if ranks > 1 and traits.experts is not None:
         traits = replace(traits, experts=replace(traits.experts, count=traits.experts.count // ranks))
     if weights is None:
@@ -225,7 +233,8 @@ def choose(
         weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
     runner: Runner = "plain"
     for name, refuse in _RUNNERS.items():
-        reason = (_ranks_refusal(name) if ranks > 1 else None) or refuse(traits, call, weights)
+        reason = _ranks_refusal(name, exchange=apart is None) if ranks > 1 else None
+        reason = reason or refuse(traits, call, weights)
         if reason is None:
             runner = name
             break
@@ -238,18 +247,32 @@ def choose(
         refusals += [] if reason is None else [Refusal("in_layer", reason)]
         attention = "apart" if reason is not None else "in_layer"
         workspace = "layer" if reason is not None else "layer_with_attention"
+    # What is done to a product between its sum and the stream, a bias or a convolution, stands beside collectives alone.
+    between = traits.convolved or (runner == "fused_moe" and traits.bias == "all")
+    exchange = ranks > 1 and apart is None and runner != "plain" and not between
+    if exchange and workspace is None:
+        workspace = "rows"
     cublas = call.rows == CUBLAS_ROWS and traits.attention == "heads" and traits.feed_forward == "dense"
     cublas = cublas and weights.plain and (beside is None or beside.plain)
-    # A graph holds no sum over devices: XLA chooses what becomes one where there are such.
-    options = ({} if ranks > 1 else ONE_GRAPH) | (CUBLAS_PRODUCTS if cublas else {})
+    # A graph holds no collective: XLA chooses what becomes one where there are such.
+    options = ({} if ranks > 1 and not exchange else ONE_GRAPH) | (CUBLAS_PRODUCTS if cublas else {})
     return ExecutionPlan(
-        runner, attention, weights.layout, tuple(options.items()), workspace, tuple(refusals), target().kind
+        runner, attention, weights.layout, tuple(options.items()), workspace, exchange, tuple(refusals), target().kind
     )
 
 
-def _ranks_refusal(runner: Runner) -> str | None:
-    """Why a runner is not for layers that several devices share."""
-    if runner == "persistent":
+def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | None:
+    """Why devices that share layers add up by collectives."""
+    if not switches.RANK_EXCHANGE:
+        return "switched off"
+    if (traits.experts is not None or traits.delta is not None) and not switches.RANK_EXCHANGE_ALL:
+        return "switched off for experts and gated delta nets"
+    return rank_exchange_refusal(ranks) if loops else "outside of a decode loop nobody tells where memory lies"
+
+
+def _ranks_refusal(runner: Runner, *, exchange: bool) -> str | None:
+    """Why a runner is not for layers that several devices share; `exchange`: who could add up in kernels."""
+    if runner == "persistent" and not exchange:
         return "devices add up what they multiply twice a layer, inside of what would be one kernel"
     if runner == "fused_float8":
         return "devices add up what they multiply between its launches, which lack that"

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from dflash_kernels import embed_norm
+from dflash_kernels import RankExchange, embed_norm
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.execution.fused_dense import run_fused_dense
 from dflash_jax.execution.fused_float8 import run_fused_float8
 from dflash_jax.execution.fused_moe import run_fused_moe
-from dflash_jax.execution.persistent import run_persistent
+from dflash_jax.execution.persistent import Workspace, make_workspace, run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
 from dflash_jax.models.layers import ONE_BY_ONE, Cache, Norm, Rotary
 from dflash_jax.quantization.weights import Quantised
@@ -27,7 +27,7 @@ class Planned:
     """
 
     plan: ExecutionPlan
-    workspace: Any = None
+    workspace: Workspace | None = None
 
     def embed(
         self, layers: Sequence[Any], table: Float[Array, "V D"] | Quantised, ids: Int[Array, "B T"]
@@ -59,11 +59,16 @@ class Planned:
             case "persistent":
                 return run_persistent(self.plan, layers, norm, x, first, rotary, attend, cache, self.workspace)
             case "fused_dense":
-                return run_fused_dense(layers, norm, x, first, rotary, attend, cache)
+                return run_fused_dense(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
             case "fused_float8":
                 return run_fused_float8(layers, norm, x, first, rotary, attend, cache)
             case "fused_moe":
-                return run_fused_moe(layers, norm, x, first, rotary, attend, cache)
+                return run_fused_moe(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
+
+    def _ranks(self, layers: Sequence[Any], x: Array) -> RankExchange | None:
+        """Where ranks meet between launches; None where they do not or by collectives of JAX's."""
+        held = self.workspace or make_workspace(self.plan, layers, x)
+        return None if held is None else held.ranks
 
 
 LAYER_BY_LAYER = Planned(PLAIN)

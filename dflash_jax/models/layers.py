@@ -455,8 +455,15 @@ class MLP(nnx.Module):
         self.activation: Activation = activation
 
     def __call__(self, x: Array) -> Array:
+        return self.down_proj(self._inner(x))
+
+    def of_rank(self, x: Array) -> Array:
+        """What a rank multiplies of it, which nobody has added up yet."""
+        return linear(self._inner(x), self.down_proj.weight[...])
+
+    def _inner(self, x: Array) -> Array:
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+        return ACTIVATIONS[self.activation](gate) * up
 
 
 class DecoderLayer(nnx.Module):

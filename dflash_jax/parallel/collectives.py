@@ -4,13 +4,36 @@ Each function gives its argument back where a program runs on one device, which 
 the same bits on every rank: ranks that part would wait for one another for ever.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import jax
 import jax.numpy as jnp
+from dflash_kernels import GATHERED, RankExchange, gather_ranks, rank_exchange
 from jaxtyping import Array, Float, Int
 
-AXIS = "tp"
+from dflash_jax.parallel.ranks import AXIS
+
 # Of a sum in sixteen bits: up to so many bytes all ranks' parts go to every rank, which takes no longer and adds in one order.
 GATHERED_BYTES = 1 << 20
+
+_WORDS: ContextVar[RankExchange | None] = ContextVar("words", default=None)
+
+
+def pair_exchange(count: int) -> RankExchange:
+    """Where ranks meet for `best_of_ranks` of so many values, in kernels in place of collectives of JAX's."""
+    return rank_exchange(-(-2 * count // GATHERED), GATHERED, axis=AXIS)
+
+
+@contextmanager
+def meeting_in(exchange: RankExchange | None) -> Iterator[None]:
+    """What is traced inside meets in the memory of `pair_exchange`; None leaves it to collectives."""
+    token = _WORDS.set(exchange)
+    try:
+        yield
+    finally:
+        _WORDS.reset(token)
 
 
 def ranks_here() -> int:
@@ -61,7 +84,11 @@ def gathered(x: Float[Array, "... F"], width: int) -> Float[Array, "... V"]:
 def best_of_ranks(values: Float[Array, "..."], places: Int[Array, "..."], count: int) -> Int[Array, "..."]:
     """The places of the largest values among all ranks', the first of equal ones, where each rank has `count` places."""
     pairs = jnp.stack([jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), places])
-    everyones = jax.lax.all_gather(pairs, AXIS)
+    exchange = _WORDS.get()
+    if exchange is None or pairs.size > exchange.area.shape[2] * GATHERED:
+        everyones = jax.lax.all_gather(pairs, AXIS)
+    else:
+        everyones = gather_ranks(pairs.reshape(-1), axis=AXIS, exchange=exchange).reshape(-1, *pairs.shape)
     best, place = jax.lax.bitcast_convert_type(everyones[0, 0], jnp.float32), everyones[0, 1]
     for rank in range(1, ranks_here()):
         value, its = jax.lax.bitcast_convert_type(everyones[rank, 0], jnp.float32), everyones[rank, 1] + rank * count

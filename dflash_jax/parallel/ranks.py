@@ -13,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
-from dflash_jax.parallel.collectives import AXIS
 from dflash_jax.parallel.cut import Cut
+
+# The axis of a mesh along which ranks lie.
+AXIS = "tp"
 
 
 @runtime_checkable

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import Any
 
-import jax
-
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.errors import ParameterError, TokenizerError
 from dflash_jax.sampling_params import WHITE_SPACE, Structured
@@ -58,12 +56,6 @@ class Grammars:
             raise TokenizerError(f"{self._name} has no tokenizer.json: structured texts need one")
         if not self._end_ids:
             raise ParameterError(f"structured needs a token that ends a text, and {self._name} names none")
-        try:
-            jax.local_devices(backend="cpu")
-        except RuntimeError:
-            raise ParameterError(
-                "structured needs JAX's CPU beside the GPU, which masks come from: set JAX_PLATFORMS=cuda,cpu"
-            ) from None
         try:
             return llguidance.LLTokenizer(
                 self._tokenizer.backend.to_str(), n_vocab=self._vocabulary, eos_token=list(self._end_ids)

@@ -20,6 +20,7 @@ from dflash_kernels.core.layouts import (
     interleave_columns,
     row_by_row,
 )
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.experts.api import (
     mixture,
     routed_experts,
@@ -32,6 +33,7 @@ from dflash_kernels.fused.layer.api import (
     attention_chain_exchange,
     attention_chain_refusal,
     chain_exchange,
+    chain_ranks,
     chain_stream,
     layer_chain,
     layer_chain_refusal,
@@ -71,6 +73,13 @@ from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_ref
 from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
 from dflash_kernels.quantize.api import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
+from dflash_kernels.ranks.api import (
+    GATHERED,
+    gather_ranks,
+    rank_exchange,
+    rank_exchange_refusal,
+    row_exchange,
+)
 from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 from dflash_kernels.sampling.api import filtered_choice
@@ -81,6 +90,7 @@ quantise_groups, quantise_nvfp4, quantise_tensor = quantize_groups, quantize_nvf
 quantised_linear = quantized_linear
 
 __all__ = [
+    "GATHERED",
     "INTERLEAVE_BLOCK",
     "LATENT_TILE",
     "Chained",
@@ -96,6 +106,7 @@ __all__ = [
     "PagedSchedule",
     "QkvAttended",
     "QkvWritten",
+    "RankExchange",
     "add_norm",
     "add_norm_scores",
     "attention_chain",
@@ -103,6 +114,7 @@ __all__ = [
     "attention_chain_refusal",
     "cache_write",
     "chain_exchange",
+    "chain_ranks",
     "chain_stream",
     "deinterleave_columns",
     "delta_fold",
@@ -126,6 +138,7 @@ __all__ = [
     "float8_onto",
     "float8_refusal",
     "float8_rows",
+    "gather_ranks",
     "grouped_linear",
     "grouped_linear_refusal",
     "in_column_blocks",
@@ -163,11 +176,14 @@ __all__ = [
     "quantized_linear",
     "ragged_attention",
     "ragged_paged_attention",
+    "rank_exchange",
+    "rank_exchange_refusal",
     "reduce_add_norm",
     "routed_experts",
     "routed_experts_exchange",
     "routed_experts_refusal",
     "row_by_row",
+    "row_exchange",
     "scaled_logits",
     "schedule_helps",
     "stream_norm",

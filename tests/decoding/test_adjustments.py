@@ -12,7 +12,7 @@ import pytest
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding import cycle
 from dflash_jax.decoding.accept import accept_matching
-from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
+from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after
 from dflash_jax.decoding.sampling import choose, filtered_logits
 from dflash_jax.engine.requests import Request, adjustments
 from dflash_jax.models.registry import bind
@@ -70,6 +70,14 @@ def test_rows_of_a_block_are_defined_by_what_stands_before_them() -> None:
         for row, (request, emitted) in enumerate(known)
     ]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    # The best of one pass, everything allowed and not; which row has what refused everywhere does not matter.
+    bits = rng.integers(1, 2**vocab, (rows, places, 1), dtype=np.uint32)
+    for masks in (None, bits):
+        left = np.where(bits >> np.arange(vocab) & 1, expected, -np.inf) if masks is not None else np.array(expected)
+        some = np.isfinite(left).any(axis=-1)
+        assert some.sum() > rows
+        best = np.asarray(jax.jit(adjusted_best)(logits, ids, given, masks))
+        np.testing.assert_array_equal(best[some], left.argmax(axis=-1)[some])
     counts = rng.integers(0, places + 1, rows)
     later = jax.jit(after)(given, ids, counts)
     whole = adjustments(

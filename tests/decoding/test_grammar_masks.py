@@ -13,8 +13,9 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding import cycle, grammar_masks
 from dflash_jax.decoding.accept import accept_matching
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
-from dflash_jax.decoding.grammar_masks import Follower, Grammar, allowed_logits
+from dflash_jax.decoding.grammar_masks import Follower, Grammar, masked, masks_of
 from dflash_jax.decoding.sampling import choose, filtered_logits
+from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.registry import bind
@@ -118,6 +119,27 @@ def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any,
     assert texts_of(pair, [asks[0]], draft=True)[0] == [plain[0]]
 
 
+def test_results_are_looked_at_before_the_next_cycles_begin(make_pair: Any, monkeypatch: Any) -> None:
+    """Cycles that ask the host return with results: a call behind them would only keep those back."""
+    pair = make_pair(max_batch=2, max_model_len=64)
+    monkeypatch.setattr(pair.engine, "goes_ahead", True)  # of a device that works while the host goes on
+    events, cycles = list[str](), scheduler.masked_cycles
+
+    def told(*args: Any, **named: Any) -> Any:
+        events.append("cycles")
+        return cycles(*args, **named)
+
+    monkeypatch.setattr(scheduler, "masked_cycles", told)
+    grammar = grammar_of("([!-@][A-`])*", VOCAB, END)
+    for update in pair.engine.run(
+        [replace(asked(0, PROMPTS[0], max_tokens=40), grammar=grammar, eos_ids=())], cycles=4
+    ):
+        events.append("first" if update.first else "results")
+    assert events[0] == "first"
+    assert events[1:] == ["cycles", "results"] * (len(events) // 2)
+    assert len(events) > 4
+
+
 def follows(text: tuple[int, ...]) -> set[int]:
     """What `(ab|c[bde])*[ac]?` goes on with, of tokens a to e and the end."""
     if 5 in text:
@@ -130,7 +152,7 @@ def follows(text: tuple[int, ...]) -> set[int]:
 @functools.partial(jax.jit, static_argnums=2)
 def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tuple[jax.Array, jax.Array]:
     """The first tokens of every seed, and how many proposals stood at once. `blind` masks as if no proposal had come before."""
-    rows = grammars.shape[0]
+    rows, vocab = grammars.shape[0], len(TARGET)
     request, places, each = requests(rows, **FILTERS), jnp.arange(3), jnp.arange(rows)
 
     def cycle(carry: Any, _: Any) -> Any:
@@ -143,7 +165,9 @@ def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tupl
         ids = jnp.concatenate([pending[:, None], proposals], axis=1)
         logits = adjusted_logits(jnp.asarray(TARGET)[ids], ids, adjust)
         walked = ids if not blind else ids.at[:, 1:].set(jnp.array([0, 1]))
-        logits = allowed_logits(logits, grammars, length, walked)
+        asked = jnp.concatenate([grammars[:, None], length[:, None], walked], axis=1)
+        shape = jax.ShapeDtypeStruct((*walked.shape, 1), jnp.uint32)
+        logits = masked(logits, jax.pure_callback(lambda asked: masks_of(np.asarray(asked), vocab), shape, asked))
         chosen = choose(filtered_logits(logits, request, "structured"), positions, request, "structured")
         accepted, tokens = accept_matching(proposals, chosen)
         at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, PLACES), PLACES)
@@ -186,7 +210,7 @@ def test_thoughts_come_before_a_grammar() -> None:
     grammar = grammar_of("ab", 6, 5, ord("a"), opens=3, closes=4)
 
     def masks(follower: Follower, produced: int, *ids: int) -> list[str]:
-        found = grammar_masks._masks(1, np.array([[follower.number, produced, *ids]]))
+        found = masks_of(np.array([[follower.number, produced, *ids]]), 6)
         return ["".join("abcdef"[token] for token in range(6) if row >> token & 1) for row in found[0, :, 0].tolist()]
 
     anything = "abcdef"

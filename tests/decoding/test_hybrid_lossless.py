@@ -170,7 +170,7 @@ def test_states_after_every_number_of_accepted_tokens() -> None:
         positions = first[:, None] + jnp.arange(ids.shape[1])
         attend, cache = verifying(PagedAttend(table, positions, lens, 16), pages, states, live)
         hidden, _, cache = model(ids, positions, attend, cache=cache)
-        return model.logits(hidden), *committed(cache, states, counts)
+        return model.logits(hidden), *committed(cache, counts)
 
     logits, pages, wide = verify(params, caches.target, caches.recurrent, block[:, :tokens], zeros + 7, counts)
     following, _, _ = verify(

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import add_norm, reduce_add_norm
+from dflash_kernels import add_norm, reduce_add_norm, row_exchange
+from dflash_kernels.norm.mosaic_gpu import launch_reduce_add_norm
 from dflash_kernels.norm.reference import reduce_add_norm_reference
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -61,3 +63,59 @@ def test_one_device_has_nobody_to_ask() -> None:
     ours, theirs = (call(parts[0], stream, weight, eps=EPS) for call in (reduce_add_norm, add_norm))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "zero_centered"), [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bf16", "f32"])
+def test_the_kernel_adds_as_the_definition_does(dtype: Any, zero_centered: bool) -> None:
+    """Interpreted, which has one device: each rank's share of a launch, one after the other."""
+    rng = np.random.default_rng(1)
+    parts = jnp.asarray(rng.normal(size=(3, 2, 3, 1024)), jnp.float32)
+    stream = jnp.asarray(rng.normal(size=(3, 1024)), dtype)
+    weight = jnp.asarray(1 + 0.1 * rng.normal(size=1024), jnp.bfloat16)
+    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered}
+    found = launch_reduce_add_norm(parts, stream, weight, interpret=plgpu.InterpretGPUParams(), **options)
+    defined = reduce_add_norm_reference(parts, stream, weight, **options)
+    np.testing.assert_array_equal(np.asarray(found[0], np.float32), np.asarray(defined[0], np.float32))
+    tolerance = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        np.asarray(found[1], np.float32), np.asarray(defined[1], np.float32), rtol=tolerance, atol=tolerance
+    )
+
+
+ON_GPUS = [pytest.param("mosaic_gpu", count, rows, marks=pytest.mark.gpu) for count in (2, 4) for rows in (1, 16, 512)]
+
+
+@pytest.mark.parametrize(("implementation", "count", "rows"), [("xla", 4, 5), *ON_GPUS])
+def test_rounds_of_a_loop_add_what_is_new_in_each(implementation: str, count: int, rows: int) -> None:
+    """Parts change in each round, so that a word of an earlier one would be seen. Sums of sixteenths are exact, in any order."""
+    if len(jax.devices()) < count:
+        pytest.skip(f"{count} GPUs are not here")
+    rounds, width = 12, 1024
+    rng = np.random.default_rng(rows)
+    parts = rng.integers(-64, 64, (count, 2, rows, width)).astype(np.float32) / 16
+    stream, weight = rng.integers(-4, 4, (rows, width)).astype(np.float32), np.ones(width, jnp.bfloat16)
+
+    def own(parts: jax.Array, stream: jax.Array, weight: jax.Array) -> Any:
+        rank = jax.lax.axis_index("ranks")
+        exchange = None if implementation == "xla" else row_exchange(rows, width, jnp.float32, axis="ranks")
+
+        def again(turn: jax.Array, told: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            stream, streams, norms = told
+            new = parts[0] + turn * (rank + 1) / 4
+            stream, normed = reduce_add_norm(
+                new, stream, weight, eps=EPS, axis="ranks", exchange=exchange, implementation=implementation
+            )
+            return stream, streams.at[turn].set(stream), norms.at[turn].set(normed)
+
+        empty = jnp.zeros((rounds, rows, width))
+        return jax.tree.map(lambda each: each[None], jax.lax.fori_loop(0, rounds, again, (stream, empty, empty))[1:])
+
+    mesh, specs = Mesh(np.array(jax.devices()[:count]), ("ranks",)), (P("ranks"), P(), P())
+    run = jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("ranks"), check_vma=False))
+    turns, true = np.arange(rounds, dtype=np.float64)[:, None, None], parts.astype(np.float64).sum(axis=(0, 1))
+    true = stream + np.cumsum(true + 2 * turns * sum(range(1, count + 1)) / 4, axis=0)
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS)
+    for _ in range(2):
+        streams, norms = map(np.asarray, run(parts, stream, weight))
+        np.testing.assert_array_equal(streams, np.broadcast_to(true, streams.shape))
+        np.testing.assert_allclose(norms, np.broadcast_to(normed, norms.shape), rtol=1e-5, atol=1e-5)

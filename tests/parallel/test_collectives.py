@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dflash_jax.parallel.collectives import AXIS, GATHERED_BYTES, best_of_ranks, gathered, own_rank, ranks_here, reduced
-from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.parallel.collectives import GATHERED_BYTES, best_of_ranks, gathered, own_rank, ranks_here, reduced
+from dflash_jax.parallel.ranks import AXIS, local_ranks
 
 
 def each(count: int, function: Callable, *arrays: Any) -> np.ndarray:

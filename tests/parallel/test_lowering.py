@@ -17,10 +17,10 @@ from dflash_jax.compile.over_ranks import over_ranks
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
+from dflash_jax.execution import switches
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
-from dflash_jax.parallel.collectives import AXIS
-from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.parallel.ranks import AXIS, Ranks
 
 KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 # What waits for other GPUs: sums of products, and gathered choices.
@@ -66,7 +66,8 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     ("name", "slots", "count"),
     [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4), ("latents", 1, 2), ("latents", 8, 8)],
 )
-def test_programs_lower(name, slots, count):
+def test_programs_lower(name, slots, count, monkeypatch):
+    monkeypatch.setattr(switches, "RANK_EXCHANGE", False)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     dealt = name == "latents"
@@ -84,3 +85,20 @@ def test_programs_lower(name, slots, count):
     meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)
     # Two for each of three layers, two choices among ranks; two more for latents that are dealt out in each of the target's layers.
     assert meetings == 2 * 3 + 2 + (2 * 2 if dealt else 0)
+
+
+@pytest.mark.few("dense-1-*")
+@pytest.mark.parametrize(("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 4), ("experts", 8, 4)])
+def test_greedy_loops_exchange_in_kernels(name, slots, count, monkeypatch):
+    """Where memory lies is gathered before the loop, for layers and for choices; in it nobody waits for a collective."""
+    monkeypatch.setattr(switches, "RANK_EXCHANGE_ALL", True)
+    device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    ranks = Ranks(mesh)
+    with jax.sharding.use_abstract_mesh(ranks.mesh):
+        engine = engine_of(name, ranks, slots)
+        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+        jobs.prepare = partial(lowered, ranks)
+        cycles = jobs.loop(slots, 8)()
+    found = {meeting: len(re.findall(rf"stablehlo.{meeting}\W", cycles)) for meeting in MEETINGS}
+    assert found == {"all_reduce": 0, "all_gather": 2, "all_to_all": 0}

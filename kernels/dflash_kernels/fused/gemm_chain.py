@@ -7,7 +7,8 @@ queue of the weights' copies. The consumer multiplies and has the epilogues. Wha
 cross-CTA mailbox and is read word by word as it is written.
 
 The output and down projections are split-K, or they would not fill the machine. The CTA of the first split waits for the others'
-partial sums, in float32, and adds all in a fixed order to 64 features of the residual stream. It publishes the stream times the
+partial sums, in float32, and adds all in a fixed order to 64 features of the residual stream; where several GPUs share the layer,
+their sums too, in order of GPUs. It publishes the stream times the
 norm's weight; the factor that the norm still lacks, one for each token, is known only when all CTAs have published theirs, and
 multiplies the next product instead of its input.
 
@@ -30,8 +31,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.plan import BLOCK, COPIES, IN_FLIGHT, LINE, ROWS, Plan, Product
-from dflash_kernels.mosaic_gpu import hi_lo, mailbox
+from dflash_kernels.mosaic_gpu import hi_lo, mailbox, rank_mailbox
 from dflash_kernels.mosaic_gpu.layouts import rows_of, store_transposed, tiled
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
@@ -204,6 +206,30 @@ def stages_of(plan: Plan) -> tuple[Product | Reduction, ...]:
         (product, Reduction(product)) if product.name in ("o", "down") else (product,) for product in plan.products
     ]
     return tuple(stage for stages in split for stage in stages)
+
+
+# By which the launch's memory for exchanges with other GPUs is known.
+RANK_REFS, RANK_INPUTS = ("rank_counts", "rank_area"), ("peers",)
+
+
+def with_ranks(
+    inputs: Mapping[str, Any], mailboxes: Mapping[str, Any], ranks: RankExchange | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a launch is given so that its reductions are over GPUs as well."""
+    if ranks is None:
+        return dict(inputs), dict(mailboxes)
+    held = dict(zip(RANK_REFS, (ranks.counts, ranks.area), strict=True))
+    return {**inputs, RANK_INPUTS[0]: ranks.peers}, {**mailboxes, **held}
+
+
+def rank_exchange_of(refs: Mapping[str, Any]) -> RankExchange | None:
+    """What `with_ranks` has added."""
+    return RankExchange(*(refs[name] for name in (*RANK_REFS, *RANK_INPUTS))) if RANK_REFS[0] in refs else None
+
+
+def rank_place(plan: Plan, product: Product, tile: Any) -> Any:
+    """Where ranks meet for 64 features of the output projection, or of the down projection behind all of those."""
+    return tile + (plan.reducers if product.name == "down" else 0)
 
 
 def launch(
@@ -601,6 +627,8 @@ def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
     else:
         words = [_partial_word(cta, product, tile_index, split) for split in range(1, product.splits)]
         tile = mailbox.add_tiles(refs["mailbox"], words, tile)
+        if (ranks := rank_exchange_of(refs)) is not None:
+            tile = rank_mailbox.summed_tile(tile, *ranks, rank_place(cta.plan, product, tile_index))
     stream = stream + tile
     if not last:
         weight = weight.astype(jnp.float32)

@@ -191,6 +191,10 @@ def launches(area, word):
 @thread_op(args=(GLOBAL, SCALAR, SCALAR))
 def launched(area, word, count) -> None:
     """Sets the word that `launches` reads, after all threads of this warpgroup have read it."""
+    set_count(area, word, count)
+
+
+def set_count(area, word, count) -> None:
     utils.warpgroup_barrier()
     with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
         utils.inline_ptx(
@@ -212,13 +216,16 @@ def await_first(base, count, pitch: int) -> None:
     utils.warpgroup_barrier()
 
 
-def await_all(addresses, kind: str, width: int = VECTOR):
-    """The words at all addresses, `width` each, read until no u32, or no half of a u16x2, is EMPTY."""
+def await_all(addresses, kind: str, width: int = VECTOR, *, scope: str = "gpu"):
+    """The words at all addresses, `width` each, read until no u32, or no half of a u16x2, is EMPTY.
+
+    `scope`: "sys" for what other GPUs write.
+    """
     count, i32 = len(addresses), ir.IntegerType.get_signless(32)
 
     def load(index: int) -> str:
         words = ", ".join(f"${index * width + word}" for word in range(width))
-        return f"ld.relaxed.gpu.global.v{width}.b32 {{{words}}}, [a{index}];"
+        return f"ld.relaxed.{scope}.global.v{width}.b32 {{{words}}}, [a{index}];"
 
     def check(indices) -> str:
         words = [f"${index * width + word}" for index in indices for word in range(width)]
@@ -256,10 +263,11 @@ def filled(bits):
     return arith.select(none, th.number(0x7FFFFFFF), bits)
 
 
-def store(address, words) -> None:
+def store(address, words, *, scope: str = "gpu") -> None:
+    """One vector; `scope` "sys" for what other GPUs read."""
     names = ", ".join(f"${i + 1}" for i in range(len(words)))
     utils.inline_ptx(
-        f"st.relaxed.gpu.global.v{len(words)}.b32 [$0], {{{names}}};", address, *words, has_side_effects=True
+        f"st.relaxed.{scope}.global.v{len(words)}.b32 [$0], {{{names}}};", address, *words, has_side_effects=True
     )
 
 

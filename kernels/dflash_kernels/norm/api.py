@@ -7,11 +7,12 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.core.validation import check_axes, check_count, check_filled, check_floats, check_integers
 from dflash_kernels.norm import mosaic_gpu, reference
 
 EMBED = {"mosaic_gpu": mosaic_gpu.embed_norm_mosaic_gpu, "xla": reference.embed_norm_reference}
-REDUCE = {"xla": reference.reduce_add_norm_xla}
+REDUCE = {"mosaic_gpu": mosaic_gpu.reduce_add_norm_mosaic_gpu, "xla": reference.reduce_add_norm_xla}
 STREAM = {"mosaic_gpu": mosaic_gpu.stream_norm_mosaic_gpu, "xla": reference.stream_norm_reference}
 
 
@@ -77,6 +78,7 @@ def reduce_add_norm(
     *,
     eps: float,
     axis: str | None = None,
+    exchange: RankExchange | None = None,
     zero_centered: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
@@ -89,6 +91,7 @@ def reduce_add_norm(
       parts: of this device.
       stream: the same on all devices.
       axis: of the `shard_map` that this is called in; None on one device.
+      exchange: of `row_exchange`, for the kernel that writes to the other devices' memory itself.
       zero_centered, implementation: see `embed_norm`.
 
     Raises:
@@ -101,5 +104,6 @@ def reduce_add_norm(
         raise ValueError(f"parts {parts.shape} and weight {weight.shape} do not fit a stream {stream.shape}")
     with jax.named_scope("reduce_add_norm"):
         return first_fitting(
-            "reduce_add_norm", REDUCE, implementation, parts, stream, weight, eps=eps, axis=axis, zero_centered=zero_centered
+            "reduce_add_norm", REDUCE, implementation, parts, stream, weight, eps=eps, axis=axis, exchange=exchange,
+            zero_centered=zero_centered
         )  # fmt: skip

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.rank_exchange import RankExchange
 
 WIDTH = 512  # of rows: a multiple of this
 
@@ -31,6 +32,43 @@ def stream_norm_mosaic_gpu(
     """See `stream_norm`."""
     require_hopper()
     return launch_stream_norm(stream, rows, weight, eps=eps, zero_centered=zero_centered)
+
+
+def reduce_add_norm_mosaic_gpu(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float, axis: str | None,
+    exchange: RankExchange | None, zero_centered: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
+    """See `reduce_add_norm`."""
+    require_hopper()
+    del axis
+    if exchange is None:
+        raise NotImplementedError("needs memory for the exchange")
+    _require_rows(stream.dtype, weight)
+    (rows, width), (_, _, places, words) = stream.shape, exchange.area.shape
+    if rows > places or words * 4 != width * stream.dtype.itemsize:
+        raise NotImplementedError(f"{rows} rows of {width} {stream.dtype} do not fit {places} places of {words} words")
+    return _reduce_add_norm(parts, stream, weight, exchange, eps=eps, zero_centered=zero_centered)
+
+
+def launch_reduce_add_norm(
+    parts: Float[Array, "n S M D"], stream: Array, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`reduce_add_norm` of all ranks' parts in the interpreter, which has one device: every rank's share of it, one by one."""
+    _require_rows(stream.dtype, weight)
+    from dflash_kernels.norm import mosaic_gpu_sm90 as kernel
+
+    sums = jnp.stack([kernel.own_sums(own, stream.dtype, interpret) for own in parts])
+    return kernel.sums_add_norm(sums, stream, weight, eps, interpret, zero_centered=zero_centered)
+
+
+# Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered"))
+def _reduce_add_norm(
+    parts: Array, stream: Array, weight: Array, exchange: RankExchange, *, eps: float, zero_centered: bool
+) -> tuple[Array, Array]:
+    from dflash_kernels.norm import mosaic_gpu_sm90 as kernel
+
+    return kernel.reduce_add_norm(parts, stream, weight, exchange, eps, zero_centered=zero_centered)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))

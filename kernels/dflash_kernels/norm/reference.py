@@ -1,5 +1,7 @@
 """The definitions in plain jnp."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -46,9 +48,10 @@ def reduce_add_norm_reference(
 
 def reduce_add_norm_xla(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float, axis: str | None,
-    zero_centered: bool = False,
+    exchange: Any = None, zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """The definition, of what was gathered."""
+    del exchange
     own = parts.astype(jnp.float32).sum(axis=0).astype(stream.dtype)
     gathered = own[None] if axis is None else jax.lax.all_gather(own, axis)
     return reduce_add_norm_reference(gathered[:, None], stream, weight, eps=eps, zero_centered=zero_centered)

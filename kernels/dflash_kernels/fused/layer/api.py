@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_kernels.core.device import target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import EMPTY, ColumnBlocks
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.arguments import Layer
@@ -20,7 +21,8 @@ from dflash_kernels.fused.layer.mosaic_gpu import (
     refuse_products,
 )
 from dflash_kernels.fused.layer.reference import attention_chain_reference, layer_chain_reference
-from dflash_kernels.fused.plan import HEAD_DIM, KEYS, LINE, MailboxLayout, padded_rows
+from dflash_kernels.fused.plan import HEAD_DIM, KEYS, LINE, ROWS, MailboxLayout, padded_rows
+from dflash_kernels.ranks.api import rank_exchange
 
 PRODUCTS = {"mosaic_gpu": layer_chain_mosaic_gpu, "xla": layer_chain_reference}
 LAYERS = {"mosaic_gpu": attention_chain_mosaic_gpu, "xla": attention_chain_reference}
@@ -65,6 +67,12 @@ def chain_exchange(stream: Float[Array, "D n"], down: Shaped[Array, "D F"] | Col
     return jnp.where(jnp.arange(words.words) < words.ctas * LINE, 0, EMPTY)
 
 
+def chain_ranks(stream: Float[Array, "D n"], *, axis: str) -> RankExchange:
+    """Memory in which the devices along `axis` meet in `layer_chain` and `attention_chain`: one for all layers of a step."""
+    hidden, tokens = stream.shape
+    return rank_exchange(2 * (hidden // ROWS), ROWS * tokens, axis=axis)
+
+
 def layer_chain(
     x: Float[Array, "M A"],
     stream: Float[Array, "D n"],
@@ -78,6 +86,8 @@ def layer_chain(
     ahead: Shaped[Array, "D A"] | ColumnBlocks | None = None,
     exchange: Any,
     scales: Sequence[Array | None] | None = None,
+    axis: str | None = None,
+    ranks: RankExchange | None = None,
     eps: float = 1e-6,
     zero_centered: bool = False,
     implementation: str | Sequence[str] | None = None,
@@ -96,6 +106,9 @@ def layer_chain(
       exchange: the mailbox, a Ref of `chain_exchange`, passed to one call after the other.
       scales: of the rows of o, gate_up, down and following, where these are int8 or float8 with interleaved columns
         (`quantized_linear`).
+      axis: where several devices share the layer, the axis of the `shard_map` that this is called in: products of o and down are
+        added up over it, in order of devices.
+      ranks: memory for that, of `chain_ranks`, without which there is no kernel for it.
       eps: added to the mean square.
       zero_centered: weights of norms are offsets from 1, which are added to it in float32.
       implementation: a name, names to try in order, or None for the best that takes the call.
@@ -113,7 +126,8 @@ def layer_chain(
     layer.check(*x.shape)
     with jax.named_scope("layer_chain"):
         return first_fitting(
-            "layer_chain", PRODUCTS, implementation, x, layer, ahead, exchange, eps=eps, zero_centered=zero_centered
+            "layer_chain", PRODUCTS, implementation, x, layer, ahead, exchange, ranks, eps=eps,
+            zero_centered=zero_centered, axis=axis,
         )  # fmt: skip
 
 
@@ -175,6 +189,8 @@ def attention_chain(
     v_scale: Float[Array, "K"] | None = None,
     causal: bool = True,
     scale: float | None = None,
+    axis: str | None = None,
+    ranks: RankExchange | None = None,
     eps: float = 1e-6,
     implementation: str | Sequence[str] | None = None,
 ) -> Chained:
@@ -199,6 +215,7 @@ def attention_chain(
       k_scale, v_scale: float32, what float8 pools' keys and values are to be multiplied with; None for other pools.
       causal: a token sees no key after its own position.
       scale: softmax scale, `H ** -0.5` where None.
+      axis, ranks: as for `layer_chain`; heads and pools are this device's.
       eps: added to the mean squares of all norms.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -213,7 +230,7 @@ def attention_chain(
     layer.check(rows, width - 2 * kv_heads * head_dim)
     with jax.named_scope("attention_chain"):
         out = first_fitting(
-            "attention_chain", LAYERS, implementation, heads, layer, exchange, causal=causal,
-            scale=head_dim**-0.5 if scale is None else scale, eps=eps,
+            "attention_chain", LAYERS, implementation, heads, layer, exchange, ranks, causal=causal,
+            scale=head_dim**-0.5 if scale is None else scale, eps=eps, axis=axis,
         )  # fmt: skip
     return Chained(*out)

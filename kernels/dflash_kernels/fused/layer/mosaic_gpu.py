@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Shaped
 
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.layer.arguments import Layer
 from dflash_kernels.fused.layer.plan import attention_plan, plan
-from dflash_kernels.fused.plan import REACH, WORTH, WORTH_ROWS, Attention, Plan
+from dflash_kernels.fused.plan import REACH, ROWS, WORTH, WORTH_ROWS, Attention, Plan
 
 SEEN_PAGE_SIZE = 64  # others are interpreted by the tests
 # Keys of the longest sequence in float8 pages: widening them in one CTA of each multiprocessor takes longer than memory, and over
@@ -82,9 +83,11 @@ def launch_products(
     layer: Layer,
     ahead: Shaped[Array, "D A"] | ColumnBlocks | None,
     exchange: Any,
+    ranks: RankExchange | None = None,
     *,
     eps: float,
     zero_centered: bool = False,
+    axis: str | None = None,
     ctas: int,
     interpret: Any = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
@@ -94,20 +97,23 @@ def launch_products(
     _refuse_stream(made, x.shape[0], layer.stream)
     if exchange is not None and exchange.shape != (made.mailbox.words,):
         raise ValueError(f"the exchange must have {made.mailbox.words} words for these shapes, not {exchange.shape}")
+    _refuse_ranks(made, ranks, axis, interpret)
     inputs = {"x": x, **layer.inputs()}
     if ahead is not None and interpret is None:
         inputs["ahead"] = as_stored(ahead)
-    return _run_products(made, inputs, exchange, interpret)
+    return _run_products(made, inputs, exchange, interpret, ranks)
 
 
 def launch_layer(
     heads: Heads,
     layer: Layer,
     exchange: Any,
+    ranks: RankExchange | None = None,
     *,
     causal: bool,
     scale: float,
     eps: float,
+    axis: str | None = None,
     ctas: int,
     stages: int | None = None,
     splits: int | None = None,
@@ -115,8 +121,8 @@ def launch_layer(
 ) -> tuple[Array, Array | None, Array, Array]:
     """`attention_chain` without the device check: for benchmarks (`stages`, `splits`) and tests on the CPU (`interpret`)."""
     k_pages, v_pages, rows = heads.k_pages, heads.v_pages, heads.qkv.shape[0]
-    pools = () if heads.k_scale is not None else (k_pages, v_pages)
-    _refuse_dtypes((heads.qkv, *pools, *heads.norms.values()), layer)
+    stored = () if heads.k_scale is not None else (k_pages, v_pages)
+    _refuse_dtypes((heads.qkv, *stored, *heads.norms.values()), layer)
     _, kv_heads, page_size, head_dim = k_pages.shape
     if 2 * heads.cos.shape[1] != head_dim:
         raise NotImplementedError(f"turns whole heads of {head_dim}, not {2 * heads.cos.shape[1]} columns of them")
@@ -127,12 +133,14 @@ def launch_layer(
         table_width=table_width, scale=scale, stages=stages, splits=splits, page_itemsize=k_pages.dtype.itemsize,
     )  # fmt: skip
     _refuse_stream(made, rows, layer.stream)
+    _refuse_ranks(made, ranks, axis, interpret)
     inputs = heads.inputs() | layer.inputs()
     if not causal:
         # No part of the plan: a target and its drafter share kernels, which take seconds to lower. Nor an array of its own, which
         # would be one more place that memory is waited for.
         inputs["q_lens"] += attention.tokens * REACH
-    stream, projected, written = _run_layer(attention, made, inputs, {"k": k_pages, "v": v_pages}, exchange, interpret)
+    pools = {"k": k_pages, "v": v_pages}
+    stream, projected, written = _run_layer(attention, made, inputs, pools, exchange, interpret, ranks)
     return stream, projected, written["k"], written["v"]
 
 
@@ -158,13 +166,27 @@ def _refuse_stream(made: Plan, rows: int, stream: Array) -> None:
         raise NotImplementedError(f"takes a stream of {made.tokens} columns for {rows} rows, not {stream.shape[1]}")
 
 
+def _refuse_ranks(made: Plan, ranks: RankExchange | None, axis: str | None, interpret: Any) -> None:
+    """Raises NotImplementedError for GPUs that share a layer without memory to meet in."""
+    if axis is not None and ranks is None:
+        raise NotImplementedError("needs memory for exchanges with the other GPUs")
+    if ranks is None:
+        return
+    if interpret is not None:
+        raise NotImplementedError("the interpreter has no other GPUs")
+    if ranks.area.shape[2:] != (places := (2 * made.reducers, ROWS * made.tokens)):
+        raise ValueError(f"exchanges of {ranks.area.shape[2:]} places and words must be of {places}")
+
+
 # Compiled as functions of their own, so that the layers of a model share one trace and one lowering of the kernel. The kernels are
 # imported there: other machines need neither Pallas nor the time its import takes.
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _run_products(made: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> tuple[Array, Array | None]:
+def _run_products(
+    made: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any, ranks: RankExchange | None
+) -> tuple[Array, Array | None]:
     from dflash_kernels.fused.layer import mosaic_gpu_sm90 as kernel
 
-    return kernel.layer_chain(made, inputs, exchange, interpret)
+    return kernel.layer_chain(made, inputs, exchange, ranks, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 5))
@@ -175,7 +197,8 @@ def _run_layer(
     pools: dict[str, Array],
     exchange: Any,
     interpret: Any,
+    ranks: RankExchange | None,
 ) -> tuple[Array, Array | None, dict[str, Array]]:
     from dflash_kernels.fused.layer import mosaic_gpu_sm90_attention as kernel
 
-    return kernel.attention_chain(attention, made, inputs, pools, exchange, interpret)
+    return kernel.attention_chain(attention, made, inputs, pools, exchange, ranks, interpret)

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 
 from dflash_kernels.core.layouts import interleave_columns
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused import gemm_chain
 from dflash_kernels.fused.plan import Plan
 
 
 def layer_chain(
-    plan: Plan, inputs: dict[str, jax.Array], mailbox: Any, interpret: Any = None
+    plan: Plan, inputs: dict[str, jax.Array], mailbox: Any, ranks: RankExchange | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs the kernel.
 
@@ -22,6 +23,7 @@ def layer_chain(
       inputs: `x [live, heads]`, `before [hidden, tokens]` float32, weights `o`, `gate_up`, `down`, `next`, norms `post_norm`,
         `next_norm`, and for weights of one byte, their columns interleaved, the scales of their rows `o_scales` and so on.
       mailbox: Ref of int32 as `MailboxLayout` describes it, that no other launch uses at the same time.
+      ranks: memory for exchanges with the GPUs that share the layer, 64 features of o's and of down's product at a place each.
 
     Returns:
       The residual stream `[hidden, tokens]` float32, and the next projection `[live, features]`, None without `next`.
@@ -30,8 +32,9 @@ def layer_chain(
     if plan.is_8bit and interpret is None:
         inputs = inputs | {"x": interleave_columns(inputs["x"])}
 
+    inputs, mailboxes = gemm_chain.with_ranks(inputs, {"mailbox": mailbox}, ranks)
     found = gemm_chain.launch(
-        gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": mailbox},
+        gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, mailboxes,
         gemm_chain.outputs(plan, dtype), gemm_chain.scratch(plan, dtype, inputs["o"].dtype), interpret,
     )  # fmt: skip
     return found["stream"], found["projected"] if "next" in inputs else None

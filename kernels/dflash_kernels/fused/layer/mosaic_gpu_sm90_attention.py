@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
+from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused import gemm_chain, heads
 from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, Attention, Plan, Product
 from dflash_kernels.mosaic_gpu import combine, softmax
@@ -79,7 +80,7 @@ def outputs(attention: Attention, plan: Plan, dtype: Any) -> dict[str, jax.Shape
 
 def attention_chain(
     attention: Attention, plan: Plan, inputs: dict[str, jax.Array], pools: dict[str, jax.Array], mailboxes: Any,
-    interpret: Any = None,
+    ranks: RankExchange | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:  # fmt: skip
     """Runs the kernel.
 
@@ -91,6 +92,7 @@ def attention_chain(
       pools: `k` and `v`, `[P, K, p, H]`, written in place.
       mailboxes: Refs of the products' mailbox, of attention's splits `[ctas, rows, H]` and their lse `[ctas, 64]`, and of the heads
         `[live, N * H / 2]`, int32, EMPTY at first. No other launch uses them at the same time.
+      ranks: as for `layer_chain`.
 
     Returns:
       The residual stream `[hidden, tokens]` float32, the next projection `[live, features]` or None, and the pools.
@@ -104,8 +106,9 @@ def attention_chain(
         buffers |= dict(zip(("w_sm", "kv_sm", "kv_8bit_sm"), rings, strict=False))
         run(attention, plan, stages, refs, buffers)
 
+    inputs, given = gemm_chain.with_ranks(inputs | aliased, given, ranks)
     found = gemm_chain.launch(
-        body, "attention_chain", plan, (ATTEND, COMBINE, *gemm_chain.stages_of(plan)), inputs | aliased, given,
+        body, "attention_chain", plan, (ATTEND, COMBINE, *gemm_chain.stages_of(plan)), inputs, given,
         outputs(attention, plan, dtype), scratch(attention, plan, dtype, inputs["o"].dtype, interpret), interpret,
     )  # fmt: skip
     written = {name: freeze_aliased(ref) for name, ref in aliased.items()}

@@ -2,6 +2,7 @@
 round it.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,18 +17,26 @@ from dflash_kernels.matmul.dense.reference import dense_reference
 
 
 def layer_chain_reference(
-    x: Float[Array, "M A"], layer: Layer, ahead: Any, exchange: Any, *, eps: float, zero_centered: bool = False
+    x: Float[Array, "M A"],
+    layer: Layer,
+    ahead: Any,
+    exchange: Any,
+    ranks: Any = None,
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None]:
     """See `layer_chain`."""
-    del ahead, exchange
+    del ahead, exchange, ranks
     stream, o, post_norm, gate_up, down, next_norm, following, scales = layer
     if scales is not None:
         o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
         following = None if following is None else _dequantised(following, scales[3], x.dtype)
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
-    wide = wide + dense_reference(x, o)
+    wide = wide + _over(dense_reference(x, o), axis)
     gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps, zero_centered), gate_up), 2, axis=-1)
-    wide = wide + dense_reference(jax.nn.silu(gate) * up, down)
+    wide = wide + _over(dense_reference(jax.nn.silu(gate) * up, down), axis)
     projected = None
     if next_norm is not None and following is not None:
         projected = dense_reference(_norm(wide, next_norm, eps, zero_centered), following)
@@ -35,13 +44,29 @@ def layer_chain_reference(
 
 
 def attention_chain_reference(
-    heads: Heads, layer: Layer, exchange: Any, *, causal: bool, scale: float, eps: float
+    heads: Heads,
+    layer: Layer,
+    exchange: Any,
+    ranks: Any = None,
+    *,
+    causal: bool,
+    scale: float,
+    eps: float,
+    axis: str | None = None,
 ) -> tuple[Float[Array, "D n"], Float[Array, "M G"] | None, Array, Array]:
     """See `attention_chain`."""
-    del exchange
+    del exchange, ranks
     out, k_pages, v_pages = qkv_attention_reference(heads, causal=causal, scale=scale, eps=eps)
     x = out.reshape(heads.qkv.shape[0], -1)
-    return *layer_chain_reference(x, layer, None, None, eps=eps), k_pages, v_pages
+    return *layer_chain_reference(x, layer, None, None, eps=eps, axis=axis), k_pages, v_pages
+
+
+def _over(product: Array, axis: str | None) -> Array:
+    """The sum of all devices' products, added in order of devices."""
+    if axis is None:
+        return product
+    first, *others = jax.lax.all_gather(product, axis).astype(jnp.float32)
+    return functools.reduce(jnp.add, others, first)
 
 
 def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
