@@ -16,7 +16,15 @@ DRAFT_DONATES, VERIFY_DONATES, JUDGE_DONATES = (2,), (2,), (1,)
 
 
 def masked_cycles(
-    core: Resources, setup: Setup, table: Any, state: DecodeState, cycles: int, *, until_any: bool, retired: np.ndarray
+    core: Resources,
+    setup: Setup,
+    table: Any,
+    state: DecodeState,
+    cycles: int,
+    *,
+    until_any: bool,
+    retired: np.ndarray,
+    drafts: np.ndarray | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Up to `cycles` cycles; what they gave out is on the host. Arguments and results: see `decoding.loop.loop`.
 
@@ -24,6 +32,7 @@ def masked_cycles(
     """
     call, static, weights = core.programs.call, (setup,), core.weights
     estimate = (core.estimate,) if setup.per_request else ()
+    told_drafts = () if drafts is None else (drafts,)
     emitted, done_before = [], len(retired)
     for cycle in range(cycles):
         state, asked, block = call(draft_block, static, DRAFT_DONATES, weights, table, state, retired, *estimate)
@@ -31,7 +40,7 @@ def masked_cycles(
         state, rows = call(verify_block, static, VERIFY_DONATES, weights, table, state, block)
         told, retired = np.asarray(asked), np.zeros_like(retired)
         masks = masks_of(told[:, 1:], core.target.vocab_size)
-        state, gained = call(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+        state, gained = call(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, *told_drafts)
         emitted.append(gained)
         done = int(told[:, 0].sum())
         done_before = done_before if cycle else done

@@ -170,6 +170,8 @@ class Jobs:
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
         if self.setup.per_request:
             call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
+        if self.setup.exact:
+            call = (*call, None, retired)  # which of them draft
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call)
 
     def _masked_cycle(self, slots: int, width: int, retired: np.ndarray) -> partial[None]:
@@ -185,7 +187,8 @@ class Jobs:
             self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block)
             state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block)
             masks = self._masks(slots, self.setup.width)
-            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+            drafts = (retired,) if self.setup.exact else ()
+            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, *drafts)
 
         return partial(prepare, draft_block, (self.setup,), DRAFT_DONATES, *call)
 
