@@ -1,7 +1,6 @@
 """On a GPU in bfloat16: `exact` texts of the pair that ships, whatever is drafted and whoever is served beside it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=[1, 8, 32])
-def model(request: pytest.FixtureRequest) -> Iterator[dj.Model]:
-    yield dj.load(exact=True, dtype="bfloat16", max_batch=request.param, max_model_len=512)
+def model(request: pytest.FixtureRequest) -> dj.Model:
+    return dj.load(exact=True, dtype="bfloat16", max_batch=request.param, max_model_len=512)
 
 
 def params(sampled: bool, index: int) -> dj.SamplingParams:
