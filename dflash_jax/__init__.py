@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dflash_convert.convert import convert
+
     from dflash_jax.cli.info import plan
     from dflash_jax.errors import (
         CapacityError,
@@ -33,25 +35,26 @@ if TYPE_CHECKING:
     from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 
 _HOME = {
-    "cli.info": ("plan",),
-    "errors": (
+    "dflash_convert.convert": ("convert",),
+    "dflash_jax.cli.info": ("plan",),
+    "dflash_jax.errors": (
         "CapacityError", "CheckpointError", "ConfigError", "DFlashError", "DeviceError", "PairError", "ParameterError",
         "PromptError", "TokenizerError", "UnsupportedModelError",
     ),
-    "generation": ("generate", "stream"),
-    "interactive.chat": ("Chat",),
-    "interactive.show": ("show",),
-    "model": ("Model", "load"),
-    "sampling_params": ("SamplingParams", "Structured"),
-    "serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
-    "text.completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
+    "dflash_jax.generation": ("generate", "stream"),
+    "dflash_jax.interactive.chat": ("Chat",),
+    "dflash_jax.interactive.show": ("show",),
+    "dflash_jax.model": ("Model", "load"),
+    "dflash_jax.sampling_params": ("SamplingParams", "Structured"),
+    "dflash_jax.serving.async_engine": ("AsyncEngine", "agenerate", "astream"),
+    "dflash_jax.text.completion": ("Completion", "Piece", "Stats", "TokenLogprob"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AsyncEngine", "CapacityError", "Chat", "CheckpointError", "Completion", "ConfigError", "DFlashError", "DeviceError", "Model",
     "PairError", "ParameterError", "Piece", "PromptError", "SamplingParams", "Stats", "Structured", "TokenLogprob",
-    "TokenizerError", "UnsupportedModelError", "agenerate", "astream", "generate", "load", "plan", "show", "stream",
+    "TokenizerError", "UnsupportedModelError", "agenerate", "astream", "convert", "generate", "load", "plan", "show", "stream",
 ]  # fmt: skip
 
 
@@ -60,7 +63,7 @@ def __getattr__(name: str):
         return importlib.import_module("importlib.metadata").version("dflash-jax")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'dflash_jax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"dflash_jax.{_MODULE_OF[name]}"), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
 

@@ -10,7 +10,7 @@ import dflash_kernels
 import dflash_jax as dj
 
 HERE = Path(__file__).parent
-FUNCTIONS = ("load", "plan", "generate", "stream", "show", "agenerate", "astream")
+FUNCTIONS = ("load", "plan", "convert", "generate", "stream", "show", "agenerate", "astream")
 CLASSES = (
     "SamplingParams",
     "Structured",

@@ -13,6 +13,7 @@ import os
 import signal
 import traceback
 from collections.abc import Sequence
+from dataclasses import fields
 
 from dflash_convert.console import UNEXPECTED, Console
 from dflash_convert.errors import OutputError, OutputExistsError, UsageError, VerificationError
@@ -46,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(quiet=options.quiet, as_json=options.json)
     try:
         with interrupts(*ENDING):
-            from dflash_convert.conversion import run
+            from dflash_convert.conversion import Options, run
 
             _quieten()
-            return console.finish(run(options, console))
+            asked = {field.name: getattr(options, field.name) for field in fields(Options)}
+            return console.finish(run(Options(**asked), console))
     except BrokenPipeError:
         # The reader of stdout has left.
         leave_stdout()

@@ -29,9 +29,11 @@ class Console:
 
     @contextmanager
     def progress(self, phase: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
-        from tqdm import tqdm
+        from dflash_jax.engine.progress import progress_bar
 
-        with tqdm(total=nbytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, disable=self.quiet) as bar:
+        with progress_bar(
+            total=nbytes, desc=phase, unit="B", unit_scale=True, unit_divisor=1024, disable=self.quiet
+        ) as bar:
             yield bar.update
 
     def finish(self, code: int) -> int:

@@ -1,6 +1,5 @@
 """What `dflash-convert` does once its arguments are read: plan, write, verify, and the way back."""
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any, cast
 
 from dflash_convert.console import Console, peak_rss
 from dflash_convert.errors import UsageError, VerificationError
+from dflash_convert.parser import DTYPES, VERIFICATIONS
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import verify_hash, verify_logits
 from dflash_convert.write import output_folder, refuse_existing, write_converted
@@ -28,6 +28,31 @@ OK, SOURCE = 0, 3
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a run is asked for: the arguments of `dflash-convert`, under their names, but for those of its output on a terminal.
+
+    Raises:
+      UsageError: `dtype` or `verify` is none of the choices.
+    """
+
+    source: str
+    output: Path | None = None
+    draft: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    dtype: str = KEEP
+    dry_run: bool = False
+    verify: str = VERIFICATIONS[1]
+    overwrite: bool = False
+    reverse: bool = False
+
+    def __post_init__(self):
+        for name, choices in (("dtype", DTYPES), ("verify", VERIFICATIONS)):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
 class Source:
     """One checkpoint of a run: its role in the output, its folder, and what the marker says of its origin."""
 
@@ -36,7 +61,7 @@ class Source:
     origin: dict[str, Any]
 
 
-def run(options: argparse.Namespace, console: Console) -> int:
+def run(options: Options, console: Console) -> int:
     """Does what the arguments say; returns the exit code.
 
     Raises:
@@ -49,7 +74,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.reverse:
         foreign = options.draft or options.revision or options.dry_run or options.dtype != KEEP
         if foreign or options.overwrite or options.verify == "logits":
-            raise UsageError("--reverse goes with --output, --verify none|hash, --json and --quiet only")
+            raise UsageError("--reverse (reverse=True) goes with an output and --verify none|hash only")
         _reverse(options, console)
     else:
         local_device()
@@ -103,7 +128,7 @@ def _text_problems(folder: Path) -> list[str]:
     return []
 
 
-def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Console) -> int:
+def _dry_run(sources: Sequence[Source], options: Options, console: Console) -> int:
     code, parts = OK, {}
     for source in sources:
         checkpoint, problems = inspect(source.folder, options.dtype)
@@ -134,8 +159,8 @@ def _dry_run(sources: Sequence[Source], options: argparse.Namespace, console: Co
     return code
 
 
-def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Console) -> None:
-    output: Path = options.output
+def _convert(sources: Sequence[Source], options: Options, console: Console) -> None:
+    output = cast(Path, options.output)
     for source in sources:
         _refuse_nesting(output, source.folder)
     checkpoints = [open_checkpoint(source.folder, options.dtype) for source in sources]
@@ -157,7 +182,7 @@ def _convert(sources: Sequence[Source], options: argparse.Namespace, console: Co
             }
             if options.verify != "none":
                 try:
-                    verify_hash(folder, checkpoint.plan, console.progress)
+                    verify_hash(folder, checkpoint, console.progress)
                 except VerificationError as error:  # of a folder that will be gone
                     raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
@@ -188,26 +213,28 @@ def _check_roles(checkpoints: Sequence[HuggingFaceCheckpoint]) -> None:
     check_pair(target.config, cast(DFlashConfig, draft.config))
 
 
-def _reverse(options: argparse.Namespace, console: Console) -> None:
-    source = _home_expanded(options.source)
-    _refuse_nesting(options.output, source)
+def _reverse(options: Options, console: Console) -> None:
+    source, output = _home_expanded(options.source), cast(Path, options.output)
+    _refuse_nesting(output, source)
     converted = open_converted(source)
     _check_text(converted.folder)
+    notices: list[str] = []
     parts = [converted, *([open_converted(converted.draft)] if converted.draft else [])]
-    with output_folder(options.output, nbytes=sum(map(tensor_bytes, parts))) as temporary:
+    with output_folder(output, nbytes=sum(map(tensor_bytes, parts))) as temporary:
         for part in parts:
             folder = temporary if part is converted else temporary / DRAFT
             folder.mkdir(exist_ok=True)
             write_huggingface(folder, part, console.progress)
             if lost := part.marker["left_out"]:
-                console.say(f"notice: left out by the conversion, so not written: {', '.join(lost)}")
+                notices.append(f"left out by the conversion, so not written: {', '.join(lost)}")
+                console.say(f"notice: {notices[-1]}")
             if options.verify == "hash":
-                verify_hash(part.folder, open_checkpoint(folder).plan, console.progress)
-    console.report |= {"output": str(options.output), "verified": options.verify}
+                verify_hash(part.folder, open_checkpoint(folder), console.progress)
+    console.report |= {"output": str(output), "verified": options.verify, "notices": notices}
 
 
 def _refuse_nesting(output: Path, source: Path) -> None:
     """An output inside its source (or around it) would read what it writes."""
     ours, theirs = Path(os.path.realpath(output)), Path(os.path.realpath(source))  # links in a circle lead nowhere
     if ours == theirs or theirs in ours.parents or ours in theirs.parents:
-        raise UsageError(f"--output {output} and source {source} lie inside one another; name another output")
+        raise UsageError(f"output {output} and source {source} lie inside one another; name another output")

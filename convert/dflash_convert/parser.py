@@ -6,6 +6,7 @@ from dflash_jax.cli.arguments import Parser, path
 from dflash_jax.options import FLOAT_DTYPES
 
 DTYPES = ("keep", *FLOAT_DTYPES)
+VERIFICATIONS = ("none", "hash", "logits")
 EXIT_CODES = (
     "Exit codes: 0 done, 1 unexpected, 2 wrong usage, 3 source not usable, 4 verification failed, 5 output exists or cannot be "
     "written, 130 interrupted."
@@ -29,8 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="print the plan and write nothing")
     add(
         "--verify",
-        choices=("none", "hash", "logits"),
-        default="hash",
+        choices=VERIFICATIONS,
+        default=VERIFICATIONS[1],
         help="hash: read everything back and compare every bit; logits: that, and run both checkpoints (default: hash)",
     )
     add("--overwrite", action="store_true", help="replace DIR if it is a converted folder, one with conversion.json")
