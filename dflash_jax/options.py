@@ -312,7 +312,7 @@ class LoadOptions:
                 f"multiplies by kernels that may add {several}, which was not compared: leave it out",
             ),
             "cache_dtype": (
-                self.cache_dtype is not None,
+                self.cache_dtype not in (None, AUTO),  # which is looked at again for the checkpoint
                 f"attends by kernels that may add {several}, which was not compared: leave it out",
             ),
         }  # fmt: skip
