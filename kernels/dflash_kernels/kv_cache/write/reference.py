@@ -134,7 +134,7 @@ def _write_layer(
             page, row = page_and_row(slots, k_pages)
             k_scale = k_scale.at[page, :, row].set(rows, mode="drop", unique_indices=True)
         else:
-            k, v = fp8(k, k_scale), fp8(v, v_scale)
+            k, v = fp8(k, k_scale, k_pages.dtype), fp8(v, v_scale, v_pages.dtype)
     return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots), k_scale
 
 
