@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from dflash_jax.checkpoints.cache_scales import read_scales, save_scales
 from dflash_jax.checkpoints.calibration import calibrate, check_texts
+from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
@@ -26,12 +27,20 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.measuring import MemoryReading, measure_memory
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
-from dflash_jax.engine.planning import plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
 from dflash_jax.engine.progress import progress_bar
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import FROM_TRAFFIC, LoadKeywords, as_flag, as_integer, read_options, taking_options
+from dflash_jax.options import (
+    FROM_TRAFFIC,
+    LoadKeywords,
+    LoadOptions,
+    as_flag,
+    as_integer,
+    read_options,
+    taking_options,
+)
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
@@ -198,6 +207,7 @@ def load(
     for checkpoint in (target, drafter):
         if checkpoint is not None:
             checkpoint.expect()
+    asked = as_checkpoint_says(asked, target)
     if asked.cache_dtype == "int8" and not len(asked.calibration) and asked.cache_scales is None:
         raise ParameterError(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
@@ -207,6 +217,8 @@ def load(
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
         engine.cache_scales = read_scales(asked.cache_scales, target.config, str(asked.cache_dtype))
+    elif asked.cache_dtype == "fp8" and not len(asked.calibration):
+        engine.cache_scales = target.cache_scales
     tokenizer = Tokenizer.from_folder(target.folder)
     texts = [_calibration_ids(tokenizer, text) for text in asked.calibration]
     if texts:
@@ -215,6 +227,7 @@ def load(
         *target.notices,
         *(() if drafter is None else drafter.notices),
         *drafter_notice(path, asked.draft, drafter),
+        *_scheme_notice(target, asked),
     ]
     notices += tokenizer_notices(target.folder)
     defaults, left_out = sampling_defaults(target.folder)
@@ -257,6 +270,26 @@ def _items(name: str, value: Any) -> list:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ParameterError(f"{name} must be a list, got {value!r}")
     return list(value)
+
+
+def _scheme_notice(target: Checkpoint, asked: LoadOptions) -> list[str]:
+    """One sentence where a checkpoint says that keys and values are in float8, and they are not, or not on its scales."""
+    if target.cache_dtype is None:
+        return []
+    if asked.cache_dtype is None:
+        return [
+            'the checkpoint is for keys and values in float8, which cache_dtype="auto" (--cache-dtype auto) keeps so'
+        ]
+    if (
+        asked.cache_dtype == "fp8"
+        and target.cache_scales is None
+        and not len(asked.calibration)
+        and not asked.cache_scales
+    ):
+        return [
+            "the checkpoint is for keys and values in float8 and has no scales of them: they are 1, or found with calibration"
+        ]
+    return []
 
 
 def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:

@@ -31,7 +31,9 @@ DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 DRAFT_CACHE_DTYPES: tuple[str, ...] = get_args(DraftCacheDtype)
 # Of formats that have one name here and another one in vLLM, that one.
-_CACHE_NAMES = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_packed", "auto": None}
+_CACHE_NAMES = {"fp8_e4m3": "fp8", "fp8_ds_mla": "fp8_packed"}
+# As the target's checkpoint says.
+AUTO = "auto"
 PROPOSALS: tuple[str, ...] = get_args(Proposals)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 # Page dtypes whose scales are found on texts.
@@ -108,7 +110,8 @@ FLAGS: dict[str, Flag] = {
     ),
     "proposals": Flag("how the drafter proposes where a request samples (default: shared_noise)", choices=PROPOSALS),
     "cache_dtype": Flag(
-        "the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others",
+        "the target's pages in eight bits; fp8_packed is for targets with latent attention, int8 for others; auto is fp8 where the "
+        "checkpoint says so",
         choices=CACHE_DTYPES,
     ),
     "cache_dtype_skip_layers": Flag(
@@ -173,12 +176,14 @@ class LoadOptions:
         "rejection" for its own samples judged by p/q rejection.
       cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
         scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. Texts may
-        differ from those of unquantized pages. vLLM's names "fp8_e4m3", "fp8_ds_mla" and "auto" mean "fp8", "fp8_packed" and None.
+        differ from those of unquantized pages. "auto" is "fp8" for a checkpoint that says so of its keys and values, by a
+        `kv_cache_scheme` or by scales, and None for any other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
       draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
-        Without, "fp8" has scales of 1, and "int8" is refused.
+        Without, "fp8" has the scales of the checkpoint (`k_scale` and `v_scale` of compressed-tensors and ModelOpt), of 1 where it
+        has none, and "int8" is refused.
       cache_scales: a file of `Model.save_cache_scales`, with scales that were found before. "traffic" finds them on the first
         prompts that come, before these are served (vLLM's `calculate_kv_scales`), and keeps them from then on.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
@@ -260,6 +265,8 @@ class LoadOptions:
                 raise ParameterError(f"{name} must be None or {' or '.join(map(repr, known))}, got {given!r}")
             if isinstance(given, str):
                 object.__setattr__(self, name, _CACHE_NAMES.get(given, given))
+        if self.draft_cache_dtype == AUTO:  # no drafter says anything of its pages
+            object.__setattr__(self, "draft_cache_dtype", None)
         skipped = self.cache_dtype_skip_layers
         if isinstance(skipped, str) or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
             raise ParameterError(
@@ -270,7 +277,7 @@ class LoadOptions:
                 "cache_dtype_skip_layers leaves layers out of a cache_dtype: give one, or leave it out"
             )
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
-        if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in CALIBRATED):
+        if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
 
     def _check_calibration(self) -> None:
@@ -279,7 +286,7 @@ class LoadOptions:
             raise ParameterError(f"{wanted} one text: [{texts!r:.40}]")
         if isinstance(texts, bytes | bytearray) or not isinstance(texts, Sequence):
             raise ParameterError(f"{wanted} {type(texts).__name__}; leave it out for none")
-        if len(texts) and self.cache_dtype not in CALIBRATED:
+        if len(texts) and self.cache_dtype not in (*CALIBRATED, AUTO):
             raise ParameterError(
                 f'calibration finds scales for cache_dtype "fp8" and "int8", not for {self.cache_dtype!r}: leave it out'
             )

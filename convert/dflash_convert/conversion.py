@@ -182,7 +182,7 @@ def _convert(sources: Sequence[Source], options: Options, console: Console) -> N
             }
             if options.verify != "none":
                 try:
-                    verify_hash(folder, checkpoint.plan, console.progress)
+                    verify_hash(folder, checkpoint, console.progress)
                 except VerificationError as error:  # of a folder that will be gone
                     raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
@@ -229,7 +229,7 @@ def _reverse(options: Options, console: Console) -> None:
                 notices.append(f"left out by the conversion, so not written: {', '.join(lost)}")
                 console.say(f"notice: {notices[-1]}")
             if options.verify == "hash":
-                verify_hash(part.folder, open_checkpoint(folder).plan, console.progress)
+                verify_hash(part.folder, open_checkpoint(folder), console.progress)
     console.report |= {"output": str(output), "verified": options.verify, "notices": notices}
 
 

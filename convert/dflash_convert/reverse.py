@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_convert.write import Progress, copy_sidecars, silent
+from dflash_jax.checkpoints.cache_scales import stored_tensor
 from dflash_jax.checkpoints.converted import Converted, main_dtype
 from dflash_jax.checkpoints.hf_folder import CONFIG, SINGLE
 from dflash_jax.checkpoints.safetensors import DTYPE_NAMES
@@ -55,19 +56,19 @@ class _Piece:
 
 def tensor_bytes(converted: Converted) -> int:
     """Bytes of all tensors that `write_huggingface` will write."""
-    return sum(piece.nbytes for piece in _pieces(converted))
+    return sum(piece.nbytes for piece in _pieces(converted)) + sum(one.nbytes for one in _scales(converted).values())
 
 
 def write_huggingface(folder: Path, converted: Converted, progress: Progress = silent) -> None:
     """Writes config.json, tokenizer files and model.safetensors into an existing empty folder."""
-    pieces = list(_pieces(converted))
+    pieces, scales = list(_pieces(converted)), _scales(converted)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for piece in pieces:
-        end = position + piece.nbytes
-        header[piece.name] = {
-            "dtype": DTYPE_NAMES[piece.dtype],
-            "shape": list(piece.shape),
+    for name, tensor in [*((piece.name, piece) for piece in pieces), *scales.items()]:
+        end = position + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
@@ -89,8 +90,24 @@ def write_huggingface(folder: Path, converted: Converted, progress: Progress = s
                     # Gone before the next group is read.
                     del rows, flat
                 del array
+        for tensor in scales.values():
+            file.write(tensor.tobytes())
+            advance(tensor.nbytes)
     copy_sidecars(converted.folder, folder)
     _tell_dtype(folder / CONFIG, converted)
+
+
+def _scales(converted: Converted) -> dict[str, np.ndarray]:
+    """Tensors of scales by their names, as they were."""
+    scales, rows = converted.cache_scales, converted.marker.get("cache_scales", ())
+    if scales is None:
+        return {}
+    return {
+        row["source"]: stored_tensor(scales, row["layer"], row["side"], tuple(row["shape"])).astype(
+            jnp.dtype(row["from"])
+        )
+        for row in rows
+    }
 
 
 def _tell_dtype(path: Path, converted: Converted) -> None:

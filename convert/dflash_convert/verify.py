@@ -13,14 +13,16 @@ import numpy as np
 from dflash_convert.errors import VerificationError
 from dflash_convert.write import Progress, silent
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.checkpoints.cache_scales import CONVERTED_SCALES
 from dflash_jax.checkpoints.converted import Checkpoint, open_converted
 from dflash_jax.checkpoints.finite import all_finite
-from dflash_jax.checkpoints.huggingface import cast
+from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, cast
 from dflash_jax.checkpoints.mapping import Plan, Step
 from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.checkpoints.safetensors import chunks
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import bind
+from dflash_jax.quantization.kv_formats import CacheScales
 
 # Largest permitted difference of logits over the largest logit, by the dtype that weights were narrowed to. A weight's relative
 # rounding error is at most 2**-9 in bfloat16 and 2**-12 in float16; the rest is room for many of them to add up.
@@ -28,8 +30,8 @@ NARROWED_TOLERANCE = {"bfloat16": 2.0**-4, "float16": 2.0**-7}
 _TOKENS = 16
 
 
-def verify_hash(folder: Path, plan: Plan, progress: Progress = silent) -> None:
-    """Reads the folder back: files against their recorded sha256, every parameter bit for bit against the source's tensors.
+def verify_hash(folder: Path, source: HuggingFaceCheckpoint, progress: Progress = silent) -> None:
+    """Reads the folder back: files against their recorded sha256, parameters and scales bit for bit against the source's tensors.
 
     Where the plan narrows, the source is narrowed the same way before it is compared.
 
@@ -40,7 +42,10 @@ def verify_hash(folder: Path, plan: Plan, progress: Progress = silent) -> None:
         converted = open_converted(folder, hashes=True)
     except CheckpointError as error:
         raise VerificationError(str(folder), error.problems) from error
-    steps, problems = {step.parameter.name: step for step in plan.steps}, []
+    plan, problems = source.plan, list[str]()
+    steps = {step.parameter.name: step for step in plan.steps}
+    if not _same_scales(converted.cache_scales, source.cache_scales):
+        problems.append(f"{CONVERTED_SCALES} differs from its source; convert again")
     with progress("verifying", plan.nbytes) as advance:
         for arrays in converted.groups():
             for name in list(arrays):
@@ -51,6 +56,12 @@ def verify_hash(folder: Path, plan: Plan, progress: Progress = silent) -> None:
                 del array
     if problems:
         raise VerificationError(str(folder), problems)
+
+
+def _same_scales(ours: CacheScales | None, theirs: CacheScales | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return all(np.array_equal(a, b) for a, b in zip((*ours.k, *ours.v), (*theirs.k, *theirs.v), strict=True))
 
 
 def _array_problems(step: Step, array: np.ndarray) -> list[str]:

@@ -22,6 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from dflash_convert.errors import OutputError, OutputExistsError
 from dflash_jax.checkpoints.atomic import uninterrupted
+from dflash_jax.checkpoints.cache_scales import CONVERTED_SCALES, save_scales
 from dflash_jax.checkpoints.converted import FORMAT, MARKER, PARAMS, group_names, release_memory, sha256_of
 from dflash_jax.checkpoints.hf_folder import SIDECARS
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, assemble
@@ -249,6 +250,9 @@ def write_converted(
     """
     _write_params(folder / PARAMS, checkpoint, progress)
     copy_sidecars(checkpoint.folder, folder)
+    stored = checkpoint.stored_scales
+    if stored is not None:
+        save_scales(folder / CONVERTED_SCALES, stored.scales, "fp8")
     inputs = checkpoint.files.files
     with progress("hashing source", sum(path.stat().st_size for path in inputs)) as advance:
         sources = {path.name: _entry(path, advance) for path in inputs}
@@ -270,6 +274,11 @@ def write_converted(
         "tied": {copy.name: other.name for copy, other in plan.tied},
         "left_out": list(plan.ignored),
         "notices": checkpoint.notices,
+        "cache_dtype": checkpoint.cache_dtype,
+        "cache_scales": [
+            {"source": one.name, "layer": place, "side": side, "shape": list(one.shape), "from": one.dtype_name}
+            for one, place, side in (() if stored is None else stored.tensors)
+        ],
     }
     (folder / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
 

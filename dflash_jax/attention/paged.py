@@ -1,7 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.cascade import SharedPages, cascade_attention, split_tables
 from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
@@ -44,6 +45,8 @@ class PagedAttend:
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
+      shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
+        without a window read these once for all; None where no program is made for it.
       dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
     """
 
@@ -57,6 +60,7 @@ class PagedAttend:
         *,
         related: bool = False,
         heads: tuple[int, int] | None = None,
+        shared: Int[Array, "B"] | None = None,
         dealt: int = 1,
     ):
         self.form, self.related, self.dealt = form, related, dealt
@@ -68,14 +72,19 @@ class PagedAttend:
             _flat_slots(page_table, *where) if dealt == 1 else slots_on_rank(page_table, *where, dealt).reshape(-1)
         )
         self.rows = positions.size
-        self.schedule = None if heads is None else self._make_schedule(*heads, page_size)
+        # Of each group of layers; what no layer asks for is never computed.
+        self.parts = (
+            None if shared is None else jax.tree.map(lambda table: split_tables(table, shared, page_size), page_table)
+        )
+        own = self.seq_lens if shared is None else jnp.maximum(self.seq_lens - shared * page_size, 0)
+        self.schedule = None if heads is None else self._make_schedule(own, *heads, page_size)
 
-    def _make_schedule(self, heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
-        sequences = self.seq_lens.shape[0]
+    def _make_schedule(self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
+        sequences = lens.shape[0]
         options = {"heads": heads, "kv_heads": kv_heads, "tokens": self.rows // sequences}
         if not schedule_helps(sequences, longest=table_width(self.page_table) * page_size, **options):
             return None
-        return paged_schedule(self.seq_lens, **options)
+        return paged_schedule(lens, **options)
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         i = layer.index
@@ -84,8 +93,9 @@ class PagedAttend:
         v_scale = cache.v_scale[i] if cache.v_scale else None
         rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {**dict(zip(("q_norm", "k_norm"), layer.norms, strict=True)), "eps": layer.config.norm_eps}
+        parts = self._parts(layer)
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
-        if self.schedule is None and self._at_once(layer, qkv, rotary, k):
+        if self.schedule is None and parts is None and self._at_once(layer, qkv, rotary, k):
             out, k, v = qkv_attention(
                 k, v, rows, table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
                 scale=layer.scale, **norms,
@@ -101,13 +111,22 @@ class PagedAttend:
                 k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
         else:
             q = layer.queries(qkv, rotary)
-        out = attend_to_pages(
-            q, k, v, table, self.seq_lens,
-            q_lens=self.q_lens, causal=layer.causal, window=layer.window,
-            sinks=None if layer.sinks is None else layer.sinks[...], scale=layer.scale, soft_cap=layer.soft_cap,
-            k_scale=k_scale, v_scale=v_scale, schedule=self.schedule,
-        )  # fmt: skip
-        return out, cache
+        options: Any = {
+            "q_lens": self.q_lens, "causal": layer.causal, "sinks": None if layer.sinks is None else layer.sinks[...],
+            "scale": layer.scale, "soft_cap": layer.soft_cap, "k_scale": k_scale, "v_scale": v_scale,
+        }  # fmt: skip
+        if parts is not None:
+            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=self.schedule, **options)
+            return cast(Array, out), cache
+        # The schedule of a call that shares pages is for what is left of the sequences.
+        schedule = self.schedule if self.parts is None else None
+        return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache
+
+    def _parts(self, layer: Attention) -> SharedPages | None:
+        """What the layer's sequences share, where it reads that once."""
+        if self.parts is None or layer.window is not None:
+            return None
+        return of_layer(self.parts, layer.index)
 
     def _at_once(self, layer: Attention, qkv: Array, rotary: Rotary, pool: Array) -> bool:
         """Whether norm, rotation, write and attention are one operation."""

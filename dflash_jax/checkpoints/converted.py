@@ -4,6 +4,7 @@ A converted folder holds
 
     conversion.json   the marker, written last: family, our configuration, every array's dtype and shape, sha256 of all files
     params/           one Orbax checkpoint of the flat parameter dict
+    cache_scales.json scales of float8 pages, where the source had them
     config.json, tokenizer.json, ...   copied from the source
     draft/            the same again for a drafter, where one was converted along
 
@@ -16,12 +17,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.checkpoints.cache_scales import CONVERTED_SCALES, read_converted_scales
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.checkpoints.prefetch import read_ahead
@@ -30,6 +32,7 @@ from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.models import Family, family_named
 from dflash_jax.options import FLOAT_DTYPES
 from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.quantization.kv_formats import CacheScales
 
 MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
 FORMAT = 1
@@ -44,6 +47,8 @@ class Checkpoint(Protocol):
     Attributes:
       dtype: of most bytes of weights, which a model takes for all of them where no other is asked for.
       notices: what was ignored or decided on opening, one sentence each.
+      cache_dtype: "fp8" where it says, by its configuration or by scales, that keys and values are kept in float8.
+      cache_scales: those scales, None where it has none.
     """
 
     family: Family
@@ -51,6 +56,8 @@ class Checkpoint(Protocol):
     folder: Path
     dtype: str
     notices: list[str]
+    cache_dtype: Literal["fp8"] | None
+    cache_scales: CacheScales | None
 
     def expect(self) -> None:
         """Tells that `load` will follow: the system may begin to read."""
@@ -116,6 +123,9 @@ class Converted:
         free = [one for one in self.parameters if one.dtype is None and one.name in stored]
         self.dtype = main_dtype((stored[one.name]["dtype"], one.size) for one in free)
         self.notices: list[str] = list(marker["notices"])
+        self.cache_dtype: Literal["fp8"] | None = "fp8" if marker.get("cache_dtype") == "fp8" else None
+        scaled = CONVERTED_SCALES in marker["outputs"]
+        self.cache_scales = read_converted_scales(folder, self.config) if scaled else None
         self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
 
     def expect(self) -> None:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.checkpoints.cache_scales import StoredScales, is_scale, stored_scales
 from dflash_jax.checkpoints.converted import check_dtype, main_dtype
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.hf_folder import HuggingFaceFolder, read_folder
@@ -32,6 +33,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import Family, family_of
 from dflash_jax.parallel.cut import Cut
 from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.quantization.cache_scheme import take_cache_scheme
 
 _MOST_NOTICES = 8
 # What one thread reads and checks at a time, and what it converts at a time of that. Threads that check each 1 MiB wait for one
@@ -47,11 +49,22 @@ class HuggingFaceCheckpoint:
     Attributes:
       files: what was read from disk, as found.
       plan: how its tensors become parameters.
+      stored_scales: the scales of float8 pages among its tensors.
     """
 
-    def __init__(self, files: HuggingFaceFolder, family: Family, config: DecoderConfig, plan: Plan):
+    def __init__(
+        self,
+        files: HuggingFaceFolder,
+        family: Family,
+        config: DecoderConfig,
+        plan: Plan,
+        stored_scales: StoredScales | None = None,
+    ):
         self.files, self.family, self.config, self.plan = files, family, config, plan
-        self.folder = files.folder
+        self.folder, self.stored_scales = files.folder, stored_scales
+        self.cache_scales = None if stored_scales is None else stored_scales.scales
+        says_float8 = self.cache_scales is not None or take_cache_scheme(files.config)[1]
+        self.cache_dtype: Literal["fp8"] | None = "fp8" if says_float8 else None
         free = [step for step in plan.steps if step.parameter.dtype is None]
         self.dtype = main_dtype((step.dtype, step.parameter.size) for step in free)
         self.notices = [*files.notices]
@@ -120,13 +133,17 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     if getattr(config, "tie_embeddings", False):
         embedding = next(parameter for parameter in parameters if parameter.name == "embed.weight")
         tied = {"lm_head.weight": embedding.sources[0].name}
-    plan = make_plan(
-        parameters, family.canonical_for(config), files.tensors, dtype=dtype, tied=tied, unreadable=files.unreadable
-    )
-    checkpoint = HuggingFaceCheckpoint(files, family, config, plan)
+    canonical, of_scales = family.canonical_for(config), list[str]()
+    scales, unread, weights = None, list[str](), dict(files.tensors)
+    if family.role == "target":
+        scales, unread = stored_scales(config, canonical, files.tensors, of_scales)
+        weights = {name: tensor for name, tensor in files.tensors.items() if not is_scale(canonical(name))}
+    plan = make_plan(parameters, canonical, weights, dtype=dtype, tied=tied, unreadable=files.unreadable)
+    plan = replace(plan, ignored=(*plan.ignored, *unread))
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales)
     if not files.complete:
         return checkpoint, problems
-    problems += plan.problems
+    problems += [*plan.problems, *of_scales]
     problems += [
         f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
         "or remove the tensor"

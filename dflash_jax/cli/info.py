@@ -13,7 +13,7 @@ from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import size
-from dflash_jax.engine.planning import plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
@@ -60,6 +60,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
     for one in compared:
         open_converted(one.folder, hashes=True)
+    asked = as_checkpoint_says(asked, target)
     engine, memory = plan_engine(target, drafter, asked)
     checkpoints = [target] if drafter is None else [target, drafter]
     device = jax.local_devices()[0]

@@ -54,6 +54,7 @@ def cycle(
     state: DecodeState,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
+    shared: Int[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
 
@@ -64,11 +65,13 @@ def cycle(
       state: donated by the caller's jit.
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
+      shared: pages that a slot's sequence begins with and shares, the same number for all that do, 0 for the others: attention
+        reads them once. None where nothing is read so.
     """
     noise = drawn_noise(setup, state)
     with meeting_in(workspaces.pairs):
-        state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate)
-        state, rows = verified(setup, weights, page_table, state, block, workspaces)
+        state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate, shared)
+        state, rows = verified(setup, weights, page_table, state, block, workspaces, shared)
         return judged(setup, weights, state, block, rows, noise)
 
 
@@ -120,6 +123,7 @@ def drafted(
     noise: Float[Array, "B T V"] | None,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
+    shared: Int[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Block]:
     """Writes the drafter's context and proposes what comes after the pending tokens."""
     plans, draft_table = cycle_plans(setup, weights, page_table, state), setup.draft_table(page_table)
@@ -132,7 +136,11 @@ def drafted(
         draft_pages = commit_context(drafter, state, draft_table, plans.context, workspaces.context)
         if plans.draft is not None:
             run = Planned(plans.draft, workspaces.draft)
-            block, draft_pages = draft_block(drafter, target, draft_pages, draft_table, state, run, setup.draft_window)
+            # A drafter with a window sees the last pages alone.
+            theirs = shared if setup.draft_window is None else None
+            block, draft_pages = draft_block(
+                drafter, target, draft_pages, draft_table, state, run, setup.draft_window, theirs
+            )
             with jax.named_scope("propose"):
                 proposing = drafter.proposing(block)[:, : setup.width - 1]
                 head, index = weights["draft"].get(SHARED_HEAD, target.head_weight), weights["draft"].get(HEAD_INDEX)
@@ -187,6 +195,7 @@ def verified(
     state: DecodeState,
     block: Block,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
+    shared: Int[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Rows]:
     """Runs the target over a block, which is in its pages then."""
     plans, live, ids, pack = cycle_plans(setup, weights, page_table, state), ~state.done, block.ids, block.pack
@@ -196,7 +205,7 @@ def verified(
         lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         table, size = tables_of(page_table, "target"), pages.page_size
-        attend = PagedAttend(table, positions, lengths, size, heads=heads, dealt=setup.dealt)
+        attend = PagedAttend(table, positions, lengths, size, heads=heads, shared=shared, dealt=setup.dealt)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
@@ -386,7 +395,7 @@ def commit_context(
 
 def draft_block(
     drafter, target, draft_pages, page_table: Any, state: DecodeState, run: Planned = LAYER_BY_LAYER,
-    window: int | None = None,
+    window: int | None = None, shared: Int[Array, "B"] | None = None,
 ):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
 
@@ -401,7 +410,8 @@ def draft_block(
         table, before = _seen_pages(drafter, draft_pages, page_table, state, window)
         live = jnp.where(state.done, 0, size)
         heads = attending_heads(drafter.config, run.plan)
-        attend = PagedAttend(table, positions - before[:, None], live, draft_pages.page_size, heads=heads)
+        where = table, positions - before[:, None], live, draft_pages.page_size
+        attend = PagedAttend(*where, heads=heads, shared=shared)
         return drafter.block(state.pending, target.embed.weight[...], positions, attend, run, draft_pages)
 
 

@@ -29,6 +29,7 @@ def draft_block(
     state: DecodeState,
     retired: Bool[Array, "B"],
     estimate: Float[Array, "T"] | None = None,
+    shared: Int[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Int[Array, "B told"], Block]:
     """The first part: see `cycle.drafted`; slots in `retired` are done.
 
@@ -37,7 +38,8 @@ def draft_block(
       block; and the block.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
-    state, block = drafted(setup, weights, page_table, state, drawn_noise(setup, state), estimate=estimate)
+    noise = drawn_noise(setup, state)
+    state, block = drafted(setup, weights, page_table, state, noise, estimate=estimate, shared=shared)
     assert state.adjust is not None, "states of mode structured hold grammars"
     grammars = jnp.where(state.done, NO_GRAMMAR, state.adjust.grammar)
     told = [state.done.astype(jnp.int32), grammars, state.produced]
@@ -46,10 +48,15 @@ def draft_block(
 
 @compiled_with(_options)
 def verify_block(
-    setup: Setup, weights: Weights, page_table: Any, state: DecodeState, block: Block
+    setup: Setup,
+    weights: Weights,
+    page_table: Any,
+    state: DecodeState,
+    block: Block,
+    shared: Int[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Rows]:
     """The second: see `cycle.verified`."""
-    return verified(setup, weights, page_table, state, block)
+    return verified(setup, weights, page_table, state, block, shared=shared)
 
 
 def judge_block(

@@ -16,19 +16,27 @@ DRAFT_DONATES, VERIFY_DONATES, JUDGE_DONATES = (2,), (2,), (1,)
 
 
 def masked_cycles(
-    core: Resources, setup: Setup, table: Any, state: DecodeState, cycles: int, *, until_any: bool, retired: np.ndarray
+    core: Resources,
+    setup: Setup,
+    table: Any,
+    state: DecodeState,
+    cycles: int,
+    *,
+    until_any: bool,
+    retired: np.ndarray,
+    shared: np.ndarray | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Up to `cycles` cycles; what they gave out is on the host. Arguments and results: see `decoding.loop.loop`.
 
     Whether slots are done is known when the next cycle has been drafted, so one more runs than in a loop.
     """
     call, static, weights = core.programs.call, (setup,), core.weights
-    estimate = (core.estimate,) if setup.per_request else ()
+    estimate = core.estimate if setup.per_request else None
     emitted, done_before = [], len(retired)
     for cycle in range(cycles):
-        state, asked, block = call(draft_block, static, DRAFT_DONATES, weights, table, state, retired, *estimate)
+        state, asked, block = call(draft_block, static, DRAFT_DONATES, weights, table, state, retired, estimate, shared)
         asked.copy_to_host_async()
-        state, rows = call(verify_block, static, VERIFY_DONATES, weights, table, state, block)
+        state, rows = call(verify_block, static, VERIFY_DONATES, weights, table, state, block, shared)
         told, retired = np.asarray(asked), np.zeros_like(retired)
         masks = masks_of(told[:, 1:], core.target.vocab_size)
         state, gained = call(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)

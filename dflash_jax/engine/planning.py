@@ -29,9 +29,18 @@ from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import CapacityError, ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
-from dflash_jax.options import DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
+from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.kv_formats import without_layers
+
+
+def as_checkpoint_says(options: LoadOptions, target: Checkpoint) -> LoadOptions:
+    """The options with a format of pages in place of "auto".
+
+    Raises:
+      ParameterError: another option needs a format, and the checkpoint names none.
+    """
+    return replace(options, cache_dtype=target.cache_dtype) if options.cache_dtype == AUTO else options
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:

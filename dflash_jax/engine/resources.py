@@ -26,6 +26,7 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
+from dflash_jax.engine.cascade import CascadePolicy, layer_costs
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
@@ -80,6 +81,8 @@ class Resources:
       snapshot_tokens: tokens of a prompt that a snapshot must save at least.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
+      cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
+        on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
     """
 
@@ -110,6 +113,7 @@ class Resources:
     verify_length: VerifyLength = None
     imposed_acceptance: float | tuple[float, ...] | None = None
     goes_ahead: bool | None = None
+    cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
@@ -138,6 +142,7 @@ class Resources:
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
         self._lengths: VerifyPolicy | None = None
+        self._cascades: CascadePolicy | None = None
         self._keys: dict[tuple, tuple] = {}  # of programs, by shorter names
 
     def __copy__(self) -> "Resources":
@@ -175,18 +180,37 @@ class Resources:
         self.groups = (replace(self.groups[0], allocator=allocator), *self.groups[1:])
 
     @property
-    def group_bytes(self) -> tuple[int, ...]:
-        """Bytes of one page of each group over both models, of what each device holds of it."""
+    def _layer_bytes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Bytes of one page of each layer of the target and the drafter, of what each device holds of it."""
         ours = layer_bytes(
             share_config(self.target, self.tp), self.page_size // self.dealt, self.dtype, cache_dtype=self.cache_dtype
         )
-        theirs = (
-            ()
-            if self.draft is None
-            else layer_bytes(
-                share_config(self.draft, self.tp), self.page_size, self.dtype, cache_dtype=self.draft_cache_dtype
-            )
-        )
+        if self.draft is None:
+            return ours, ()
+        theirs = share_config(self.draft, self.tp)
+        return ours, layer_bytes(theirs, self.page_size, self.dtype, cache_dtype=self.draft_cache_dtype)
+
+    @property
+    def cascade_policy(self) -> CascadePolicy | None:
+        """Who says whether cycles read shared pages once; None where none do."""
+        if self.cascade is False or not self.shares or (self.cascade is None and jax.default_backend() != "gpu"):
+            return None
+        if self._cascades is None or self._cascades.asked != self.cascade:
+            configs = [share_config(one, self.tp) for one in (self.target, self.draft) if one is not None]
+            costs = [
+                layer_costs(layer_specs(config), sizes, config.num_heads, self.page_size)
+                for config, sizes in zip(configs, self._layer_bytes, strict=False)
+            ]
+            # A drafter with a window sees the last pages alone.
+            theirs = costs[1] if self.draft is not None and self.draft_window is None else ()
+            block = 0 if self.draft is None else self.draft.block_size
+            self._cascades = CascadePolicy(costs[0], theirs, block, self.cascade)
+        return self._cascades if self._cascades.target else None
+
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page of each group over both models, of what each device holds of it."""
+        ours, theirs = self._layer_bytes
         return tuple(
             sum(ours[i] for i in pool.group.target) + sum(theirs[i] for i in pool.group.draft) for pool in self.groups
         )

@@ -27,6 +27,7 @@ from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
+from dflash_jax.engine.cascade import common_pages
 from dflash_jax.engine.masked_cycles import masked_cycles
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.requests import (
@@ -207,6 +208,8 @@ class Batch:
         )
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
+        # Who ran when pages in common were looked for, and those of each slot.
+        self._common: tuple[tuple, np.ndarray] | None = None
         self.state = empty_state(self.setup, slots, needs.stop_width, core.dtype, core.take_pools())
 
     @property
@@ -375,22 +378,65 @@ class Batch:
         started = time.perf_counter(), self.core.programs.compile_s
         running = self.slots.decoding
         table = self.slots.table(self.core.width_of(max(job.columns for job in running) * self.core.page_size))
+        shared = self.shared_pages(setup, table_width(table), cycles)
         if setup.mode == "structured":
             state, emitted = masked_cycles(
-                self.core, setup, table, self.state, cycles, until_any=until_any, retired=self.retired.copy()
+                self.core,
+                setup,
+                table,
+                self.state,
+                cycles,
+                until_any=until_any,
+                retired=self.retired.copy(),
+                shared=shared,
             )
         else:
-            call = self.loop_arguments(setup, table, cycles, until_any=until_any)
+            call = self.loop_arguments(setup, table, cycles, until_any=until_any, shared=shared)
             state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
         return DecodeCall(rows, emitted, setup, cycles, table_width(table), *started)
 
-    def loop_arguments(self, setup: Setup, table: Any, cycles: int, *, until_any: bool) -> tuple:
+    def loop_arguments(
+        self, setup: Setup, table: Any, cycles: int, *, until_any: bool, shared: np.ndarray | None = None
+    ) -> tuple:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
         call = self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
-        return (*call, self.core.estimate) if setup.per_request else call
+        return (*call, self.core.estimate if setup.per_request else None, shared)
+
+    def shared_pages(self, setup: Setup, width: int, cycles: int) -> np.ndarray | None:
+        """What `cycle` takes as `shared`; None where pages are not to be read once, or nobody has compiled that yet."""
+        policy = self.core.cascade_policy
+        if policy is None:
+            return None
+        running = self.slots.decoding
+        # Pages in common are those that requests found when they entered.
+        who = tuple((job.ticket, job.stay, job.slot) for job in running)
+        if self._common is None or self._common[0] != who:
+            place = next((i for i, pool in enumerate(self.slots.pools) if pool.group.reach is None), None)
+            pages = np.zeros((self.size,), np.int32)
+            if place is not None:
+                rows, whole = [job.slot for job in running], np.array([job.filled for job in running])
+                found, count = common_pages(self.slots.tables[place][rows], whole // self.core.page_size)
+                pages[[rows[row] for row in found]] = count
+            self._common = who, pages
+        pages = self._common[1]
+        sharers = int(np.count_nonzero(pages))
+        if not sharers:
+            return None
+        saved = policy.saved_s(sharers, self.size, setup.width, int(pages.max()) * self.core.page_size)
+        if policy.asked:
+            return pages
+        if saved <= 0:
+            return None
+        jobs, sizes = Jobs(self.core, setup, self.needs.stop_width), (self.size, width)
+        name = (setup, *sizes, self.needs.stop_width, "shared")
+        if self.core.program_status(name, lambda: jobs.loop(*sizes, shared=True).args) == "compiled":
+            return pages
+        if policy.worth_compiling(name, saved * cycles):
+            start_compiling([jobs.loop(*sizes, shared=True)])
+        return None
 
     def move(self, count: int) -> None:
         """Moves the sequences into `count` slots."""

@@ -65,7 +65,16 @@ def warmup_jobs(
         for size in sizes:
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
-                yield Jobs(core, core.verifying(setup, length, size), STOP_WIDTH).loop(size, width)
+                jobs = Jobs(core, core.verifying(setup, length, size), STOP_WIDTH)
+                yield jobs.loop(size, width)
+                if shares_pay(core, size, length, width):
+                    yield jobs.loop(size, width, shared=True)
+
+
+def shares_pay(core: Resources, slots: int, length: int, width: int) -> bool:
+    """Whether cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns."""
+    policy = core.cascade_policy
+    return policy is not None and slots > 1 and policy.saved_s(slots, slots, length, width * core.page_size) > 0
 
 
 def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
@@ -163,27 +172,29 @@ class Jobs:
         call = (None, self._state(slots), numbers, arrays, logits, masks)
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
-    def loop(self, slots: int, width: int) -> partial[None]:
-        retired = np.zeros((slots,), bool)
+    def loop(self, slots: int, width: int, *, shared: bool = False) -> partial[None]:
+        """`shared`: one that reads shared pages once."""
+        retired, more = np.zeros((slots,), bool), self._more(slots, shared=shared)
         if self.setup.mode == "structured":
-            return self._masked_cycle(slots, width, retired)
+            return self._masked_cycle(slots, width, retired, *more)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
-        if self.setup.per_request:
-            call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
-        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call)
+        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more)
 
-    def _masked_cycle(self, slots: int, width: int, retired: np.ndarray) -> partial[None]:
+    def _more(self, slots: int, *, shared: bool) -> tuple[Any, Any]:
+        """Estimate and shared pages, as `loop` takes them."""
+        estimate = jax.ShapeDtypeStruct((self.setup.width,), np.float32) if self.setup.per_request else None
+        return estimate, np.zeros((slots,), np.int32) if shared else None
+
+    def _masked_cycle(self, slots: int, width: int, retired: np.ndarray, estimate: Any, shared: Any) -> partial[None]:
         """Named by the first of a cycle's programs; compiles all of them."""
         weights, table = self.core.weights, self._table(slots, width)
-        call = (weights, table, self._state(slots), retired)
-        if self.setup.per_request:
-            call = (*call, jax.ShapeDtypeStruct((self.setup.width,), np.float32))
+        call = (weights, table, self._state(slots), retired, estimate, shared)
 
         def prepare(function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> None:
             self.prepare(function, static, donate, *args)
             state, _, block = jax.eval_shape(partial(function, *static), *args)
-            self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block)
-            state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block)
+            self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block, shared)
+            state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block, shared)
             masks = self._masks(slots, self.setup.width)
             self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
 

@@ -301,6 +301,9 @@ class GatedAttention(Attention):
 class HybridLayer(nnx.Module):
     """Pre-norm mixer and feed-forward, each added to the residual stream; the mixer attends or is a gated delta net."""
 
+    attention_conv: Any = None  # as runners ask of every layer
+    mlp_conv: Any = None
+
     def __init__(self, config: Qwen35Config, index: int, traits: LayerTraits):
         d, eps = config.hidden_size, config.norm_eps
         self.input_norm, self.post_norm = ZeroCenteredNorm(d, eps), ZeroCenteredNorm(d, eps)

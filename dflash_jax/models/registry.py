@@ -71,6 +71,7 @@ from dflash_jax.models.qwen3_moe import (
     qwen3_moe_traits,
 )
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.quantization.cache_scheme import take_cache_scheme
 from dflash_jax.quantization.weights import Weight
 
 
@@ -115,7 +116,8 @@ class Family:
         tensor_names: Collection[str] = (),
         notices: list[str] | None = None,
     ) -> DecoderConfig:
-        """Our configuration from a Hugging Face one and the names of the tensors beside it.
+        """Our configuration from a Hugging Face one and the names of the tensors beside it. What that says of keys and values in
+        float8 alone is no part of it; see `quantization.cache_scheme`.
 
         Args:
           notices: takes what was decided where the file leaves a choice, one sentence each.
@@ -123,6 +125,7 @@ class Family:
         Raises:
           ConfigError: see `from_hf` of the family's `config_class`.
         """
+        hf_config, _ = take_cache_scheme(hf_config)
         if not self.reads_names:
             return self.config_class.from_hf(hf_config, notices)
         names = [canonical for name in tensor_names if (canonical := self.canonical(name)) is not None]

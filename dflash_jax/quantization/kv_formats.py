@@ -42,6 +42,11 @@ type CacheFormat = str | tuple[str | None, ...] | None
 """One format for all layers with pages, or each layer's own: one that is quantized, and None where layers are left out of it."""
 
 
+def cached_places(config: DecoderConfig) -> Sequence[int]:
+    """The places among all layers of those with pages."""
+    return getattr(config, "full_layers", range(config.cached_layers))
+
+
 def layer_formats(config: DecoderConfig, cache_dtype: CacheFormat) -> tuple[str | None, ...]:
     """The format of each layer with pages."""
     return cache_dtype if isinstance(cache_dtype, tuple) else (cache_dtype,) * config.cached_layers
@@ -61,7 +66,7 @@ def without_layers(config: DecoderConfig, cache_dtype: str | None, skip: Sequenc
     """
     if not skip:
         return cache_dtype
-    places: Sequence[int] = getattr(config, "full_layers", range(config.cached_layers))
+    places = cached_places(config)
     kinds = [
         "full_attention" if not config.windows or config.windows[place] is None else "sliding_window"
         for place in places

@@ -1,8 +1,8 @@
-"""Shared beginnings read once: the same result as without, whatever shares them, and the rule for when it pays."""
+"""Shared beginnings read once: the same result as without, whatever shares them."""
 
 import dataclasses
 import functools
-import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_kernels import paged_attention
+from dflash_kernels import paged_attention, paged_schedule
 
-from dflash_jax.attention.standalone.cascade import cascade_attention, cascade_pays, shared_pages
+from dflash_jax.attention.cascade import cascade_attention, split_tables
 
 from ..devices import custom_calls
 from ..kernels.attention_oracle import Case, make_case, oracle
@@ -24,10 +24,11 @@ SEQ_LENS, Q_LENS = [40, 0, 28, 25, 61, 33], [4, 4, 4, 1, 2, 0]
 SINKS = np.linspace(-1, 3, 6, dtype=np.float32)
 
 
-def case_with_shared_pages(seq_lens=SEQ_LENS, q_lens=Q_LENS, **options: Any) -> Case:
-    """Every live row's table begins with the first row's pages; the idle row comes first, with garbage in its table."""
+def case_with_shared_pages(seq_lens=SEQ_LENS, q_lens=Q_LENS, alone: Sequence[int] = (), **options: Any) -> Case:
+    """The table of every live row but those in `alone` begins with the first row's pages; the idle row comes first, with garbage in
+    its table."""
     case = make_case(seq_lens, q_lens, t=T, group=3, page_size=PAGE, seed=3, **options)
-    live = np.flatnonzero(np.array(seq_lens) > 0)
+    live = [row for row in np.flatnonzero(np.array(seq_lens) > 0) if row not in alone]
     case.page_table[live, :SHARED] = case.page_table[live[0], :SHARED]
     return case.rows([1, *(row for row in range(len(seq_lens)) if row != 1)])
 
@@ -36,10 +37,18 @@ def options_of(case: Case) -> dict[str, Any]:
     return {name: value if np.ndim(value) == 0 else jnp.asarray(value) for name, value in case.options.items()}
 
 
-def cascaded(case: Case, shared: int = SHARED, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
+def cascaded(
+    case: Case, shared: int | Sequence[int] | np.ndarray = SHARED, **changes: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """`shared`: of each row; one number for all rows that are not idle."""
     q, k, v, table, lens, q_lens = case.arrays()
-    given = {"shared": shared, "q_lens": q_lens, "return_lse": True} | options_of(case) | changes
-    out, lse = jax.jit(lambda *arrays: cascade_attention(*arrays, **given))(q, k, v, table, lens)
+    given = {"q_lens": q_lens, "return_lse": True} | options_of(case) | changes
+    pages = np.where(case.seq_lens > 0, shared, 0) if np.ndim(shared) == 0 else np.array(shared)
+
+    def call(q, k, v, table, lens, pages):
+        return cascade_attention(q, k, v, split_tables(table, pages, k.shape[2]), lens, **given)
+
+    out, lse = jax.jit(call)(q, k, v, table, lens, pages)
     return np.asarray(out), np.asarray(lse)
 
 
@@ -56,10 +65,41 @@ def test_agrees_with_float64(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("shared", [0, 1, 2])
 def test_fewer_pages_than_are_shared(shared: int) -> None:
     case = case_with_shared_pages(sinks=SINKS)
     np.testing.assert_allclose(cascaded(case, shared)[0], oracle(case)[0], rtol=0, atol=4e-6)
+
+
+def test_some_share_nothing() -> None:
+    """Theirs is the whole of their table; the last row's queries stand within what would be the shared pages."""
+    case = case_with_shared_pages([40, 0, 28, 25, 61, 9], alone=[3, 5], sinks=SINKS)
+    shared = [0, SHARED, SHARED, 0, SHARED, 0]
+    (out, lse), (true_out, true_lse) = cascaded(case, shared), oracle(case)
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
+    everyone = np.where(case.seq_lens > 0, SHARED, 0)
+    assert np.abs(cascaded(case, everyone)[0] - true_out).max() > 0.1, "whoever shares nothing reads its own pages"
+
+
+def test_a_block_sees_all_of_itself() -> None:
+    """As a drafter's does: no key is hidden from a query of the same sequence."""
+    case = case_with_shared_pages(causal=False)
+    np.testing.assert_allclose(cascaded(case)[0], oracle(case)[0], rtol=0, atol=4e-6)
+
+
+def test_a_schedule_of_what_is_left() -> None:
+    case = case_with_shared_pages()
+    lens = jnp.asarray(case.seq_lens)
+
+    def scheduled(shared):
+        parts = split_tables(jnp.asarray(case.page_table), shared, PAGE)
+        schedule = paged_schedule(lens - parts.skipped, heads=6, kv_heads=2, tokens=T)
+        q, k, v, _, _, q_lens = case.arrays()
+        return cascade_attention(q, k, v, parts, lens, q_lens=q_lens, schedule=schedule)
+
+    out = jax.jit(scheduled)(jnp.where(lens > 0, SHARED, 0))
+    np.testing.assert_allclose(out, oracle(case)[0], rtol=0, atol=4e-6)
 
 
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.int8], ids=["fp8", "int8"])
@@ -108,10 +148,17 @@ def test_real_sizes_on_a_gpu(name: str, t: int) -> None:
 
 
 def test_both_parts_are_kernels_on_an_h200() -> None:
-    q, pool = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 16, 32, 128), (99, 8, 64, 128)))
-    table, lens = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,)))
-    call = functools.partial(cascade_attention, shared=16)
-    assert custom_calls(call, q, pool, pool, table, lens) == ["mosaic_gpu_v2"] * 2
+    pool = jax.ShapeDtypeStruct((99, 8, 64, 128), jnp.bfloat16)
+    table, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,)))
+
+    def call(q, k, v, table, lens, shared):
+        return cascade_attention(q, k, v, split_tables(table, shared, 64), lens)
+
+    for tokens in (1, 16, 64):  # the last ones fill the kernel for prompts
+        q = jax.ShapeDtypeStruct((8, tokens, 32, 128), jnp.bfloat16)
+        names = custom_calls(call, q, pool, pool, table, numbers, numbers)
+        assert {*names} == {"mosaic_gpu_v2"}
+        assert len(names) >= 2
 
 
 def test_a_batch_without_a_live_row() -> None:
@@ -124,50 +171,14 @@ def test_a_batch_without_a_live_row() -> None:
 
 def test_the_output_alone() -> None:
     case = case_with_shared_pages()
-    q, k, v, table, lens, q_lens = case.arrays()
-    alone = cascade_attention(q, k, v, table, lens, shared=SHARED, q_lens=q_lens)
-    np.testing.assert_allclose(alone, cascaded(case)[0], rtol=0, atol=2e-6)
+    np.testing.assert_array_equal(cascaded(case)[0], alone_of(case))
     every = [40, 0, 28, 31, 61, 33]
     full = case_with_shared_pages(every, [T] * 6)
-    q, k, v, table, lens, _ = full.arrays()
-    np.testing.assert_allclose(cascade_attention(q, k, v, table, lens, shared=SHARED), oracle(full)[0], atol=4e-6)
+    np.testing.assert_allclose(alone_of(full, all_live=True), oracle(full)[0], atol=4e-6)
 
 
-@pytest.mark.parametrize("shared", [0, 9, -1])
-def test_shared_pages_that_cannot_be(shared: int) -> None:
-    case = case_with_shared_pages()
-    assert case.page_table.shape[1] == 9
-    with pytest.raises(ValueError, match=f"{shared} shared pages of a table with 9 columns"):
-        inspect.unwrap(cascade_attention)(*case.arrays()[:5], shared=shared)
-
-
-def test_pages_in_common_are_counted() -> None:
-    table = np.array([[5, 2, 9, 4], [5, 2, 9, 7], [5, 2, 9, 4]])
-    assert shared_pages(table, np.array([32, 40, 40]), 8) == 3
-    assert shared_pages(table, np.array([32, 23, 40]), 8) == 2  # the third is not whole before the second one's queries
-    assert shared_pages(table[::2], np.array([32, 31]), 8) == 3
-    assert shared_pages(table[::2], np.array([32, 32]), 8) == 4
-    assert shared_pages(table, np.array([7, 40, 40]), 8) == 0
-    assert shared_pages(np.array([[1, 2], [3, 2]]), np.array([16, 16]), 8) == 0  # a later page in common is none
-    assert shared_pages(table[:1], np.array([20]), 8) == 2
-
-
-# Qwen3-8B's heads on an H200, but where the row says otherwise.
-RULES = [
-    (255, [1] * 64, {}, False),  # too few keys
-    (256, [1] * 7, {}, False),  # too few sequences
-    (4096, [16] * 64, {}, True),  # several queries each: every block of them would read all keys
-    (4096, [1] * 63 + [2], {}, True),
-    (4096, [1] * 64, {"kv_heads": 32}, True),  # heads that share no keys
-    (4096, [16] * 64, {"positional": True}, False),
-    (4096, [16] * 64, {"ranks": 2}, False),
-    (4096, [1] * 64, {}, True),  # 32 tiles in one round against 64 * 8 * 32 in 125
-    (4096, [1] * 8, {}, False),  # 32 against 8 * 8 * 32 in 16
-    (4096, [1] * 8, {"heads": 128, "kv_heads": 2}, False),  # 32 tiles in one round against 8 * 2 * 32 in 4
-]
-
-
-@pytest.mark.parametrize(("shared", "q_lens", "changes", "pays"), RULES)
-def test_when_it_pays(shared: int, q_lens: list[int], changes: dict[str, Any], pays: bool) -> None:
-    options = {"heads": 32, "kv_heads": 8, "multiprocessors": 132} | changes
-    assert cascade_pays(shared, np.array(q_lens), **options) == pays
+def alone_of(case: Case, *, all_live: bool = False) -> np.ndarray:
+    q, k, v, table, lens, q_lens = case.arrays()
+    parts = split_tables(table, jnp.where(lens > 0, SHARED, 0), PAGE)
+    call = functools.partial(cascade_attention, q_lens=None if all_live else q_lens)
+    return np.asarray(jax.jit(call)(q, k, v, parts, lens))

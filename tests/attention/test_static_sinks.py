@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from dflash_kernels import paged_attention, ragged_paged_attention
 
-from dflash_jax.attention.standalone.static_sinks import with_static_sinks, write_static_sinks
+from dflash_jax.attention.standalone.static_sinks import sink_attention, with_static_sinks, write_static_sinks
 
+from ..kernels.attention_oracle import Case, make_case
 from .dense_oracle import assert_as_good_as, dense_oracle
 
 PAGE, T = 4, 3
@@ -52,7 +53,7 @@ class Setup:
         ]  # fmt: skip
 
     def written(self) -> tuple[jax.Array, jax.Array]:
-        return jax.jit(write_static_sinks)(*self.pools, *self.sinks, self.sink_pages)
+        return jax.jit(write_static_sinks)(*self.pools, *self.sinks, self.sink_pages)[:2]
 
     def sunk(self) -> tuple[jax.Array, jax.Array]:
         return with_static_sinks(
@@ -96,7 +97,7 @@ def test_real_sizes_on_a_gpu(t: int, window: int | None) -> None:
                 held = np.full((len(own) * page, *tokens.shape[2:]), np.nan, dtype)
                 held[:length] = tokens[row, :length]
                 pool[own] = np.swapaxes(held.reshape(-1, page, *held.shape[1:]), 1, 2)
-        pages = jax.jit(write_static_sinks)(*pools, *sinks, sink_pages)
+        pages = jax.jit(write_static_sinks)(*pools, *sinks, sink_pages)[:2]
         seen = with_static_sinks(jnp.asarray(table), jnp.asarray(lens, jnp.int32), jnp.asarray(sink_pages), page)
         whole = [[np.concatenate([sink, x[row, :n]]) if n else x[row, :0] for row, n in enumerate(lens)]
                  for sink, x in zip(sinks, wide, strict=True)]  # fmt: skip
@@ -135,6 +136,61 @@ def test_only_the_sinks_pages_are_written() -> None:
         np.testing.assert_array_equal(pool, expected)
 
 
+def dequantised(pools: Any, k_scale: Any, v_scale: Any) -> list[np.ndarray]:
+    """Pools in float64."""
+    k, v = (np.asarray(pool).astype(np.float64) for pool in pools)
+    if k_scale is not None:
+        k_scale, v_scale = (np.asarray(scale, np.float64) for scale in (k_scale, v_scale))
+        k *= k_scale[..., None] if k_scale.ndim == 3 else k_scale[:, None, None]
+        v *= v_scale[:, None, :] if v_scale.ndim == 2 else v_scale[:, None, None]
+    return [k, v]
+
+
+def rows_of(pool: np.ndarray, pages: np.ndarray, count: int) -> np.ndarray:
+    """`[count, K, H]`, the first tokens of some pages."""
+    return np.swapaxes(pool[pages], 1, 2).reshape(-1, pool.shape[1], pool.shape[3])[:count]
+
+
+@pytest.mark.parametrize("stored", [None, ml_dtypes.float8_e4m3fn, np.int8], ids=["float32", "fp8", "int8"])
+@pytest.mark.parametrize("count", [1, 5, 8, 11])
+def test_any_number_in_pages_of_any_format(count: int, stored: Any) -> None:
+    """Numbers that fill no page, beside garbage; queries of a sequence that is idle see no sink."""
+    case: Case = make_case(
+        [9, 0, 3, 14], [3, 3, 2, 1], t=3, group=2, head_dim=16, page_size=PAGE, stored=stored, seed=count
+    )
+    q, k, v, table, lens, q_lens = case.arrays()
+    used = {page for row, length in enumerate(case.seq_lens) for page in case.page_table[row, : -(-length // PAGE)]}
+    pages = np.array([page for page in range(k.shape[0]) if page not in used], np.int32)[::-1]
+    rng = np.random.default_rng(count)
+    sinks = [0.5 * rng.standard_normal((count, 2, 16)).astype(np.float32) for _ in "kv"]
+    scales: Any = {name: case.options[name] for name in ("k_scale", "v_scale") if name in case.options}
+    kept = jax.jit(write_static_sinks)(k, v, *sinks, pages, **scales)
+    given = scales | ({} if kept.k_scale is None else {"k_scale": kept.k_scale})
+    call = jax.jit(sink_attention, static_argnames="sinks")
+    out = call(q, *kept[:2], table, lens, pages, sinks=count, q_lens=q_lens, **given)
+    pools = dequantised(kept[:2], given.get("k_scale"), given.get("v_scale"))
+    held = [rows_of(pool, pages, count) for pool in pools]
+    for written, sink in zip(held, sinks, strict=True):
+        np.testing.assert_allclose(written, sink, rtol=0, atol=0 if stored is None else 0.07)
+    whole = [
+        [np.concatenate([sink, rows_of(pool, row, length)]) if length else sink[:0]
+         for row, length in zip(case.page_table % len(pool), case.seq_lens, strict=True)]
+        for pool, sink in zip(pools, held, strict=True)
+    ]  # fmt: skip
+    true = dense(case.q, *whole, case.q_lens)
+    np.testing.assert_allclose(out, true, rtol=0, atol=4e-6 if stored is None else 2e-5)
+    assert not np.asarray(out[1]).any()
+    alone = dense(case.q, *([rows[count:] if len(rows) else rows for rows in side] for side in whole), case.q_lens)
+    assert np.abs(alone - true).max() > 0.02, "the sinks change what is seen"
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_more_sinks_than_their_pages_hold(count: int) -> None:
+    q, pool, lens = jnp.zeros((1, 1, 2, 16)), jnp.zeros((6, 2, PAGE, 16)), jnp.ones(1, jnp.int32)
+    with pytest.raises(ValueError, match=f"{count} sinks must be from 1 to the 8 tokens of 2 pages"):
+        inspect.unwrap(sink_attention)(q, pool, pool, lens[None], lens, jnp.array([1, 4]), sinks=count)
+
+
 def test_tables_are_made_anew_each_time() -> None:
     """Made twice from a sequence's own table and lengths, they have the sinks once: nothing is changed in place."""
     setup = Setup()
@@ -153,11 +209,17 @@ def test_tables_are_made_anew_each_time() -> None:
 @pytest.mark.parametrize(
     ("k", "v", "dtype", "message"),
     [
-        ((7, 2, 16), (8, 2, 16), np.float32, "7 sink keys and 8 values must fill 2 pages of 4 tokens"),
-        ((8, 2, 16), (4, 2, 16), np.float32, "8 sink keys and 4 values must fill"),
+        (
+            (7, 2, 16),
+            (8, 2, 16),
+            np.float32,
+            "7 sink keys and 8 values must be equally many, from 1 to the 8 tokens of 2 pages",
+        ),
+        ((9, 2, 16), (9, 2, 16), np.float32, "9 sink keys and 9 values must be"),
+        ((0, 2, 16), (0, 2, 16), np.float32, "0 sink keys and 0 values must be"),
         ((8, 3, 16), (8, 2, 16), np.float32, r"sinks of \(8, 3, 16\) \[S, K, H\] do not fit float32 pages"),
         ((8, 2, 16), (8, 2, 8), np.float32, r"sinks of \(8, 2, 8\)"),
-        ((8, 2, 16), (8, 2, 16), ml_dtypes.float8_e4m3fn, "do not fit float8_e4m3fn pages"),
+        ((8, 2, 16), (8, 2, 16), np.int8, "int8 pools take k_scale"),
     ],
 )
 def test_sinks_that_do_not_fit(k: tuple[int, ...], v: tuple[int, ...], dtype: Any, message: str) -> None:

@@ -176,7 +176,7 @@ def test_layers_are_named_as_in_vllm() -> None:
     assert without_layers(target, "fp8", ()) == "fp8"
     assert without_layers(target, "fp8", [1]) == without_layers(target, "fp8", ["full_attention"]) == ("fp8", None)
     assert LoadOptions(cache_dtype="fp8_e4m3", cache_dtype_skip_layers=["0"]).cache_dtype == "fp8"
-    assert LoadOptions(cache_dtype="auto").cache_dtype is None
+    assert LoadOptions(draft_cache_dtype="auto").draft_cache_dtype is None
     with pytest.raises(ParameterError, match="names 7, which no layer with pages is: these are 0 to 1 of 2"):
         without_layers(target, "fp8", [7])
     with pytest.raises(ParameterError, match="leaves no layer of 2"):

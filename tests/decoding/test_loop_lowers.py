@@ -19,6 +19,7 @@ from dflash_jax.decoding.sampling import Mode, noise_at
 from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state, request_rows
+from dflash_jax.engine.warmup import Jobs
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
@@ -47,6 +48,19 @@ def test_loop_lowers(make_pair, kind, draft, window):
         traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, *shapes)
         calls = re.findall(r"custom_call @(\w+)", traced.lower(lowering_platforms=("cuda",)).as_text())
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
+
+
+def test_a_loop_that_reads_shared_pages_once_stays_one_graph():
+    """No branch, which a CUDA graph lacks, though who shares what is found out in the program."""
+    target = target_config(num_layers=1, windows=(None,), num_heads=4, head_dim=64)
+    weights = weight_shapes([(target, family_named("qwen3"))], jnp.dtype(jnp.bfloat16))
+    engine = Engine(target, None, weights, jnp.dtype(jnp.bfloat16), max_model_len=512)
+    job = Jobs(engine, engine.setup(mode="greedy", draft=False), STOP_WIDTH).loop(4, 8, shared=True)
+    function, static, _, *call = job.args
+    with on("NVIDIA H200"):
+        text = jax.jit(partial(function, *static)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if)", text)
+    assert text.count("custom_call @mosaic_gpu_v2") >= 2
 
 
 def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():

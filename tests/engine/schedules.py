@@ -36,6 +36,7 @@ class Outcome:
     moved: int = 0
     behind: int = 0
     together: int = 0
+    shared: int = 0
 
 
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
@@ -104,13 +105,14 @@ def batch_of(engine: Engine) -> Batch:
 
 def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, outcome: Outcome) -> None:
     """Fails where prompts get more than one chunk between two calls of the loop that somebody who decodes waits for. Counts calls
-    with pieces of several prompts."""
+    with pieces of several prompts, and those for cycles that read shared pages once."""
     call, spent = engine.programs.call, [0]
 
     def watched(function, static, donate, *args):
         outcome.together += function.__name__ == "admit_program" and np.sum(args[2] < batch_of(engine).size) > 1
         if function.__name__ == "loop":
             spent[0] = 0
+            outcome.shared += args[-1] is not None
         elif function.__name__ == "prefill_chunk" and batch_of(engine).slots.decoding:
             spent[0] += args[3].size
             assert spent[0] <= engine.max_chunk, "a running sequence waits longer than one chunk"
@@ -128,7 +130,7 @@ def ended_by_a_token(rng: random.Random, text: Text) -> Text:
 
 def play(
     engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[VerifyLength] = (None,),
-    ahead: bool = False,
+    ahead: bool = False, cascade: bool | None = None,
 ) -> Outcome:  # fmt: skip
     """One schedule; fails unless every request that was not cancelled has the tokens it has alone, no running one waits longer than
     a chunk, and every page is back.
@@ -137,6 +139,7 @@ def play(
       lengths: one of these is verified in the next cycles, another one each time.
       ahead: prompts and cycles are started before the results of others are looked at. Some requests are ended by a token, and
         more are cancelled.
+      cascade: of the engine.
     """
     rng, outcome = random.Random(seed), Outcome()
     chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
@@ -153,7 +156,7 @@ def play(
     engine.take_pools()
     engine.allocator = PageAllocator(min(engine.num_pages, needed + rng.choice([0, 1, 2, 4, 8, 40])))
     arrived = rng.randint(1, len(requests))
-    engine.goes_ahead = ahead
+    engine.goes_ahead, engine.cascade = ahead, cascade
     cycles, slots = rng.choice([1, 2, 3] if ahead else [1, 1, 1, 2, 5, 32]), rng.randint(2 if ahead else 1, 4)
     run = engine.run(requests[:arrived], cycles=cycles, slots=slots)
     got = {request.index: [] for request in requests}
@@ -181,7 +184,7 @@ def play(
         except KeyboardInterrupt:
             outcome.interrupted = 1
     run.close()
-    engine.verify_length, engine.goes_ahead = None, None
+    engine.verify_length = engine.goes_ahead = engine.cascade = None
     for pool in engine.groups:
         pool.allocator.check_integrity()
         assert pool.allocator.num_free == pool.allocator.num_pages

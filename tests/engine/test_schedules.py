@@ -52,16 +52,20 @@ def test_random_schedules(engine, texts, all_cases):
     count = int(os.environ.get("SCHEDULES", 80 if all_cases else 16))
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=lengths[seed % 2]) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    least = np.array((50, 500, 50, 25, 50, 0, 25)) * count // 200
+    least = np.array((50, 500, 50, 25, 50, 0, 25, 0)) * count // 200
     assert all(happened >= least), f"too little happened to show anything: {happened}"
 
 
 def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
-    """Where the next cycles run already while somebody cancels, ends or interrupts, and while the pool is full."""
+    """Where the next cycles run already while somebody cancels, ends or interrupts, and while the pool is full. Of every two, one
+    reads pages once that requests share."""
     count = 80 if all_cases else 32
-    outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True) for seed in range(count)]
+    outcomes = [
+        play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True, cascade=True if seed % 4 > 1 else None)
+        for seed in range(count)
+    ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10)) * count // 80), (
+    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10, 30)) * count // 80), (
         f"too little happened to show anything: {happened}"
     )
 
@@ -71,11 +75,19 @@ def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
     monkeypatch.setattr(PerRequestPolicy, "choose", lambda *_: Choice(2, 2))
     monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
     outcomes = [
-        play(engine, texts, seed, interrupt=seed % 8 == 7, lengths=("per_request", None), ahead=seed % 2 == 1)
+        play(
+            engine,
+            texts,
+            seed,
+            interrupt=seed % 8 == 7,
+            lengths=("per_request", None),
+            ahead=seed % 2 == 1,
+            cascade=True if seed > 9 else None,
+        )
         for seed in range(12)
     ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (1, 20, 3, 1, 2, 10, 1)), f"too little happened to show anything: {happened}"
+    assert all(happened >= (1, 20, 3, 1, 2, 10, 1, 2)), f"too little happened to show anything: {happened}"
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +130,7 @@ def test_random_schedules_of_the_shipped_pair():
     texts = make_texts(engine, [*prompts, prompts[0][:50], prompts[0][:33] + prompts[1]], tokens=48)
     outcomes = [play(engine, texts, seed, interrupt=seed % 8 == 7) for seed in range(2, 8)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (1, 10, 1, 1, 0, 0, 0)), f"too little happened to show anything: {happened}"
+    assert all(happened >= (1, 10, 1, 1, 0, 0, 0, 0)), f"too little happened to show anything: {happened}"
 
 
 def test_shared_pages_leave_acceptance_as_it_is(monkeypatch):

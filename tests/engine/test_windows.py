@@ -145,6 +145,22 @@ def test_requests_that_lose_their_pages_or_are_cancelled(pair, texts) -> None:
     assert pair.run(PROMPTS, PARAMS)[0] == texts
 
 
+def test_layers_without_windows_read_shared_pages_once(pair, monkeypatch) -> None:
+    engine, called, shared = pair.engine, pair.engine.programs.call, []
+    prompts = [PROMPTS[0][:330] + end for end in ([1, 2, 3], [4])]
+    alone = [pair.run([prompt], PARAMS)[0][0] for prompt in prompts]
+
+    def watched(function, *rest):
+        if function.__name__ == "loop":
+            shared.append(rest[-1])
+        return called(function, *rest)
+
+    monkeypatch.setattr(engine.programs, "call", watched)
+    monkeypatch.setattr(engine, "cascade", True)
+    assert pair.run(prompts, PARAMS)[0] == alone
+    assert any(pages is not None and pages.tolist() == [10, 10] for pages in shared)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_random_schedules(pair, monkeypatch, ahead, all_cases) -> None:
     """Of prompts that begin alike, with pools that run out, cancellations and interrupts."""

@@ -83,7 +83,7 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
 
 
-@pytest.mark.few("qwen3_5_moe")
+@pytest.mark.few("qwen3_5", "qwen3_5_moe")
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe", "shared_among_experts"])
 def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gated delta nets and gated attention, whose norms are zero-centered, with weights of norms that matter."""

@@ -17,6 +17,7 @@ MERGE, WRITE, QKV = "kernels/test_merge_states.py", "kernels/test_cache_write.py
 LARGE, ENGINE, SCHEDULES = "kernels/test_large_pools.py", "engine/test_engine.py", "engine/test_schedules.py"
 LOSSLESS, CHUNKS = "decoding/test_lossless.py", "attention/test_chunks.py"
 CASCADE, STATIC, RANKS = (f"attention/test_{name}.py" for name in ("cascade", "static_sinks", "context_parallel_heads"))
+SHARERS = "engine/test_cascade.py"
 DRAFTER, PARITY = "decoding/test_config_draft.py", "models/test_parity_qwen3.py"
 BLOCK = "decoding/test_draft_block.py"
 
@@ -47,7 +48,8 @@ KNOWN = {
         (RANKS, "test_a_sink_on_every_rank_would_be_noticed"),
     ],
     "a shared beginning read apart: windows, sinks, idle rows, pages that are not whole or not everyone's": [
-        (CASCADE, "test_agrees_with_float64"), (CASCADE, "test_pages_in_common_are_counted"), (CASCADE, "test_when_it_pays"),
+        (CASCADE, "test_agrees_with_float64"), (CASCADE, "test_some_share_nothing"),
+        (SHARERS, "test_the_beginning_that_saves_most"), (SHARERS, "test_texts_are_those_of_requests_alone"),
     ],
     "static sinks added twice, or to rows of length 0": [
         (STATIC, "test_tables_are_made_anew_each_time"), (STATIC, "test_queries_see_the_sinks_ahead_of_their_sequence"),
