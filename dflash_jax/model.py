@@ -27,7 +27,7 @@ from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.measuring import MemoryReading, measure_memory
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
-from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine, tower_shapes, vision_of
 from dflash_jax.engine.progress import progress_bar
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
@@ -43,6 +43,8 @@ from dflash_jax.options import (
 )
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
+from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
@@ -57,6 +59,7 @@ class Model:
       notices: what loading left out on purpose, for example code in a model folder.
       sampling_defaults: what its `generation_config.json` says of sampling, by names of `SamplingParams`.
       tell: takes what is to be said while requests are served: once, that the drafter is hardly ever right.
+      vision: what it sees pictures with; None for a model of texts alone.
       drafting: what became of the drafts of requests of `generate` and `stream`; those of benchmarks and warming up are in none.
     """
 
@@ -68,6 +71,7 @@ class Model:
     notices: list[str] = field(default_factory=list)
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     tell: Callable[[str], object] = warnings.warn
+    vision: VisionEncoder | None = None
     drafting: DraftRecord = field(default_factory=DraftRecord, init=False)
 
     def __repr__(self) -> str:
@@ -78,6 +82,8 @@ class Model:
         weights = f"{size(self.memory.weights)} of weights"
         if self.engine.tp > 1:
             weights += f" on each of {self.engine.tp} devices"
+        if self.vision is not None:
+            drafter += ", a vision tower"
         return f"Model({self.name!r}: {self.engine.dtype}, {weights}, {drafter}, {most})"
 
     @property
@@ -213,6 +219,11 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
+    tower, left_out_tower = vision_of(target, asked)
+    vision = None
+    if tower is not None:
+        processor = Processor.from_folder(target.folder, tower.config)
+        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), engine.programs)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -229,7 +240,7 @@ def load(
         *drafter_notice(path, asked.draft, drafter),
         *_scheme_notice(target, asked),
     ]
-    notices += tokenizer_notices(target.folder)
+    notices += [*left_out_tower, *tokenizer_notices(target.folder)]
     defaults, left_out = sampling_defaults(target.folder)
     notices += left_out
     if memory.num_pages < memory.full_pages and asked.num_pages is None:
@@ -238,7 +249,8 @@ def load(
             f"{memory.full_pages}"
         )
     name = "the shipped pair" if path is None else str(path)
-    model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices, defaults)
+    eos_ids = end_token_ids(target.folder, tokenizer)
+    model = Model(name, engine, tokenizer, eos_ids, memory, notices, defaults, vision=vision)
 
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
@@ -258,6 +270,8 @@ def load(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
                 rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks, arrived=bar.update,
             )  # fmt: skip
+            if vision is not None and tower is not None:
+                vision.weights = tower.load(engine.dtype.name)
     except BaseException:
         drop(compiled)
         raise

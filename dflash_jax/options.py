@@ -94,6 +94,10 @@ def _length(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
+def _yes_or_no(text: str) -> bool | str:
+    return {"yes": True, "no": False}.get(text, text)
+
+
 # Options that the command line has, in the order of its help; `--draft` and `--no-draft` exclude one another and are made apart.
 FLAGS: dict[str, Flag] = {
     "dtype": Flag("of weights, activations and pages", choices=FLOAT_DTYPES),
@@ -150,6 +154,9 @@ FLAGS: dict[str, Flag] = {
         "GPUs that latent pages are spread over: 1, each has all of them (default), or as many as --tp",
         kind=int,
     ),
+    "vision": Flag(
+        "yes or no: with the tower that makes rows of pictures (default: where the target has one)", kind=_yes_or_no
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }
@@ -205,6 +212,8 @@ class LoadOptions:
       decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
         `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
         exchanges more in every layer. For contexts that do not fit otherwise.
+      vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is one
+        and `tp` is 1; True insists on it; False leaves it out.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -231,6 +240,7 @@ class LoadOptions:
     draft_window: int | None = None
     tp: int = 1
     decode_context_parallel_size: int = 1
+    vision: bool | None = None
     revision: str | None = None
     draft_revision: str | None = None
 
@@ -251,6 +261,10 @@ class LoadOptions:
         for name in ("max_model_len", "verify_length", "draft_window"):
             if (number := as_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
+        if self.vision is not None:
+            object.__setattr__(self, "vision", as_flag(self.vision))
+            if self.vision is None:
+                raise ParameterError("vision must be True, False, or None for the tower that there is")
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
@@ -314,6 +328,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_window: int | None
     tp: int
     decode_context_parallel_size: int
+    vision: bool | None
     revision: str | None
     draft_revision: str | None
 

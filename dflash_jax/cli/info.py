@@ -13,7 +13,7 @@ from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import size
-from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine, tower_shapes, vision_of
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
@@ -63,6 +63,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     asked = as_checkpoint_says(asked, target)
     engine, memory = plan_engine(target, drafter, asked)
     checkpoints = [target] if drafter is None else [target, drafter]
+    tower, left_out = vision_of(target, asked)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -75,6 +76,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "shared_by": engine.tp,
         },
         "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
+        "vision": None if tower is None else _tower(tower, weight_bytes({"": tower_shapes(tower, engine.dtype)})),
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
@@ -121,6 +123,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
             *drafter_notice(path, asked.draft, drafter),
+            *left_out,
             *tokenizer_notices(target.folder),
         ],
     }
@@ -171,6 +174,18 @@ def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
     } | checkpoint.family.facts(config)
 
 
+def _tower(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
+    config = checkpoint.config
+    return {
+        "family": checkpoint.family.name,
+        "parameters": count(checkpoint.family.parameters(config)),
+        "weight_bytes": loaded,
+        "layers": config.depth,
+        "hidden_size": config.hidden_size,
+        "pixels_of_a_token": config.patch_size * config.merge_size,
+    }
+
+
 def installed_version(package: str) -> str | None:
     try:
         return version(package)
@@ -216,6 +231,12 @@ def lines(facts: dict[str, Any]) -> list[str]:
         if "block_size" in model:
             head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
+    if (tower := facts["vision"]) is not None:
+        edge = tower["pixels_of_a_token"]
+        rows += [
+            ("vision", f"{tower['family']}, {tower['parameters']:,} parameters, {size(tower['weight_bytes'])} loaded"),
+            ("", f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"),
+        ]
     kept = pages["target_dtype"]
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"

@@ -202,6 +202,7 @@ def verified(
     target = bind(setup.target, weights["target"])
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + jnp.arange(setup.width)
+        turned = positions if state.shift is None else positions + state.shift[:, None]
         lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
         table, size = tables_of(page_table, "target"), pages.page_size
@@ -209,9 +210,9 @@ def verified(
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
-            hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+            hidden, features, cache = target(ids, turned, attend, setup.taps, run, cache)
         else:
-            rows, attend = (pack.packed(ids), pack.packed(positions)), RaggedAttend(attend, pack)
+            rows, attend = (pack.packed(ids), pack.packed(turned)), RaggedAttend(attend, pack)
             hidden, features, cache = target(*rows, attend, setup.taps, run, cache)
             features = pack.unpacked(features)
     pages, states, factors = apart(cache)
@@ -295,6 +296,7 @@ def judged(
             draft_pages=state.draft_pages,
             recurrent=folded(state.recurrent, rows.factors, counts),
             adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
+            shift=state.shift,
         )
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
     return next_state, emitted if block.odds is None else replace(emitted, lengths=block.lengths, odds=block.odds)

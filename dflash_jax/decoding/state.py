@@ -64,6 +64,7 @@ class Setup:
       per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
       ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
+      pictures: whether prompts may hold pictures: then each slot has a shift of its positions (`DecodeState.shift`).
       dealt: of those the ones that have a part each of every latent page; 1 where all have all. A page of the page table is then
         so many of the drafter's pages, one after the other (`draft_table`).
     """
@@ -82,6 +83,7 @@ class Setup:
     ranks: int = 1
     dealt: int = 1
     sampling: bool = True
+    pictures: bool = False
 
     def of_rank(self) -> "Setup":
         """The same for a rank, whose models have its share of heads; itself on one device."""
@@ -223,6 +225,8 @@ class DecodeState:
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
       adjust: in modes adjusted and structured what changes logits; None elsewhere.
+      shift: what is added to where the target's tokens stand among the keys to give what they turn by: a picture takes fewer
+        positions than tokens. The drafter's turn by where they stand. None where prompts hold no pictures.
     """
 
     pending: Int[Array, "B"]
@@ -237,6 +241,7 @@ class DecodeState:
     draft_pages: Pages
     recurrent: tuple[DeltaState, ...] = ()
     adjust: Adjustments | None = None
+    shift: Int[Array, "B"] | None = None
 
 
 _NUMBERS = ("pending", "seq_lens", "fresh", "produced", "remaining", "done")

@@ -32,6 +32,7 @@ from dflash_jax.models import DFlashConfig
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.kv_formats import without_layers
+from dflash_jax.text.pictures.encoder import workspace_bytes as seeing_bytes
 
 
 def as_checkpoint_says(options: LoadOptions, target: Checkpoint) -> LoadOptions:
@@ -70,14 +71,18 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
     longest = choose_model_len(target.config, options.max_model_len)
+    (tower, _), config = vision_of(target, options), target.config
+    if tower is not None:
+        config = replace(config, mrope_section=tower.config.mrope_section)
     engine = Engine(
-        target=reaching(target.config, longest), draft=None if draft is None else reaching(draft, longest),
+        target=reaching(config, longest), draft=None if draft is None else reaching(draft, longest),
         weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=kept,
         draft_cache_dtype=options.draft_cache_dtype,
         max_model_len=longest, max_batch=options.max_batch,
         page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=programs_over(ranks),
+        pictures=tower is not None,
     )  # fmt: skip
     if ranks is not None and ranks.led and engine.state_bytes:
         raise ParameterError(
@@ -88,7 +93,10 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
             f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
         )
     try:
-        memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots)
+        memory = plan_for(
+            engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots,
+            tower=None if tower is None else (weight_bytes({"": tower_shapes(tower, kind)}), seeing_bytes(tower.config, kind)),
+        )  # fmt: skip
     except CapacityError as error:
         if options.weight_dtype in RELEASED or not released(stored):
             raise
@@ -98,18 +106,48 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     return planned(engine, memory), memory
 
 
+def vision_of(target: Checkpoint, options: LoadOptions) -> tuple[Checkpoint | None, list[str]]:
+    """The vision tower that these options load, and what there is to say of one that they do not.
+
+    Raises:
+      ParameterError: one is asked for that cannot be loaded.
+    """
+    shared = options.tp > 1
+    if options.vision and (target.vision is None or shared):
+        why = f"does not run over tp={options.tp} GPUs: load with tp=1" if shared else "is not in this checkpoint"
+        raise ParameterError(f"vision=True asks for a vision tower, which {why}; or leave vision out")
+    if target.vision is None or options.vision is False:
+        return None, []
+    if shared:
+        return None, [f"the vision tower is left out, so no picture is read: it does not run over tp={options.tp} GPUs"]
+    return target.vision, []
+
+
+def tower_shapes(tower: Checkpoint, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """The weights of a vision tower in shapes."""
+    return {one.name: jax.ShapeDtypeStruct(one.shape, dtype) for one in tower.family.parameters(tower.config)}
+
+
 def planned(engine: Engine, memory: MemoryPlan, **changes: Any) -> Engine:
     """The engine with as many pages and snapshots as planned, and `changes` of other attributes."""
     counts = {"num_pages": memory.num_pages, "window_pages": memory.window_pages}
     return replace(engine, **counts, state_snapshots=memory.state_snapshots, **changes)
 
 
-def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshots: int | None = None) -> MemoryPlan:
+def plan_for(
+    engine: Engine,
+    reading: int,
+    num_pages: int | None,
+    state_snapshots: int | None = None,
+    *,
+    tower: tuple[int, int] | None = None,
+) -> MemoryPlan:
     """What the weights of `engine`, which may be shapes, its pages and its snapshots of states take of the device's free memory.
 
     Args:
       reading: see `MemoryPlan`.
       num_pages, state_snapshots: as asked; None for what there is room for.
+      tower: bytes of a vision tower's weights, and of what it needs besides while it works.
 
     Raises:
       CapacityError: see `plan_memory`.
@@ -121,9 +159,10 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
         share_config(engine.target, engine.tp), draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
+    beside = (0, 0) if tower is None else tower
     (first, *others), (first_bytes, *other_bytes) = engine.groups, engine.group_bytes
     return plan_memory(
-        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=first_bytes,
+        weights=weight_bytes(engine.weights) + beside[0], reading=reading, workspace=workspace + beside[1], page=first_bytes,
         longest_pages=first.group.columns, max_batch=engine.max_batch, num_pages=num_pages, free=free,
         state=engine.state_bytes, snapshots=state_snapshots,
         windows=tuple((size, pool.group.columns) for size, pool in zip(other_bytes, others, strict=True)),

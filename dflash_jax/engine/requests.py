@@ -16,6 +16,7 @@ from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Grammar
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.pictures.placed import Pictures
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 ADJUSTING = MODES[MODES.index("adjusted") :]  # their states hold what changes logits
@@ -33,6 +34,7 @@ class Request:
       seed: drawn here when the parameters name none.
       refused: token ids of `params.bad_words`.
       grammar: of `params.structured`.
+      pictures: those that the prompt holds, each as tokens that stand for its rows; None for a text alone.
     """
 
     index: int
@@ -42,10 +44,16 @@ class Request:
     seed: int = -1
     refused: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    pictures: Pictures | None = None
 
     def __post_init__(self):
         if self.seed < 0:
             self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+    @property
+    def marks(self) -> tuple[tuple[int, bytes], ...]:
+        """What tells its pages from those of other pictures; see `cache.prefix.extend_keys`."""
+        return () if self.pictures is None else self.pictures.marks
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -290,6 +298,7 @@ def _slots(
         "request": requests,
         "target_pages": pools[0],
         "draft_pages": pools[1],
+        "shift": np.zeros((count,), np.int32) if setup.pictures else None,
     }
     return DecodeState(**(host | given))
 
@@ -331,5 +340,6 @@ def request_rows(
         produced=each(lambda _, emitted: len(emitted)),
         remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
         done=np.array([item is None for item in requests]),
+        shift=each(lambda request, _: request.pictures.shift if request.pictures else 0) if setup.pictures else None,
         adjust=adjustments(requests, setup.target.vocab_size, grammars) if setup.mode in ADJUSTING else None,
     )  # fmt: skip

@@ -79,6 +79,7 @@ class Resources:
         that keeps no snapshots of them.
       state_snapshots: copies of one slot's states that are kept for prompts to come; of use to a target with states alone.
       snapshot_tokens: tokens of a prompt that a snapshot must save at least.
+      pictures: whether prompts may hold pictures, for which the target turns heads on three axes.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
@@ -112,6 +113,7 @@ class Resources:
     snapshot_tokens: int = LEAST_TOKENS
     verify_length: VerifyLength = None
     imposed_acceptance: float | tuple[float, ...] | None = None
+    pictures: bool = False
     goes_ahead: bool | None = None
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
@@ -278,6 +280,10 @@ class Resources:
                 f"min_tokens={params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each ends a "
                 "text: lower it to 0, or name fewer stop_token_ids"
             )
+        if request.pictures is not None and not self.pictures:
+            raise PromptError(
+                "the prompt holds pictures, and the model has no vision tower that was loaded: leave them out"
+            )
         if request.adjusts:
             self._check_adjustments(request)
         if request.grammar is not None and self.tp > 1:
@@ -288,6 +294,15 @@ class Resources:
             raise ParameterError(
                 "structured needs a grammar over the model's tokens: give the request model.grammars.compiled of it"
             )
+        self.check_length(prompt, wanted)
+        if (pages := min(self.pages_for(prompt + wanted), self.groups[0].group.columns)) > self.num_pages:
+            raise CapacityError(
+                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
+                "larger num_pages"
+            )
+
+    def check_length(self, prompt: int, wanted: int) -> None:
+        """Raises CapacityError for a prompt of so many tokens and so many more that the model does not take together."""
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
@@ -297,11 +312,6 @@ class Resources:
             raise CapacityError(
                 f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
                 f"{way_out}"
-            )
-        if (pages := min(self.pages_for(prompt + wanted), self.groups[0].group.columns)) > self.num_pages:
-            raise CapacityError(
-                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
-                "larger num_pages"
             )
 
     def _check_adjustments(self, request: Request) -> None:
@@ -339,7 +349,7 @@ class Resources:
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
-            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING,
+            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING, pictures=self.pictures,
         )  # fmt: skip
 
     @property

@@ -23,7 +23,7 @@ from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, masks_of
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
+from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
@@ -297,6 +297,7 @@ class Batch:
         table = self.slots.table(width, slots)
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
         step = (core.weights, table, caches, ids, starts, lengths, slots)
+        pictured = self._pictured(pieces, rows, size)
         scored = any(job.scored for job in jobs)
         setup, scores = self.setup.for_prefill(scored=scored), None
         if scored:
@@ -304,10 +305,10 @@ class Batch:
             for row, (job, start) in enumerate(pieces):
                 after = contexts[job][start + 1 : start + 1 + lengths[row]]
                 following[row, : len(after)] = after
-            found = core.programs.call(prefill_scored, (setup,), (2,), *step, following)
+            found = core.programs.call(prefill_scored, (setup,), (2,), *step, following, *pictured)
             (target, draft, states), logits, scores = found
         else:
-            (target, draft, states), logits = core.programs.call(prefill_chunk, (setup,), (2,), *step)
+            (target, draft, states), logits = core.programs.call(prefill_chunk, (setup,), (2,), *step, *pictured)
         self.keep(replace(self.state, target_pages=target, draft_pages=draft, recurrent=states))
         for row, (job, _) in enumerate(pieces):
             if scores is not None and job.scored:
@@ -317,6 +318,25 @@ class Batch:
             if job.filled in job.stops:
                 self.take_snapshot(job)
         return {row: job for job, row in ends.items() if job.filled == job.length}, logits
+
+    def _pictured(self, pieces: Sequence[tuple[Job, int]], rows: int, size: int) -> tuple[Pictured, ...]:
+        """What a call for these pieces is told of pictures; () where none of their prompts has any, which is another program."""
+        if all(job.request.pictures is None for job, _ in pieces):
+            return ()
+        positions = np.zeros((rows, size, 3), np.int32)
+        placed, given = (
+            np.zeros((rows, size), bool),
+            np.zeros((rows, size, self.core.target.hidden_size), self.core.dtype),
+        )
+        for row, (job, start) in enumerate(pieces):
+            stop, pictures = min(start + size, job.stop), job.request.pictures
+            if pictures is None:
+                positions[row, : stop - start] = np.arange(start, stop)[:, None]
+            else:
+                positions[row, : stop - start], placed[row, : stop - start] = pictures.piece(start, stop)
+                pictures.fill(given[row], start, stop)
+        host: dict[str, Any] = {"positions": positions, "placed": placed, "rows": given}
+        return (Pictured(**host),)
 
     def take_snapshot(self, job: Job) -> None:
         """Keeps the state of `job`, whose pieces have just come to the end of a page, for prompts that begin alike. The pages below

@@ -278,7 +278,7 @@ class Slots:
         """Lets others find pages of a group that are before column `end`."""
         if len(job.keys) < end:
             known = (*job.request.prompt, *job.tokens)[: end * self.page_size]
-            extend_keys(job.keys, known, self.page_size, self.root or b"")
+            extend_keys(job.keys, known, self.page_size, self.root or b"", job.request.marks)
         held = job.held[place]
         for page, key in zip(held.pages, job.keys[held.first : end], strict=False):
             self.pools[place].allocator.publish(page, key)
@@ -295,7 +295,7 @@ class Slots:
         nothing = [Held() for _ in self.pools]
         if self.root is None or job.scored:
             return nothing, 0, 0, -1
-        extend_keys(job.keys, job.context, self.page_size, self.root)
+        extend_keys(job.keys, job.context, self.page_size, self.root, job.request.marks)
         keys = job.keys[: (len(job.context) - 1) // self.page_size]
         number = known = min(pool.leading(keys) for pool in self.pools)
         row, alike = -1, 0

@@ -20,7 +20,7 @@ TYPED = {
     "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
     "cache_dtype_skip_layers": ("0,sliding_window", ["0", "sliding_window"]), "draft_cache_dtype": ("fp8", "fp8"),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
-    "draft_window": ("128", 128), "tp": ("2", 2), "decode_context_parallel_size": ("2", 2),
+    "draft_window": ("128", 128), "tp": ("2", 2), "vision": ("no", False), "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
 

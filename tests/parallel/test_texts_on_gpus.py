@@ -1,5 +1,6 @@
 """On GPUs in bfloat16: texts of several are those of one, judged by one GPU in float32 without kernels' help."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,34 +74,34 @@ def distances(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> n
     return np.asarray(found)
 
 
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+    """A family's name, its folder, and who judges."""
+    folder = folder_of(request.param, tmp_path_factory.mktemp("shared"))
+    return request.param, folder, dj.load(folder, dtype="float32", draft=False, **OPTIONS)
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_texts_of_several_gpus_are_the_most_likely(
-    name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if len(jax.devices()) < ranks:
         pytest.skip(f"{ranks} GPUs are not here")
-    folder, rng = folder_of(name, tmp_path), np.random.default_rng(2)
+    name, folder, judge = case
+    monkeypatch.setattr(switches, "RANK_EXCHANGE_ALL", True)
+    started, rng = time.monotonic(), np.random.default_rng(2)
     prompts = [rng.integers(5, VOCAB, size).tolist() for size in (1, 7, 40, 64, 100, 16, 33, 90)]
-    judge = dj.load(folder, dtype="float32", draft=False, **OPTIONS)
-    for exchange in (True, False):
-        monkeypatch.setattr(switches, "RANK_EXCHANGE", exchange)
-        monkeypatch.setattr(switches, "RANK_EXCHANGE_ALL", exchange)
-        model = dj.load(folder, tp=ranks, **OPTIONS)
-        for asked in (prompts, prompts[3:4]):
-            for draft in (False, True):
-                done = dj.generate(model, asked, GREEDY, draft=draft)
-                away = distances(judge, asked, [one.token_ids for one in done])
-                gained = [length for one in done for length in one.acceptance_lengths]
-                said = (
-                    f"{name} tp {ranks} {'exchange' if exchange else 'collectives'} {len(asked)} requests "
-                    f"{'drafted' if draft else 'plain'}: greatest {away.max():.4f}, exact {(away == 0).mean():.3f}"
-                    + (f", {np.mean(gained):.2f} tokens a cycle" if draft else "")
-                )
-                print(said, flush=True)
-                assert (away == 0).mean() > 0.9, said
-                assert (bool(away.mean() < MEAN), bool(away.max() < GREATEST)) == (True, True), said
-                again = dj.generate(model, asked, GREEDY, draft=draft)
-                assert [one.token_ids for one in again] == [one.token_ids for one in done], "a second run differs"
+    model = dj.load(folder, tp=ranks, **OPTIONS)
+    print(f"[{time.monotonic() - started:.0f} s] loaded", flush=True)
+    for asked in (prompts, prompts[3:4]):
+        for draft in (False, True):
+            done = dj.generate(model, asked, GREEDY, draft=draft)
+            away = distances(judge, asked, [one.token_ids for one in done])
+            gained = [length for one in done for length in one.acceptance_lengths]
+            said = (
+                f"{name} tp {ranks} {len(asked)} requests {'drafted' if draft else 'plain'}: greatest {away.max():.4f}, "
+                f"exact {(away == 0).mean():.3f}" + (f", {np.mean(gained):.2f} tokens a cycle" if draft else "")
+            )
+            print(f"[{time.monotonic() - started:.0f} s] {said}", flush=True)
+            assert (away == 0).mean() > 0.9, said
+            assert (bool(away.mean() < MEAN), bool(away.max() < GREATEST)) == (True, True), said

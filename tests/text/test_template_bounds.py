@@ -74,6 +74,12 @@ def test_time_and_memory_of_a_template_are_bounded(template: str) -> None:
         "{% if 1 %}" * 20_000 + "{% endif %}" * 20_000,
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
+    ids=[
+        "parentheses",
+        "signs",
+        "blocks",
+        "macros",
+    ],  # a process that a test starts is told its name, of 128 KB at most
 )
 def test_templates_nested_without_end_fail(template: str) -> None:
     with pytest.raises(TokenizerError, match="the chat template"):
