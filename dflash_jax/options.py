@@ -21,8 +21,8 @@ DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
-CacheDtype = Literal["fp8", "fp8_packed", "int8", "fp8_e4m3", "fp8_ds_mla", "auto"]
-DraftCacheDtype = Literal["fp8", "fp8_e4m3", "auto"]
+CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "fp8_e4m3", "fp8_ds_mla", "auto"]
+DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
@@ -187,13 +187,14 @@ class LoadOptions:
         large as one slot's states. None is twice `max_batch`, fewer where pages leave no room for them; 0 shares nothing.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
-      cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
-        scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. Texts may
-        differ from those of unquantized pages. "auto" is "fp8" for a checkpoint that says so of its keys and values, by a
-        `kv_cache_scheme` or by scales, and None for any other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and "fp8_packed".
+      cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8 (e4m3), "fp8_e5m2" (keys and values of
+        heads) in that on scales of 1; "int8" (keys and values of heads) with a scale for each key and for each channel of the
+        values; "fp8_packed" (latents) in float8 with scales in each row. Texts may differ from those of unquantized pages. "auto"
+        is "fp8" for a checkpoint that says so of its keys and values, by a `kv_cache_scheme` or by scales, and None for any
+        other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
-      draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
+      draft_cache_dtype: "fp8" or "fp8_e5m2" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has the scales of the checkpoint (`k_scale` and `v_scale` of compressed-tensors and ModelOpt), of 1 where it
         has none, and "int8" is refused.

@@ -81,7 +81,7 @@ class Resources:
       latent_form: how prompts attend where the target's attention is latent.
       scales_from_traffic: whether the scales are still to be found, on the first prompts that come.
       cache_dtype, cache_scales: how the target's pages are kept; see `quantization.kv_formats`.
-      draft_cache_dtype: how the drafter's are, None or "fp8" with scales of 1.
+      draft_cache_dtype: how the drafter's are, None, "fp8" or "fp8_e5m2" with scales of 1.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
         an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
         average, and on the device which requests have more of it.
