@@ -189,6 +189,7 @@ def load(
     path: str | Path | None = None,
     *,
     ahead: Callable[[Model], Run] | None = None,
+    progress: bool = False,
     **options: Unpack[LoadKeywords],
 ) -> Model:
     """Loads a target and its drafter.
@@ -201,6 +202,7 @@ def load(
       **options: fields of `LoadOptions`.
       ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
         they are read. The run itself is not started.
+      progress: show a bar while weights are read.
 
     Raises:
       CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
@@ -262,10 +264,14 @@ def load(
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
-        with named_memory_errors("weights were loaded"):
+        total = sum(len(one.family.parameters(one.config)) for one in (target, drafter) if one is not None)
+        with (
+            named_memory_errors("weights were loaded"),
+            progress_bar(total=total, desc="weights", unit="array", disable=not progress) as bar,
+        ):
             engine.weights = read_weights(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
-                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks,
+                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks, arrived=bar.update,
             )  # fmt: skip
             if vision is not None and tower is not None:
                 vision.weights = tower.load(engine.dtype.name)

@@ -69,12 +69,15 @@ class Checkpoint(Protocol):
         """Tells that `load` will follow: the system may begin to read."""
         ...
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
 
         Args:
           dtype: what parameters without a fixed dtype become; None keeps the stored one.
           ranks: devices that share them: each gets its share alone. Host memory stays below three times the largest array then.
+          arrived: called for each parameter that is on its way to the device.
         """
         ...
 
@@ -137,7 +140,9 @@ class Converted:
         """See `Checkpoint.expect`."""
         read_ahead([self.folder / name for name in self.marker["outputs"] if name.startswith(f"{PARAMS}/")])
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """See `Checkpoint.load`."""
         check_dtype(dtype)
         params: dict[str, jax.Array] = {}
@@ -151,6 +156,8 @@ class Converted:
                 # Frees the host's copy before the next array needs room for its own.
                 params[name].block_until_ready()
                 del array, checked
+                if arrived is not None:
+                    arrived()
         return params
 
     def _checked(self, name: str, array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -76,12 +76,14 @@ class HuggingFaceCheckpoint:
                 f"{len(others)} of {len(free)} arrays are not stored in {self.dtype}; a model has all in one type"
             )
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """See `dflash_jax.checkpoints.converted.Checkpoint.load`."""
         check_dtype(dtype)
         arrays = [_incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
         if ranks is None:
-            return place(arrays)
+            return place(arrays, arrived=arrived)
         parameters = {step.parameter.name: step.parameter for step in self.plan.steps}
         steps = zip(self.plan.steps, arrays, strict=True)
         shared = [_incoming_shares(step, whole.dtype, ranks) or whole for step, whole in steps]
@@ -90,7 +92,7 @@ class HuggingFaceCheckpoint:
             cut = ranks.cut_of(parameters[name])
             return ranks.placed(parameters[name], array) if cut is None else ranks.joined(list(array), cut.axis)
 
-        return place(shared, send)
+        return place(shared, send, arrived)
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""
