@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +19,6 @@ import pytest
 import dflash_jax as dj
 
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
 parser = pytest.importorskip("prometheus_client.parser")
 
 from dflash_jax.serving.app import ServeOptions, make_app  # noqa: E402
@@ -31,24 +29,6 @@ OTHERS = ["import os\n", "class Node:", "for i in range(", PROMPT]
 BROKEN = int(os.environ.get("BROKEN_BODIES", "150"))
 STORM = int(os.environ.get("STORM", "24"))
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # sockets of clients that leave
-
-
-@pytest.fixture(scope="module")
-def app(model):
-    return make_app(model, ServeOptions(names=("pair", "a/b"), max_queue=64, max_body_bytes=1 << 16))
-
-
-@pytest.fixture(scope="module")
-def port(app):
-    """Of a server in a thread, which installs no handlers of signals there."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join(20)
 
 
 @pytest.fixture(scope="module")
