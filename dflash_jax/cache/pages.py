@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache.specs import LayerSpec, layer_specs
 from dflash_jax.config import DecoderConfig
-from dflash_jax.options import CALIBRATED
 from dflash_jax.quantization.kv_formats import (
+    SCALED,
     CacheFormat,
     CacheScales,
     default_scales,
@@ -74,7 +74,7 @@ def make_pages(
     Args:
       num_pages: of every layer alike, or of each one with pages.
       cache_dtype: see `cache.formats`.
-      scales: of "fp8" and "int8" pools; None for `default_scales`.
+      scales: of float8 and int8 pools; None for `default_scales`.
     """
     specs, kept = layer_specs(config, cache_dtype), quantized_format(cache_dtype)
     counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
@@ -87,7 +87,7 @@ def make_pages(
         for keys in (True, False)
     )
     index, index_scale = _index_pools(specs, counts, page_size, index_dtype(kept, dtype))
-    if kept not in CALIBRATED:
+    if kept not in SCALED:
         return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, kept)
     rows = [jnp.zeros(pool.shape[:3] if spec.kept else (), jnp.float32) for pool, spec in zip(k, specs, strict=True)]

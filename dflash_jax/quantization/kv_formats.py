@@ -2,6 +2,7 @@
 
     None           the model's dtype
     "fp8"          float8_e4m3fn. Keys and values are divided by a scale of their head, latent rows by one scale of their layer.
+    "fp8_e5m2"     the same in float8_e5m2, keys and values of heads only, on scales of 1: a range of 57,344 for a bit of precision.
     "int8"         keys and values of heads only. A key is divided by a scale of its token and head, which stands beside the pages;
                    values by one scale of their head and channel, which calibration has to find.
     "fp8_packed"   latent rows only: float8_e4m3fn with a float32 scale for every 128 numbers of a row, the rotated part in
@@ -26,6 +27,10 @@ from dflash_jax.errors import ParameterError
 CALIBRATED_TO = 200.0
 # The same for a channel of int8 values, which end at 127: a quarter more still fits, and finer steps are worth more than room.
 INT8_CALIBRATED_TO = 100.0
+
+
+# Formats whose numbers are multiplied with scales that stand beside the pools.
+SCALED = ("fp8", "fp8_e5m2", "int8")
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,14 @@ def without_layers(config: DecoderConfig, cache_dtype: str | None, skip: Sequenc
 def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
     """Raises ParameterError unless pools of `config` can be kept so."""
     rank = getattr(config, "kv_lora_rank", 0)
-    if cache_dtype not in (None, "fp8", "fp8_packed", "int8"):
+    if cache_dtype not in (None, "fp8", "fp8_e5m2", "fp8_packed", "int8"):
         raise ParameterError(
-            f'cache_dtype must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers, got {cache_dtype!r}'
+            'cache_dtype must be None, "fp8", "fp8_e5m2", "int8" or "fp8_packed", one for keys and values of all layers, got '
+            f"{cache_dtype!r}"
         )
-    if cache_dtype == "int8" and rank:
+    if cache_dtype in ("int8", "fp8_e5m2") and rank:
         raise ParameterError(
-            'cache_dtype="int8" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
+            f'cache_dtype="{cache_dtype}" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
         )
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):
         kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"
@@ -107,7 +113,12 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
 def pool_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of a layer's pools for a model that computes in `dtype`."""
     return jnp.dtype(
-        {"fp8": jnp.float8_e4m3fn, "fp8_packed": jnp.uint8, "int8": jnp.int8}.get(cache_dtype or "", dtype)
+        {
+            "fp8": jnp.float8_e4m3fn,
+            "fp8_e5m2": jnp.float8_e5m2,
+            "fp8_packed": jnp.uint8,
+            "int8": jnp.int8,
+        }.get(cache_dtype or "", dtype)
     )
 
 

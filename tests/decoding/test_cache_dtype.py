@@ -128,9 +128,26 @@ def test_what_the_shipped_pair_cannot_have() -> None:
 def test_no_layer_and_no_side_is_left_out(wanted) -> None:
     # The function itself: in test runs a shape checker around it would speak first.
     with pytest.raises(
-        ParameterError, match='must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers'
+        ParameterError,
+        match='must be None, "fp8", "fp8_e5m2", "int8" or "fp8_packed", one for keys and values of all layers',
     ):
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
+
+
+def test_pages_in_float8_e5m2(make_pair, make_prompts) -> None:
+    """Under vLLM's name, on scales of 1, for target and drafter: text is that of plain decoding."""
+    assert LoadOptions(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2").cache_dtype == "fp8_e5m2"
+    pair = make_pair(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2")
+    for pages in pair.engine.take_pools():
+        assert {str(pool.dtype) for pool in (*pages.k, *pages.v)} == {"float8_e5m2"}
+        assert all((scale == 1).all() for scale in (*pages.k_scale, *pages.v_scale))
+    assert page_bytes(pair.target, 16, jnp.dtype(jnp.float32), cache_dtype="fp8_e5m2") * 4 == page_bytes(
+        pair.target, 16, jnp.dtype(jnp.float32)
+    )
+    prompts, params = make_prompts((30, 7)), dj.SamplingParams(max_tokens=12)
+    assert pair.run(prompts, params)[0] == pair.run(prompts, params, draft=False)[0]
+    with pytest.raises(ParameterError, match="calibration finds scales for"):
+        LoadOptions(cache_dtype="fp8_e5m2", calibration=TEXTS)
 
 
 def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> None:

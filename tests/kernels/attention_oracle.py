@@ -71,7 +71,7 @@ def make_case(
 
     Tokens of the sequences are the same for every `page_size`, `width`, `garbage` and `shuffled`: pages of different sequences
     interleave and a sequence's pages are in no order, unless `shuffled` is False. `stored` is the dtype of the pages where it is
-    not that of the queries: float8_e4m3fn, with a scale for each KV head, or int8, with scales of each token and of each channel.
+    not that of the queries: float8, with a scale for each KV head, or int8, with scales of each token and of each channel.
     """
     rng = np.random.default_rng(seed)
     b, longest = len(seq_lens), max(*seq_lens, 1)
@@ -112,8 +112,9 @@ def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tupl
         v_scale = np.abs(tokens[1]).max(axis=(0, 1)).astype(np.float32) / 127
         whole = np.stack([tokens[0] / k_scale[..., None], tokens[1] / v_scale])
         return np.round(whole.astype(np.float32)).astype(np.int8), k_scale, v_scale
-    # Up to near the largest, 448; the smallest have no exponent of their own.
-    scales = rng.uniform(0.012, 0.03, (2, kv_heads)).astype(np.float32)
+    # Up to near the largest; e4m3's smallest have no exponent of their own.
+    scales = rng.uniform(0.012, 0.03, (2, kv_heads)) * (448 / float(jnp.finfo(stored).max))
+    scales = scales.astype(np.float32)
     return (tokens / scales[:, None, None, :, None]).astype(np.float32).astype(stored), *scales
 
 

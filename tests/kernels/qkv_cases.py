@@ -13,6 +13,7 @@ from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_writ
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BF16, F16, F32, FP8, INT8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.int8
+E5M2 = jnp.float8_e5m2
 SLOTS = (3, -1, 17, 79, 40, -2_147_483_648, 0)
 GPU = pytest.mark.gpu
 CANDIDATES = (
@@ -66,6 +67,8 @@ CASES = {
     "wide-to-narrow": Case(dtype=F32, pages=BF16),
     "fp8": Case(pages=FP8, scalar=True),
     "fp8-by-head": Case(pages=FP8, dtype=F32, k=4),
+    "e5m2": Case(pages=E5M2, scalar=True),
+    "e5m2-by-head": Case(pages=E5M2, dtype=F32, k=4),
     "int8": Case(pages=INT8),
     "int8-partial": Case(pages=INT8, dtype=F16, head_dim=64, half=8, k=1),
 }  # fmt: skip
@@ -104,6 +107,8 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
             return rows, rng.uniform(0.005, 0.03, (case.k, case.head_dim)).astype(np.float32)
         by_head = () if case.scalar else (case.k,)
         keys, values = (np.asarray(rng.uniform(0.004, 0.03, by_head), np.float32) for _ in range(2))
+        if case.pages == E5M2:  # some numbers are past its range, too
+            return keys / np.float32(128), values / np.float32(128)
         return (keys, values) if case.pages == FP8 else (None, None)
 
     x = 3 * rng.standard_normal((t, heads * case.head_dim)).astype(np.float32)
@@ -189,12 +194,13 @@ def check_pools(case: Case, given: dict[str, Any], k_pages: Any, v_pages: Any, k
         assert (np.abs(k).max(-1) == 127).all()
         v_error = 0.5 * v_scale
     else:
+        most, half = float(jnp.finfo(case.pages).max), float(jnp.finfo(case.pages).eps) / 2
         scale, v_scale = (np.asarray(given[name]).reshape(-1, 1) for name in ("k_scale", "v_scale"))
         true_k, true_v = (
-            np.clip(x, -448 * s.astype(np.float64), 448 * s) for x, s in ((true_k, scale), (true_v, v_scale))
+            np.clip(x, -most * s.astype(np.float64), most * s) for x, s in ((true_k, scale), (true_v, v_scale))
         )
-        k_step = np.maximum(np.abs(k.astype(np.float64)) / 16, 2.0**-10)
-        v_error = np.maximum(np.abs(v.astype(np.float64)) / 16, 2.0**-10) * v_scale
+        k_step = np.maximum(np.abs(k.astype(np.float64)) * half, 2.0**-10)
+        v_error = np.maximum(np.abs(v.astype(np.float64)) * half, 2.0**-10) * v_scale
     slack = 8 * float(jnp.finfo(case.dtype).eps) * np.abs(true_k).max()
     assert (np.abs(k.astype(np.float64) * scale - true_k) <= k_step * scale * 1.001 + slack).all()
     assert (np.abs(v.astype(np.float64) * v_scale - true_v) <= v_error * 1.001).all()

@@ -17,6 +17,7 @@ from .qkv_cases import (
     BF16,
     CANDIDATES,
     CASES,
+    E5M2,
     F32,
     INT8,
     SLOTS,
@@ -44,12 +45,17 @@ def candidate(request: pytest.FixtureRequest) -> str:
     "interpreted-gated",
     "interpreted-wide-to-narrow",
     "interpreted-fp8-by-head",
+    "interpreted-e5m2",
     "interpreted-int8-partial",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, candidate: str) -> None:
     case = CASES[name]
     given = inputs(case)
+    if case.pages == E5M2 and candidate != "reference":
+        with pytest.raises(NotImplementedError, match="takes no pools of float8_e5m2"):
+            run(given, candidate=candidate, **case.options)
+        return
     q, k_pages, v_pages, k_scale = run(given, candidate=candidate, **case.options)
     true_q, *true = true_heads(case, given)
     assert q.dtype == case.dtype

@@ -43,6 +43,8 @@ CASES = {
     "alibi": (5, 4, 64, 64, [90, 3, 0], [5, 5, 2], {"alibi_slopes": SLOPES[:8], "causal": False}, Tuning(splits=2)),
     "alibi-sqrt": (5, 4, 16, 64, [90, 3], None, {"alibi_slopes": SLOPES[:8], "alibi_sqrt": True}, Tuning(splits=1)),
     "fp8": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": jnp.float8_e4m3fn}, Tuning(splits=2)),
+    "e5m2": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": jnp.float8_e5m2}, Tuning(splits=2)),
+    "e5m2-page16": (2, 3, 16, 72, [90, 3], None, {"stored": jnp.float8_e5m2, "causal": False}, Tuning(splits=1)),
     "int8": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": np.int8}, Tuning(splits=2)),
     "int8-page16": (2, 3, 16, 72, [90, 3], None, {"stored": np.int8, "soft_cap": 1.5}, Tuning(splits=1)),
     "chosen": (4, 4, 64, 128, [150, 70], None, {}, Tuning()),

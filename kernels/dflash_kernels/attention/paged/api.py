@@ -56,8 +56,8 @@ def paged_attention(
 
     Args:
       q: queries, bfloat16, float16 or float32.
-      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8; XLA alone takes keys of one dtype and values of another.
-        Rows at or past `seq_lens` may hold anything, NaN included; a float8 NaN before that may count as 480.
+      k_pages, v_pages: page pools in q's dtype, float8 (e4m3fn, e5m2) or int8; XLA alone takes keys of one dtype and values of
+        another. Rows at or past `seq_lens` may hold anything, NaN included; a float8 NaN before that may count as 480.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence, the query tokens' own included; 0 for an idle row.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.

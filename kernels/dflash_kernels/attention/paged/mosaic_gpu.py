@@ -134,6 +134,8 @@ def _attend(
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
+    if jnp.float8_e5m2 in (k_pages.dtype, v_pages.dtype):
+        raise NotImplementedError(f"takes float8_e4m3fn alone of the float8 formats, not {given}")
     if k_pages.dtype in (jnp.float8_e4m3fn, jnp.int8):
         if q.dtype not in (jnp.bfloat16, jnp.float16) or v_pages.dtype != k_pages.dtype:
             raise NotImplementedError(f"takes pages of one byte, both alike, with queries of two, not {given}")

@@ -15,6 +15,7 @@ from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.attention.split_kv import best_splits, combine_splits
 from dflash_kernels.core.device import Target
 from dflash_kernels.core.triton_call import FIRST_WITH_FLOAT8, MULTIPROCESSORS, jax_triton, power_of_two, usable_target
+from dflash_kernels.core.validation import FLOAT8
 
 LARGEST_HEAD_DIM = 256
 FEWEST_TILES = 4  # worth a split of their own
@@ -99,8 +100,10 @@ def _attend(
     b, tokens, n, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
     sinks, _, k_scale, v_scale = options
-    # Older GPUs have no float8: they take the bytes apart.
-    bits = k_pages.dtype == jnp.float8_e4m3fn and device.capability < FIRST_WITH_FLOAT8
+    # Older GPUs have no float8_e4m3fn: they take the bytes apart. float8_e5m2 is half of a float16 on all.
+    bits = "e5m2" if k_pages.dtype == jnp.float8_e5m2 else None
+    if k_pages.dtype == jnp.float8_e4m3fn and device.capability < FIRST_WITH_FLOAT8:
+        bits = "e4m3"
     if bits:
         k_pages, v_pages = (jax.lax.bitcast_convert_type(pages, jnp.uint8) for pages in (k_pages, v_pages))
     launch = plan(
@@ -132,9 +135,9 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"takes queries in bfloat16 or float16, not {q.dtype}")
-    if k_pages.dtype not in (q.dtype, jnp.float8_e4m3fn, jnp.int8) or v_pages.dtype != k_pages.dtype:
+    if k_pages.dtype not in (q.dtype, *FLOAT8, jnp.int8) or v_pages.dtype != k_pages.dtype:
         given = f"{k_pages.dtype} and {v_pages.dtype}"
-        raise NotImplementedError(f"takes pages in the queries' {q.dtype}, float8_e4m3fn or int8, not {given}")
+        raise NotImplementedError(f"takes pages in the queries' {q.dtype}, float8 or int8, not {given}")
     if q.shape[-1] > LARGEST_HEAD_DIM:
         raise NotImplementedError(f"takes head dims up to {LARGEST_HEAD_DIM}, not {q.shape[-1]}")
     if soft_cap is not None and soft_cap <= 0:
@@ -145,7 +148,7 @@ def plan(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
     multiprocessors: int, causal: bool, window: tuple[int | None, int | None], soft_cap: float | None, scale: float,
     sinks: bool = False, alibi: str | None = None, k_scale: str | None = None, v_scale: str | None = None,
-    float8_bits: bool = False,
+    float8_bits: str | None = None,
 ) -> Launch:  # fmt: skip
     """Cuts a call into programs."""
     columns = power_of_two(head_dim)

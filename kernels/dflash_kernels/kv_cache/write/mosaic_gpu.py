@@ -157,6 +157,8 @@ def _require_heads(pool: Array, x: Array, cos: Array | None, norms: Any) -> None
     """Raises NotImplementedError with the reason, for a call that the kernel does not support."""
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"takes bfloat16, float16 or float32, not {x.dtype}")
+    if pool.dtype == jnp.float8_e5m2:
+        raise NotImplementedError("takes no pools of float8_e5m2, to which Pallas converts no float32")
     if any(norm.dtype != x.dtype for norm in norms):
         raise NotImplementedError(f"takes norm weights in the projection's dtype, {x.dtype}")
     rotary = 0 if cos is None else 2 * cos.shape[1]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_floats, check_integers
+from dflash_kernels.core.validation import FLOAT8, check_axes, check_floats, check_integers
 from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_write_reference
 
@@ -57,8 +57,8 @@ def qkv_write(
     are written as they are.
 
     Args:
-      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
-        pools take scales.
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. Float8 (e4m3fn, e5m2) and
+        int8 pools take scales.
       qkv: the projection's output, `F = (N + 2 K + beside) * H`: query heads, key heads, value heads, and what is passed over.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor; None without RoPE.
@@ -177,7 +177,7 @@ def _checked_scales(
     check_floats(**{} if k_norm is None else {"k_norm": k_norm})
     if k_norm is not None and k_norm.shape != (head_dim,):
         raise ValueError(f"k_norm {k_norm.shape} must be one weight for each of {head_dim} dims")
-    if k_pages.dtype == jnp.float8_e4m3fn:
+    if k_pages.dtype in FLOAT8:
         given = [jnp.asarray(1.0 if scale is None else scale, jnp.float32) for scale in (k_scale, v_scale)]
         if any(scale.shape not in ((), (kv_heads,)) for scale in given):
             shapes = [scale.shape for scale in given]
@@ -191,7 +191,7 @@ def _checked_scales(
         return jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)
     if not jnp.issubdtype(k_pages.dtype, jnp.floating) or jnp.dtype(k_pages.dtype).itemsize < 2:
         raise ValueError(
-            f"pools of {k_pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn or int8"
+            f"pools of {k_pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8"
         )
     if shapes != (None, None):
         raise ValueError(f"pools of {k_pages.dtype} take no scales, got {shapes}")

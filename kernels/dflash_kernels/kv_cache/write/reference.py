@@ -134,7 +134,7 @@ def _write_layer(
             page, row = page_and_row(slots, k_pages)
             k_scale = k_scale.at[page, :, row].set(rows, mode="drop", unique_indices=True)
         else:
-            k, v = fp8(k, k_scale), fp8(v, v_scale)
+            k, v = fp8(k, k_scale, k_pages.dtype), fp8(v, v_scale, v_pages.dtype)
     return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots), k_scale
 
 
@@ -158,4 +158,10 @@ def page_and_row(slots: Int[Array, "T"], pool: Array) -> tuple[Int[Array, "T"], 
 def write_rows(pool: Shaped[Array, "P K p H"], new: Shaped[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
     """The pool with `new` at its slots, cast to the pool's dtype."""
     page, row = page_and_row(slots, pool)
-    return pool.at[page, :, row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+    new = new.astype(pool.dtype)
+    if pool.dtype != jnp.float8_e5m2:
+        return pool.at[page, :, row].set(new, mode="drop", unique_indices=True)
+    # As bytes: XLA would take the whole pool through float16, which changes NaN.
+    held, rows = (lax.bitcast_convert_type(array, jnp.uint8) for array in (pool, new))
+    held = held.at[page, :, row].set(rows, mode="drop", unique_indices=True)
+    return lax.bitcast_convert_type(held, pool.dtype)
