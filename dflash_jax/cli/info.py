@@ -239,6 +239,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             ("", f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"),
         ]
     kept = pages["target_dtype"]
+    if pages["target_value_dtype"] != kept:
+        kept = f"{kept} for keys and {pages['target_value_dtype']} for values"
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"
     if kept != pages["dtype"] or pages["draft_dtype"] != kept:
