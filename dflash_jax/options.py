@@ -81,12 +81,14 @@ class Flag:
       metavar: name of the value.
       choices: the values there are; None where others are possible.
       kind: makes the value of the text.
+      switch: whether it has no value: to name it is True.
     """
 
     about: str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
     kind: Callable[[str], Any] = str
+    switch: bool = False
 
 
 def _length(text: str) -> int | str:
@@ -146,6 +148,10 @@ FLAGS: dict[str, Flag] = {
     ),
     "draft_window": Flag(
         "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
+    ),
+    "exact": Flag(
+        "the same text, bit by bit, whatever is drafted and whoever is served beside it, in bfloat16 too (docs/exactness.md)",
+        switch=True,
     ),
     "tp": Flag(
         "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
@@ -207,6 +213,9 @@ class LoadOptions:
         what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
+      exact: the same text, bit by bit, with drafting and without, alone and in any company, after hits in pages and after lost
+        ones, in sixteen bits too: every cycle and every part of a prompt has one shape, of `max_batch` requests. See
+        docs/exactness.md for what it costs and what it does not go with.
       tp: GPUs that share target and drafter (tensor parallelism), of this machine, or all of several hosts that have come
         together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards and of the vocabulary, and keys of
         its heads. For models that do not fit one, and for speed. With float32 weights drafting changes no text for a given number;
@@ -240,6 +249,7 @@ class LoadOptions:
     draft_weight_dtype: WeightDtype | None = None
     verify_length: int | str | None = None
     draft_window: int | None = None
+    exact: bool = False
     tp: int = 1
     decode_context_parallel_size: int = 1
     vision: bool | None = None
@@ -263,6 +273,9 @@ class LoadOptions:
         for name in ("max_model_len", "verify_length", "draft_window"):
             if (number := as_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
+        if (exact := as_flag(self.exact)) is None:
+            raise ParameterError(f"exact must be True or False, got {self.exact!r}")
+        object.__setattr__(self, "exact", exact)
         if self.vision is not None:
             object.__setattr__(self, "vision", as_flag(self.vision))
             if self.vision is None:
@@ -272,6 +285,8 @@ class LoadOptions:
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
         self._check_cache()
         self._check_calibration()
+        if self.exact:
+            self._check_exact()
 
     def _check_cache(self) -> None:
         """Puts formats of pages under the names that they have here."""
@@ -295,6 +310,31 @@ class LoadOptions:
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
+
+    def _check_exact(self) -> None:
+        """Refuses what texts would depend on beside their requests, or what was not shown not to."""
+        several = "one after the other, or in parts that follow what is computed together"
+        whys = {
+            "verify_length": (
+                isinstance(self.verify_length, str),
+                "chooses the shape of a cycle by what was accepted before: give a number, or leave it out",
+            ),
+            "proposals": (
+                self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
+            ),
+            "tp": (self.tp > 1, "adds up over several GPUs, which was not compared: load with tp=1"),
+            "weight_dtype": (
+                self.weight_dtype is not None,
+                f"multiplies by kernels that may add {several}, which was not compared: leave it out",
+            ),
+            "cache_dtype": (
+                self.cache_dtype not in (None, AUTO),  # which is looked at again for the checkpoint
+                f"attends by kernels that may add {several}, which was not compared: leave it out",
+            ),
+        }  # fmt: skip
+        refused = [f"{name}={getattr(self, name)!r} {why}" for name, (wrong, why) in whys.items() if wrong]
+        if refused:
+            raise ParameterError(f"exact does not go with {'; '.join(refused)}")
 
     def _check_calibration(self) -> None:
         texts, wanted = self.calibration, "calibration must be a list of texts or of token ids, got"
@@ -328,6 +368,7 @@ class LoadKeywords(TypedDict, total=False):
     draft_weight_dtype: WeightDtype | None
     verify_length: int | str | None
     draft_window: int | None
+    exact: bool
     tp: int
     decode_context_parallel_size: int
     vision: bool | None

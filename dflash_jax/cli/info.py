@@ -120,6 +120,12 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "pages_for_full_length": memory.full_pages,
         },
         "execution": _execution(engine),
+        "exact": {
+            "cycle": [engine.max_batch, 1 if engine.draft is None else engine.draft.num_drafts + 1],
+            "prompts": [engine.buckets.pieces[-1], engine.buckets.piece],
+        }
+        if engine.exact
+        else None,
         "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
@@ -135,7 +141,7 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
     setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None).of_rank(), engine.pool_shapes()
     weights = {role: held(table) for role, table in engine.weights.items()} if engine.tp > 1 else engine.weights
     facts: list[dict[str, Any]] = []
-    for slots in dict.fromkeys((1, engine.max_batch)):
+    for slots in dict.fromkeys((engine.max_batch if engine.exact else 1, engine.max_batch)):
         plans = setup.plans(weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
         passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
@@ -262,6 +268,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *_rounding(memory),
         *_measured(facts.get("measured")),
         *_plans(facts["execution"]),
+        *_exact(facts["exact"]),
         *_hashes(facts["hashes"]),
         *(("note", notice) for notice in facts["notices"]),
     ]
@@ -336,6 +343,14 @@ def _plans(execution: list[dict[str, Any]]) -> list[tuple[str, str]]:
         rows.append(("" if rows else "execution", f"{calls} tokens: {plan['runner']}{attention}, matrices in {layout}"))
         rows += [("", f"  not {what}: {reason}") for what, reason in plan["refused"].items()]
     return rows
+
+
+def _exact(shapes: dict[str, list[int]] | None) -> list[tuple[str, str]]:
+    """The shapes that all calls have where texts are exact."""
+    if shapes is None:
+        return []
+    cycle, prompts = (" x ".join(map(str, shapes[of])) for of in ("cycle", "prompts"))
+    return [("exact", f"every cycle verifies {cycle} tokens, every part of prompts is {prompts}, whoever is served")]
 
 
 def _hashes(compared: int | None) -> list[tuple[str, str]]:

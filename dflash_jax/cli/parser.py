@@ -335,6 +335,9 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
     for option, flag in FLAGS.items():
         if option == "max_batch" and not max_batch:
             continue
+        if flag.switch:
+            group.add_argument(f"--{option.replace('_', '-')}", help=flag.about, action="store_true", default=None)
+            continue
         group.add_argument(
             f"--{option.replace('_', '-')}", help=flag.about, choices=flag.choices,
             type=file_path if flag.metavar == "FILE" else flag.kind,

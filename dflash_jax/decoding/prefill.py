@@ -11,12 +11,14 @@ from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
+from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
+from dflash_jax.execution.plan import EXACT_PRODUCTS
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 
@@ -54,6 +56,11 @@ class Scores(NamedTuple):
     top_logprobs: Float[Array, "n T k"]
 
 
+def _options(setup: Setup, *_: Any) -> dict[str, Any]:
+    return EXACT_PRODUCTS if setup.exact else {}
+
+
+@compiled_with(_options)
 def prefill_chunk(
     setup: Setup,
     weights: Weights,
@@ -78,6 +85,7 @@ def prefill_chunk(
     return caches, logits
 
 
+@compiled_with(_options)
 def prefill_scored(
     setup: Setup,
     weights: Weights,
@@ -128,7 +136,7 @@ def _filled(
         related = ids.shape[0] > 1
         shape = None if related else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
-        heads = attending_heads(setup.target, run.plan)
+        heads = attending_heads(setup.target, run.plan, exact=setup.exact)
         page_size, states = caches.target.page_size, caches.recurrent
         attend = PagedAttend(
             tables_of(page_table, "target"), positions, lengths, page_size, setup.form, related=related, heads=heads,
@@ -139,6 +147,8 @@ def _filled(
         given = None if pictured is None else (pictured.placed, pictured.rows)
         hidden, features, cache = target(ids, turned, attend, setup.taps, run, cache, given)
         target_pages, states = committed(cache, lengths)
+        if setup.exact:
+            hidden = jax.lax.optimization_barrier(hidden)  # the same layers whether a prompt is scored or not
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     draft_pages = caches.draft

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax.cache import check_cache_dtype
+from dflash_jax.cache import check_cache_dtype, layer_specs
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
 from dflash_jax.checkpoints.weights import (
@@ -27,8 +27,10 @@ from dflash_jax.engine.memory import MemoryPlan, free_memory, free_on_each, plan
 from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import CapacityError, ParameterError
+from dflash_jax.execution.plan import exact_refusals
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
+from dflash_jax.models.registry import family_for, layer_traits
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.kv_formats import without_layers
@@ -71,6 +73,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
     longest = choose_model_len(target.config, options.max_model_len)
+    if options.exact:
+        check_exact(target.config)
     (tower, _), config = vision_of(target, options), target.config
     if tower is not None:
         config = replace(config, mrope_section=tower.config.mrope_section)
@@ -82,8 +86,14 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=programs_over(ranks),
+        exact=options.exact,
         pictures=tower is not None,
     )  # fmt: skip
+    if options.exact and engine.page_size % engine.buckets.piece:
+        raise ParameterError(
+            f"exact prefills prompts in pieces of {engine.buckets.piece} tokens, of which a page must hold whole ones: raise "
+            f"page_size={engine.page_size} to a multiple"
+        )
     if ranks is not None and ranks.led and engine.state_bytes:
         raise ParameterError(
             f"several processes do not share {target.family.name} yet, whose states begin on the host: take the GPUs of one host"
@@ -167,6 +177,17 @@ def plan_for(
         state=engine.state_bytes, snapshots=state_snapshots,
         windows=tuple((size, pool.group.columns) for size, pool in zip(other_bytes, others, strict=True)),
     )  # fmt: skip
+
+
+def check_exact(target: DecoderConfig) -> None:
+    """Raises ParameterError, with every reason, for a target whose texts cannot be exact."""
+    reasons = exact_refusals(layer_traits(target))
+    if any(spec.index for spec in layer_specs(target)):
+        reasons.append("an indexer chooses which keys a token sees, by programs that follow the context's length")
+    if getattr(target, "logit_softcap", 0.0):
+        reasons.append("logits have a soft cap, which is rounded otherwise where somebody samples")
+    if reasons:
+        raise ParameterError(f"exact is not there for {family_for(target).name}: {'; '.join(reasons)}")
 
 
 def choose_dtype(dtype: DTypeLike | None) -> str | None:

@@ -154,18 +154,29 @@ class Update:
 
     @classmethod
     def collect(
-        cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float, start: int = 0
+        cls,
+        request: Request,
+        rows: Emitted,
+        column: int,
+        *,
+        first: bool,
+        seconds: float,
+        start: int = 0,
+        drafts: bool = True,
     ) -> "Update":
         """From emitted rows `[cycles, slots, ...]` on the host, one slot's column.
 
         Args:
           start: tokens that the request had before.
+          drafts: whether proposals might stand; else none counts as offered.
         """
         update = cls(request.index, [], [], [], first, seconds, start=start)
         wanted, tokens = request.params.logprobs, rows.tokens[:, column]
         counts, lengths = rows.counts[:, column].tolist(), [rows.tokens.shape[-1]] * len(rows.counts)
         if rows.lengths is not None:
             lengths = rows.lengths[:, column].tolist()
+        if not drafts:
+            lengths = [1] * len(counts)
         each = zip(counts, rows.accepted[:, column].tolist(), lengths, strict=True)
         for cycle, (count, accepted, verified) in enumerate(each):
             if count == 0:
@@ -184,6 +195,25 @@ class Update:
                         (float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True)))
                     )
         return update
+
+    def behind(self, given: int) -> "Update | None":
+        """What of it comes after the first `given` tokens of the request, None where nothing does: those were given out before."""
+        skipped = given - self.start
+        if skipped <= 0:
+            return self
+        if skipped >= len(self.tokens) and self.finish_reason is None:
+            return None
+        counts, drafts = list(self.counts), list(self.drafts)
+        left = skipped - (len(self.tokens) - sum(counts))  # a first token is no cycle's
+        while counts and left >= counts[0]:
+            left -= counts.pop(0)
+            drafts.pop(0)
+        if counts and left > 0:
+            counts[0] -= left
+        return replace(
+            self, tokens=self.tokens[skipped:], from_draft=self.from_draft[skipped:], logprobs=self.logprobs[skipped:],
+            counts=counts, drafts=drafts, start=given, first=False, cached=0, prompt_logprobs=[],
+        )  # fmt: skip
 
     def score(self, request: Request, parts: Sequence[tuple[Any, int, int]]) -> None:
         """Takes the scores of a prompt, and leaves out the first token where none was asked for.

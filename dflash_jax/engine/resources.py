@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import DeltaState
 
-from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
+from dflash_jax.attention.mla import ABSORBED, BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, layer_specs, make_pages
 from dflash_jax.cache.groups import ROLES, GroupPool, PageGroup, page_groups
 from dflash_jax.cache.pages import layer_bytes
@@ -50,6 +50,18 @@ LARGEST_PART = 512
 LEAST_TOKENS = 256
 
 
+class Company(NamedTuple):
+    """What requests have in common that run side by side.
+
+    Attributes:
+      draft: whether programs hold the drafter.
+      adjusted: where texts are exact, how logits are changed: a program for more would give others another form of the choice.
+    """
+
+    draft: bool
+    adjusted: Mode | None = None
+
+
 @dataclass
 class Resources:
     """One target, its drafter where there is one, compiled programs, and page pools.
@@ -74,6 +86,8 @@ class Resources:
         an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
         average, and on the device which requests have more of it.
       draft_window: see `Setup`.
+      exact: whether texts depend on nothing but their requests, bit by bit; see `Setup` and docs/exactness.md. All slots and the
+        widest tables always run, prompts in as many pieces as a call has, and nothing but pages of prompts is found again.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states
         that keeps no snapshots of them.
@@ -112,6 +126,7 @@ class Resources:
     state_snapshots: int = 0
     snapshot_tokens: int = LEAST_TOKENS
     verify_length: VerifyLength = None
+    exact: bool = False
     imposed_acceptance: float | tuple[float, ...] | None = None
     pictures: bool = False
     goes_ahead: bool | None = None
@@ -129,6 +144,7 @@ class Resources:
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
             dense=getattr(self.target, "index_topk", 0),
+            one_shape=self.exact,
         )
         first, *others = groups = self._page_groups()
         if self.num_pages == 0:
@@ -194,8 +210,13 @@ class Resources:
 
     @property
     def cascade_policy(self) -> CascadePolicy | None:
-        """Who says whether cycles read shared pages once; None where none do."""
-        if self.cascade is False or not self.shares or (self.cascade is None and jax.default_backend() != "gpu"):
+        """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
+        if (
+            self.exact
+            or self.cascade is False
+            or not self.shares
+            or (self.cascade is None and jax.default_backend() != "gpu")
+        ):
             return None
         if self._cascades is None or self._cascades.asked != self.cascade:
             configs = [share_config(one, self.tp) for one in (self.target, self.draft) if one is not None]
@@ -344,13 +365,23 @@ class Resources:
 
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
         """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
+        if self.exact:
+            # Who drafts is told to each call, and every way to choose tokens has one form.
+            draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
         drafter = self.draft if draft else None
         return Setup(
-            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
+            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature,
+            form=ABSORBED if self.exact else self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
-            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING, pictures=self.pictures,
+            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING, exact=self.exact, pictures=self.pictures,
         )  # fmt: skip
+
+    def company(self, draft: bool, mode: Mode) -> Company:
+        """Which requests run side by side: those of one company."""
+        if not self.exact:
+            return Company(draft)
+        return Company(self.draft is not None, mode if mode in ADJUSTING else None)
 
     @property
     def verify_policy(self) -> VerifyPolicy:

@@ -178,7 +178,8 @@ class Jobs:
         if self.setup.mode == "structured":
             return self._masked_cycle(slots, width, retired, *more)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
-        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more)
+        told = (retired,) if self.setup.exact else ()  # which of them draft
+        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
 
     def _more(self, slots: int, *, shared: bool) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""
@@ -196,7 +197,8 @@ class Jobs:
             self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block, shared)
             state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block, shared)
             masks = self._masks(slots, self.setup.width)
-            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+            drafts = retired if self.setup.exact else None
+            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, drafts)
 
         return partial(prepare, draft_block, (self.setup,), DRAFT_DONATES, *call)
 
