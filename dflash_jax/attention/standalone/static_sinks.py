@@ -86,14 +86,14 @@ def write_static_sinks(
 def sink_attention(
     q: Float[Array, "B T N H"],
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     sink_pages: Int[Array, "n"],
     *,
     sinks: int,
     **options: Any,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`paged_attention` of queries that see `sinks` sink tokens besides, which are in `sink_pages`.
 
     Args:
