@@ -66,7 +66,8 @@ def generate(
       model: from `load`.
       prompts: a text, a list of token ids, a list of messages (`{"role": ..., "content": ...}`), or a list of any of those. Where
         the model has a vision tower, a content may be a list with pictures among texts: `{"type": "text", "text": ...}` and
-        `{"type": "image", "image": ...}` with a path, bytes, a data URL, an array or an image of Pillow.
+        `{"type": "image", "image": ...}` with a path, bytes, a data URL, an array or an image of Pillow. `max_pixels` beside it
+        bounds what is seen of it, and so the tokens that it takes.
       params: one `SamplingParams` for all prompts or a list with one each; greedy with 256 tokens where None.
       draft: False decodes with the target alone.
       chat: read each text as one user message and use the chat template.
@@ -232,7 +233,7 @@ def prompted(
         )
     text = without_pictures(prompt)
     ids = prompt_ids(model.tokenizer, model.name, text, chat=chat, options=chat_options)
-    shown = [vision.processor.picture(source) for source in sources]
+    shown = [vision.processor.picture(*source) for source in sources]
     grids = [picture.grid for picture in shown]
     ids, starts = expanded(ids, grids, vision.config.image_token_id, vision.config.merge_size)
     return ids, Shown(shown, starts, len(ids))

@@ -127,7 +127,8 @@ class Model:
     ) -> float:
         """Compiles every program that requests of these kinds can need, and returns the seconds it took.
 
-        The loops of requests with `logprobs`, or with more than 8 end tokens, are programs of their own, compiled when those come.
+        Of a model with a vision tower those for pictures are among them. The loops of requests with `logprobs`, or with more than 8
+        end tokens, are programs of their own, compiled when those come.
 
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
@@ -157,6 +158,8 @@ class Model:
             for flag, mode, sampling in itertools.product(drafts, modes, (False, True))
         )
         jobs = list(self.engine.warmup_jobs(setups, None if batch is None else map(operator.index, batch)))
+        if self.vision is not None:
+            jobs += self.vision.jobs(self.engine.max_model_len)
         futures = start_compiling(jobs)
         try:
             bar = progress_bar(as_completed(futures), total=len(jobs), unit="program", disable=not progress)

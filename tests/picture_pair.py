@@ -68,8 +68,8 @@ def load_pictures(**options: Any) -> dj.Model:
 
 @functools.cache
 def picture_model() -> dj.Model:
-    """Loaded once for all tests of a process."""
-    return load_pictures()
+    """Loaded once for all tests of a process, with pages for one request of full length and a little more."""
+    return load_pictures(num_pages=12)
 
 
 def expected() -> dict[str, np.ndarray]:

@@ -26,6 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
     _add_chat(generate)
+    generate.add_argument(
+        "--image", type=file_path, action="append", default=[], metavar="FILE",
+        help="with --chat: a picture that is shown with every prompt, before its text; may be repeated (extra: vision)",
+    )  # fmt: skip
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = _add_sampling(generate, max_tokens=256)

@@ -280,7 +280,7 @@ def _content(value: Any, at: str, *, empty: bool) -> str | list[dict[str, Any]]:
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "image_url":
-            parts.append({"type": "image", "image": _data_url(part.get("image_url"), f"{at}.{place}.image_url")})
+            parts.append(picture_part(part.get("image_url"), f"{at}.{place}.image_url"))
             continue
         if kind != "text" or not isinstance(part.get("text"), str):
             wanted = 'a part {"type": "text", "text": ...} or {"type": "image_url", ...}, others are not supported'
@@ -291,12 +291,19 @@ def _content(value: Any, at: str, *, empty: bool) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in parts)
 
 
-def _data_url(value: Any, at: str) -> str:
-    """A picture's URL, which holds it: a server that fetched what strangers name could be sent anywhere."""
-    url = value.get("url") if isinstance(value, dict) else value
+def picture_part(value: Any, at: str) -> dict[str, Any]:
+    """A part with a picture, whose URL holds it: a server that fetched what strangers name could be sent anywhere.
+
+    Args:
+      value: a URL, or an object with it and how much detail is to be seen.
+    """
+    told = value if isinstance(value, dict) else {"url": value}
+    url, detail = told.get("url"), told.get("detail", "auto")
     if not isinstance(url, str) or not url.startswith("data:"):
         raise _wrong(f"{at}.url", "a data URL (data:image/png;base64,...): nothing is fetched", url)
-    return url
+    if detail not in ("auto", "low", "high"):
+        raise _wrong(f"{at}.detail", "auto, low or high", detail)
+    return {"type": "image", "image": url, "detail": detail}
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:

@@ -2,16 +2,23 @@
 
 import base64
 import io
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from PIL import Image
 
 import dflash_jax as dj
 from dflash_jax.cache import extend_keys
+from dflash_jax.cli.chat import Commands
+from dflash_jax.cli.commands import main
+from dflash_jax.cli.session import Session
 from dflash_jax.generation import make_requests
 from dflash_jax.serving.bodies import chat_ask, requests_of
 from dflash_jax.serving.problems import Problem
+from dflash_jax.serving.responses import response_ask
 
 from ..picture_pair import TEMPLATE, expected, golden_message, load_pictures, picture_folder, picture_model, words
 
@@ -32,19 +39,23 @@ def model() -> dj.Model:
 def test_texts_of_pictures_beside_others_and_again(model: dj.Model) -> None:
     """Three prompts share calls: with pictures, without, and with another second picture. Drafts stand in some of the cycles.
 
-    Then the same again: pages that hold the first picture and the second are found, and no page of another picture.
+    Asked again, pages up to the end of the second picture's are found, and none of another picture. Where pages run out, a request
+    loses its slot: its prompt is prefilled anew, what it had emitted behind it.
     """
-    found = expected()
-    other = golden_message(second=255 - found["picture_2"])
-    together = dj.generate(model, [golden_message(), alone(), other], PARAMS)
-    assert together[0].token_ids == found["greedy"][:24].tolist()
+    found, few = expected(), dj.SamplingParams(max_tokens=6)
+    prompts = [golden_message(), alone(), golden_message(second=255 - found["picture_2"])]
+    together = dj.generate(model, prompts, few)
+    assert together[0].token_ids == found["greedy"][:6].tolist()
     assert together[2].token_ids != together[0].token_ids
-    assert together[0].stats.tokens_per_cycle > 1
-    again = dj.generate(model, [golden_message(), other], PARAMS)
-    assert [one.token_ids for one in again] == [together[0].token_ids, together[2].token_ids]
-    assert [one.stats.cached_tokens for one in again] == [32, 32]
-    swapped = golden_message(first=found["picture_2"], second=found["picture_0"])
-    assert dj.generate(model, swapped, PARAMS).stats.cached_tokens == 0
+    again = dj.generate(model, prompts, few)
+    assert [one.token_ids for one in again] == [one.token_ids for one in together]
+    assert [one.stats.cached_tokens for one in again] == [32, 0, 32]
+    swapped = [golden_message(first=found["picture_2"], second=found["picture_0"]), alone(), alone()]
+    assert dj.generate(model, swapped, few)[0].stats.cached_tokens == 0
+    long = dj.generate(model, [golden_message(), alone(), golden_message()], dj.SamplingParams(max_tokens=48))
+    assert long[0].token_ids == long[2].token_ids == found["greedy"].tolist()
+    assert long[0].stats.tokens_per_cycle > 1
+    assert model.engine.scheduler.stats.preemptions > 0
 
 
 def test_keys_of_pages_name_pictures(model: dj.Model) -> None:
@@ -80,6 +91,34 @@ def test_a_conversation_with_a_picture(model: dj.Model) -> None:
         chat.say("w1", images="a.png")  # type: ignore[arg-type]
 
 
+def test_pictures_at_the_terminal(
+    model: dj.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.png"
+    Image.fromarray(expected()["picture_0"]).save(file)
+    parts = [{"type": "image", "image": str(file)}, {"type": "text", "text": "w1 w2"}]
+    text = dj.generate(model, [{"role": "user", "content": parts}], dj.SamplingParams(max_tokens=4)).text
+    monkeypatch.setattr("dflash_jax.model.load", lambda *_, **__: model)
+    monkeypatch.setattr("dflash_jax.cli.commands.begin", lambda _: None)
+    assert (
+        main(
+            ["generate", "w1 w2", "--chat", "--image", str(file), "--max-tokens", "4", "--model", str(picture_folder())]
+        )
+        == 0
+    )
+    assert capsys.readouterr().out.strip() == text.strip()
+    assert main(["generate", "w1 w2", "--image", str(file), "--model", str(picture_folder())]) == 2
+    chat = dj.Chat(model, dj.SamplingParams(max_tokens=4))
+    commands = Commands(chat, Session(), stats=False)
+    assert commands.obey(f"/image {file}")
+    commands.answer("w1 w2")
+    commands.answer("w3")
+    assert [message["content"] for message in chat.history[::2]] == [parts, "w3"]
+    assert capsys.readouterr().out.startswith(text.strip())
+    with pytest.raises(dj.PromptError, match="cannot be opened"):
+        commands.obey("/image /no/such.png")
+
+
 def test_a_request_to_the_server_holds_its_picture(model: dj.Model) -> None:
     file = io.BytesIO()
     Image.fromarray(expected()["picture_0"]).save(file, "PNG")
@@ -90,9 +129,17 @@ def test_a_request_to_the_server_holds_its_picture(model: dj.Model) -> None:
         return chat_ask({"messages": [{"role": "user", "content": parts}], "max_tokens": 4}, TEMPLATE)
 
     (request,) = requests_of(model, asked(url))
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "w1"}, {"type": "input_image", "image_url": url}]}
+    ]
+    (same,) = requests_of(model, response_ask({"input": items, "max_output_tokens": 4}, model.tokenizer))
+    assert (same.prompt, same.marks) == (request.prompt, request.marks)
     assert request.prompt == (1, 102, *[100] * 6, 103)
     assert request.pictures is not None
     assert request.pictures.rows[0].shape == (6, 32)
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "fine"}}]
+    with pytest.raises(Problem, match="auto, low or high"):
+        chat_ask({"messages": [{"role": "user", "content": parts}]}, TEMPLATE)
     with pytest.raises(Problem, match="nothing is fetched"):
         asked("http://a.test/b.png")
     with pytest.raises(dj.PromptError, match="cannot be opened"):
@@ -125,7 +172,7 @@ def test_a_model_without_its_tower(model: dj.Model) -> None:
     assert dj.plan(picture_folder(), vision=False)["vision"] is None
 
 
-@pytest.mark.few("*-per request")
+@pytest.mark.few("*-plain")
 @pytest.mark.parametrize(
     ("params", "options", "draft"),
     [
@@ -146,9 +193,19 @@ def test_texts_are_the_same_however_they_come(params: dict[str, Any], options: d
         assert found == [one.token_ids for one in dj.generate(model, prompts, wanted, draft=False)]
 
 
-def test_a_request_that_loses_its_slot_comes_back_with_its_pictures() -> None:
-    """With few pages: its prompt is prefilled anew, what it had emitted behind it."""
-    model = load_pictures(num_pages=9, max_batch=2)
-    for one in dj.generate(model, [golden_message()] * 2, dj.SamplingParams(max_tokens=48)):
-        assert one.token_ids == expected()["greedy"].tolist()
-    assert model.engine.scheduler.stats.preemptions > 0
+def test_what_is_compiled_ahead_is_what_is_called(model: dj.Model) -> None:
+    """Before weights are there too, when rows of pictures are of no use and have their shapes alone."""
+    assert model.vision is not None
+    requests = make_requests(model, [golden_message()], dj.SamplingParams(max_tokens=4))
+    weights = model.vision.weights
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in weights.items()}
+    early = replace(model.vision, weights=shapes)
+    assert requests[0].pictures is not None
+    rows = early.rows([model.vision.processor.picture(expected()[f"picture_{number}"]) for number in (0, 2)])
+    assert [one.shape for one in rows] == [one.shape for one in requests[0].pictures.rows]
+    for job in model.engine.run(requests, cycles=4).first_jobs():
+        job()
+    next(model.vision.jobs(64))()
+    known = set(model.engine.programs._compiled)
+    dj.generate(model, golden_message(), dj.SamplingParams(max_tokens=4))
+    assert set(model.engine.programs._compiled) == known

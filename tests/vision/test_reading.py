@@ -124,13 +124,26 @@ def test_pictures_of_messages_in_every_way_they_are_written() -> None:
         {"role": "user", "content": parts},
         {"role": "user", "content": [parts[1]]},
     ]
-    assert pictures_in(messages) == [1, "data:2", "data:3", 4, "5"]
+    assert [one.given for one in pictures_in(messages)] == [1, "data:2", "data:3", 4, "5"]
     shown = {"type": "image"}
     told = without_pictures(messages)
     assert told[1]["content"] == [shown, parts[1], shown, shown, shown, shown, "b"]
     assert [told[0], told[2]] == [messages[0], messages[2]]
     with pytest.raises(dj.PromptError, match=r"messages\[0\], part 0 holds no picture"):
         pictures_in([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_a_picture_may_be_bounded() -> None:
+    """By pixels, also below what a release has at least; and by the detail that OpenAI's clients ask for."""
+    parts = [
+        {"image": 1, "max_pixels": 64}, {"image_url": {"url": "data:", "detail": "low"}},
+        {"image_url": {"url": "data:", "detail": "high"}},
+    ]  # fmt: skip
+    assert [one.most for one in pictures_in([{"role": "user", "content": parts}])] == [64, 512 * 512, None]
+    assert processor().picture(expected()["picture_0"], 64).grid == (2, 2)
+    assert Processor(16, 2, 2).size_of(4000, 6000, 512 * 512) == (416, 608)
+    with pytest.raises(dj.PromptError, match="max_pixels must be a positive integer"):
+        pictures_in([{"role": "user", "content": [{"image": 1, "max_pixels": "9"}]}])
 
 
 def test_a_prompt_without_pictures_is_told_its_places_alone() -> None:

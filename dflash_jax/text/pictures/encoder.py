@@ -2,8 +2,9 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array
 from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.compile.programs import Programs
 from dflash_jax.models import Patches, VisionConfig, bind
-from dflash_jax.text.pictures.packing import MOST_PICTURES, packed
+from dflash_jax.text.pictures.packing import MOST_PICTURES, buckets, packed
 from dflash_jax.text.pictures.placed import Picture
 from dflash_jax.text.pictures.reading import Processor
 
@@ -48,8 +49,12 @@ class VisionEncoder:
     def rows(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         """Of each picture its rows `[height * width / merge_size ** 2, D]` in the model's dtype, on the host.
 
-        Pictures that were seen lately are not computed again.
+        Pictures that were seen lately are not computed again. Rows are 0 before the weights are there: who compiles ahead asks for
+        their number alone.
         """
+        if any(isinstance(one, jax.ShapeDtypeStruct) for one in self.weights.values()):
+            width, dtype = self.config.out_hidden_size, self.weights["grid"].dtype
+            return [np.zeros((len(one.pixels) // self.config.merged, width), dtype) for one in pictures]
         digests = [picture.digest for picture in pictures]
         with self._lock:
             found = {digest: self._kept[digest] for digest in digests if digest in self._kept}
@@ -63,6 +68,12 @@ class VisionEncoder:
             while sum(rows.nbytes for rows in self._kept.values()) > KEPT_BYTES and len(self._kept) > 1:
                 self._kept.popitem(last=False)
         return [found[digest] for digest in digests]
+
+    def jobs(self, tokens: int) -> Iterator[Callable[[], Any]]:
+        """What compiles every program that pictures of prompts of at most so many tokens can need."""
+        for size in buckets(min(tokens * self.config.merged, MOST_PATCHES)):
+            patches = jax.eval_shape(lambda size=size: packed(self.config, [], [], size))
+            yield partial(self.programs.prepare, rows_of, (self.config,), (), self.weights, patches)
 
     def _computed(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         patches = packed(self.config, [one.pixels for one in pictures], [one.grid for one in pictures])

@@ -1,16 +1,27 @@
 """Pictures of messages: taken out before the chat template, which writes a token in the place of each."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflash_jax.errors import PromptError
+from dflash_jax.options import as_integer
 
 # A part of a message that is a picture says so by its type, and has it under one of these names.
 _TYPES = ("image", "image_url", "input_image")
+# Pixels of a picture that OpenAI's clients ask to be seen with little detail.
+LOW_DETAIL = 512 * 512
 
 
-def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The pictures of messages as they were given, in order. Raises PromptError for a part that says it is one and holds none."""
+class Source(NamedTuple):
+    """A picture as it was given, and pixels that it may have once it is resized; None for what the model's processor says."""
+
+    given: Any
+    most: int | None = None
+
+
+def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Source]:
+    """The pictures of messages in order. Raises PromptError for a part that says it is one and holds none, or bounds it by nothing
+    that is a number."""
     return [
         _source(part, f"messages[{place}], part {number}")
         for place, message in enumerate(messages)
@@ -39,11 +50,15 @@ def _shows(part: Any) -> bool:
     return kind in _TYPES if isinstance(kind, str) else any(name in part for name in ("image", "image_url"))
 
 
-def _source(part: Mapping[str, Any], at: str) -> Any:
+def _source(part: Mapping[str, Any], at: str) -> Source:
     found = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    told = {**part, **found} if isinstance(found, Mapping) else part
     found = found.get("url") if isinstance(found, Mapping) else found
     if found is None:
         raise PromptError(
             f'{at} holds no picture: give {{"type": "image", "image": ...}} with a path, bytes or an image'
         )
-    return found
+    most = told.get("max_pixels", LOW_DETAIL if told.get("detail") == "low" else None)
+    if most is not None and (as_integer(most) or 0) < 1:
+        raise PromptError(f"{at}: max_pixels must be a positive integer, got {most!r:.40}")
+    return Source(found, as_integer(most))

@@ -50,6 +50,14 @@ def bucket(patches: int) -> int:
     return max(FEWEST, 1 << max(0, patches - 1).bit_length())
 
 
+def buckets(most: int) -> list[int]:
+    """Rows of all programs that so many patches, or fewer, are taken by."""
+    sizes = [FEWEST]
+    while sizes[-1] < most:
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
 def _places(height: int, width: int, merge: int) -> np.ndarray:
     """Row and column of every patch `[height * width, 2]`, squares of `merge` x `merge` one after the other."""
     places = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), axis=-1)

@@ -86,8 +86,11 @@ class Processor:
         )
         return cls(**sizes, fewest=fewest, most=most, mean=mean, std=std)
 
-    def size_of(self, height: int, width: int) -> tuple[int, int]:
+    def size_of(self, height: int, width: int, most: int | None = None) -> tuple[int, int]:
         """Height and width that a picture is resized to: multiples of `factor`, so many pixels, and nearly of its shape.
+
+        Args:
+          most: pixels, where they are to be fewer than the release's.
 
         Raises:
           PromptError: it is too long and thin.
@@ -96,20 +99,20 @@ class Processor:
             raise PromptError(
                 f"a picture of {width} x {height} pixels is more than {MOST_RATIO} times as long as wide: cut it"
             )
-        factor = self.factor
+        factor, most = self.factor, self.most if most is None else min(most, self.most)
         rounded = [round(edge / factor) * factor for edge in (height, width)]
-        if math.prod(rounded) > self.most:
-            by = math.sqrt(height * width / self.most)
+        if math.prod(rounded) > most:
+            by = math.sqrt(height * width / most)
             rounded = [max(factor, math.floor(edge / by / factor) * factor) for edge in (height, width)]
-        elif math.prod(rounded) < self.fewest:
+        elif math.prod(rounded) < min(self.fewest, most):
             by = math.sqrt(self.fewest / (height * width))
             rounded = [math.ceil(edge * by / factor) * factor for edge in (height, width)]
         return rounded[0], rounded[1]
 
-    def picture(self, source: Any) -> Picture:
-        """Patches of a picture. Raises PromptError for what is none, or cannot be opened."""
+    def picture(self, source: Any, most: int | None = None) -> Picture:
+        """Patches of a picture, of at most so many pixels. Raises PromptError for what is none, or cannot be opened."""
         image = opened(source)
-        height, width = self.size_of(image.height, image.width)
+        height, width = self.size_of(image.height, image.width, most)
         from PIL import Image
 
         seen = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC)).astype(np.float32) * np.float32(
