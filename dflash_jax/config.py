@@ -509,6 +509,11 @@ class DecoderConfig:
         """Key heads, and the size of one, of each layer that keeps keys and values in pages."""
         return ((self.num_kv_heads, self.head_dim),) * self.cached_layers
 
+    @property
+    def value_dims(self) -> tuple[int, ...]:
+        """The size of a value of each of these heads, in each of these layers."""
+        return tuple(dim for _, dim in self.key_shapes)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
