@@ -21,7 +21,7 @@ DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
-CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "fp8_e4m3", "fp8_ds_mla", "auto"]
+CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
 DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
@@ -189,9 +189,10 @@ class LoadOptions:
         "rejection" for its own samples judged by p/q rejection.
       cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8 (e4m3), "fp8_e5m2" (keys and values of
         heads) in that on scales of 1; "int8" (keys and values of heads) with a scale for each key and for each channel of the
-        values; "fp8_packed" (latents) in float8 with scales in each row. Texts may differ from those of unquantized pages. "auto"
-        is "fp8" for a checkpoint that says so of its keys and values, by a `kv_cache_scheme` or by scales, and None for any
-        other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and "fp8_packed".
+        values, "int8_keys" so for keys alone, with values in `dtype`; "fp8_packed" (latents) in float8 with scales in each row.
+        Texts may differ from those of unquantized pages. "auto" is "fp8" for a checkpoint that says so of its keys and values, by
+        a `kv_cache_scheme` or by scales, and None for any other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and
+        "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
       draft_cache_dtype: "fp8" or "fp8_e5m2" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.

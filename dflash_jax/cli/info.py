@@ -18,7 +18,7 @@ from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
 from dflash_jax.parallel.ranks import held
-from dflash_jax.quantization.kv_formats import pool_dtype
+from dflash_jax.quantization.kv_formats import pool_dtype, value_dtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
@@ -80,6 +80,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
+            "target_value_dtype": str(value_dtype(asked.cache_dtype, engine.dtype)),
             "draft_dtype": str(pool_dtype(asked.draft_cache_dtype, engine.dtype)),
             "layers_left_out": list(asked.cache_dtype_skip_layers),
             "max_model_len": engine.max_model_len,
@@ -243,6 +244,8 @@ def lines(facts: dict[str, Any]) -> list[str]:
             ("", f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"),
         ]
     kept = pages["target_dtype"]
+    if pages["target_value_dtype"] != kept:
+        kept = f"{kept} for keys and {pages['target_value_dtype']} for values"
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"
     if kept != pages["dtype"] or pages["draft_dtype"] != kept:

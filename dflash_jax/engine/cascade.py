@@ -92,7 +92,7 @@ def layer_costs(
     return tuple(
         LayerCost(size / page_size, heads, spec.heads, spec.dim)
         for spec, size in zip(specs, page_bytes, strict=True)
-        if spec.values and spec.window is None
+        if spec.value_dim is not None and spec.window is None
     )
 
 

@@ -408,6 +408,8 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
         return (
             "some layers are gated delta nets, or attention is gated or norms are zero-centered, which the kernel lacks"
         )
+    if traits.paired:
+        return "entries of a head that lie next to each other rotate together, the kernel rotates halves"
     if traits.rotary_dim != traits.head_dim:
         return f"{traits.rotary_dim} of a head's {traits.head_dim} entries rotate, the kernel rotates all"
     return attention_chain_refusal(

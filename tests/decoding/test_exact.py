@@ -8,6 +8,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, Update
+from dflash_jax.engine.scheduler import Batch
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import layers
 from dflash_jax.options import LoadOptions
@@ -27,6 +28,11 @@ def sixteen_bits(weights):
             weights["draft"][name] = weights["draft"][name] * 0.0
     for role, table in weights.items():
         weights[role] = {name: array.astype(jnp.bfloat16) for name, array in table.items()}
+
+
+def finish(engine):
+    while engine.step():
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +62,7 @@ def test_who_drafts_runs_beside_who_does_not(exact, make_prompts):
         take = found[index]
         request = Request(index, tuple(prompt), params)
         exact.engine.submit(request, lambda _, update, take=take: take.extend(update.tokens), draft=index % 2 == 0)
-    while exact.engine.step():
-        pass
+    finish(exact.engine)
     assert list(found.values()) == alone
 
 
@@ -68,6 +73,49 @@ def test_lost_pages_give_nothing_twice(make_pair, exact, make_prompts):
     short = make_pair(edit=sixteen_bits, num_pages=6, **EXACT)
     assert short.run(prompts, params)[0] == exact.run(prompts, params)[0]
     assert short.engine.scheduler.stats.preemptions > 0
+
+
+def test_an_interrupt_gives_nothing_twice(exact, make_prompts, monkeypatch):
+    """Whoever was at work begins again, with the same text."""
+    (prompt,) = make_prompts((20,))
+    whole = exact.run([prompt])[0][0]
+    decode, calls = Batch.decode, []
+
+    def interrupted(self, *args, **options):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return decode(self, *args, **options)
+
+    monkeypatch.setattr(Batch, "decode", interrupted)
+    taken: list[int] = []
+    exact.engine.submit(Request(0, tuple(prompt), GREEDY), lambda _, update: taken.extend(update.tokens), cycles=4)
+    with pytest.raises(KeyboardInterrupt):
+        finish(exact.engine)
+    assert 0 < len(taken) < len(whole)
+    finish(exact.engine)
+    assert taken == whole
+
+
+def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
+    """Each text is the one it has alone, and all come to an end."""
+    prompts = make_prompts((20, 7, 40))
+    each = [GREEDY, SamplingParams(max_tokens=20, temperature=0.9, seed=1, presence_penalty=0.7), SAMPLED]
+    together = exact.run(prompts, each)[0]
+    assert together == [exact.run([prompt], one)[0][0] for prompt, one in zip(prompts, each, strict=True)]
+    assert together[1:2] == exact.run(prompts[1:2], each[1:2], draft=False)[0]
+
+
+def test_warming_up_leaves_nothing_to_compile(make_pair, make_prompts):
+    pair = make_pair(edit=sixteen_bits, **EXACT | {"max_batch": 2})
+    setups = dict.fromkeys(pair.engine.setup(mode="greedy", draft=draft) for draft in (True, False))
+    assert len(setups) == 1, "who drafts is told to the one program"
+    for job in pair.engine.warmup_jobs(setups):
+        job()
+    shapes = pair.engine.programs.shapes()
+    for draft in (True, False):
+        pair.run(make_prompts((3, 50, 20)), draft=draft)
+    assert pair.engine.programs.shapes() == shapes
 
 
 def test_pages_of_prompts_alone_are_found(exact, make_prompts):

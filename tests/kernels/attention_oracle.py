@@ -58,6 +58,7 @@ def make_case(
     kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 64,
+    value_dim: int | None = None,
     page_size: int = 16,
     dtype: Any = np.float32,
     seed: int = 0,
@@ -77,7 +78,9 @@ def make_case(
     b, longest = len(seq_lens), max(*seq_lens, 1)
     q_lens = [t] * b if q_lens is None else list(q_lens)
     q = rng.standard_normal((b, t, kv_heads * group, head_dim)).astype(dtype)
-    tokens = rng.standard_normal((2, b, longest, kv_heads, head_dim)).astype(dtype)
+    value_dim = head_dim if value_dim is None else value_dim
+    widest = max(head_dim, value_dim)
+    tokens = rng.standard_normal((2, b, longest, kv_heads, widest)).astype(dtype)
     k_scale = v_scale = None
     if stored is not None:
         tokens, k_scale, v_scale = quantised(tokens, stored, rng)
@@ -89,7 +92,7 @@ def make_case(
     order = rng.permutation(pages) if shuffled else np.arange(pages)
     width = max(*needed, 1) + 1 if width is None else width
     table = np.array([[GARBAGE_ENTRIES[(row + column) % 4] for column in range(width)] for row in range(b)], np.int32)
-    pools = np.full((2, pages, kv_heads, page_size, head_dim), 113 if stored == np.int8 else garbage, tokens.dtype)
+    pools = np.full((2, pages, kv_heads, page_size, widest), 113 if stored == np.int8 else garbage, tokens.dtype)
     paged_scale = np.full((pages, kv_heads, page_size), garbage, np.float32)
     for row, length in enumerate(seq_lens):
         own = order[sum(needed[:row]) :][: needed[row]]
@@ -101,7 +104,18 @@ def make_case(
     if stored is not None:
         options |= {"k_scale": paged_scale if stored == np.int8 else k_scale, "v_scale": v_scale}
     lens = np.array(seq_lens, np.int32), np.array(q_lens, np.int32)
-    return Case(q, pools[0], pools[1], table, *lens, options)
+    k_pages, v_pages = pools[0][..., :head_dim], pools[1][..., :value_dim]
+    if stored == np.int8:
+        options["v_scale"] = options["v_scale"][:, :value_dim]
+    return Case(q, k_pages, v_pages, table, *lens, options)
+
+
+def with_wide_values(case: Case) -> Case:
+    """A case in int8 with the values that its codes stand for, in the queries' dtype; NaN where keys' scales are."""
+    wide = case.v_pages.astype(np.float32) * case.options["v_scale"][:, None]
+    wide = np.where(np.isnan(case.options["k_scale"])[..., None], np.nan, wide).astype(case.q.dtype)
+    options = {name: option for name, option in case.options.items() if name != "v_scale"}
+    return dataclasses.replace(case, v_pages=wide, options=options)
 
 
 def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -124,12 +138,12 @@ def alibi(seen: Sequence[int], position: int, sqrt: bool) -> np.ndarray:
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Output `[B, T, N, H]` and lse `[B, T, N]` in float64; reads nothing but what a query may see."""
-    b, t, n, h = case.q.shape
+    """Output `[B, T, N, V]` and lse `[B, T, N]` in float64; reads nothing but what a query may see."""
+    b, t, n = case.q.shape[:3]
     kv_heads, page_size = case.k_pages.shape[1:3]
     options = {"causal": True, "window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None} | case.options
     left, right = options["window"] or (None, None)
-    out, lse = np.zeros((b, t, n, h)), np.full((b, t, n), -np.inf)
+    out, lse = np.zeros((b, t, n, case.v_pages.shape[3])), np.full((b, t, n), -np.inf)
     for row in range(b):
         for i in range(case.q_lens[row]):
             position = case.seq_lens[row] - case.q_lens[row] + i

@@ -145,6 +145,8 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
         raise NotImplementedError(f"takes bfloat16 or float16 throughout, or pages of one byte, not {given}")
     elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
+    if v_pages.shape[3] != k_pages.shape[3]:
+        raise NotImplementedError(f"takes values of the keys' head dim {k_pages.shape[3]}, not {v_pages.shape[3]}")
     page_size = k_pages.shape[2]
     require_page_size(page_size)
     if k_pages.dtype == jnp.int8 and page_size < 32:
