@@ -20,7 +20,7 @@ from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
 from dflash_jax.compile.led import lead_or_follow
-from dflash_jax.compile.programs import drop, start_compiling
+from dflash_jax.compile.programs import Programs, drop, start_compiling
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
@@ -222,11 +222,12 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
-    tower, left_out_tower = vision_of(target, asked)
-    vision = None
+    tower, vision = vision_of(target, asked), None
     if tower is not None:
         processor = Processor.from_folder(target.folder, tower.config)
-        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), engine.programs)
+        # One device has the tower: where several share the models its programs are not theirs.
+        programs = engine.programs if engine.tp == 1 else Programs()
+        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -243,7 +244,7 @@ def load(
         *drafter_notice(path, asked.draft, drafter),
         *_scheme_notice(target, asked),
     ]
-    notices += [*left_out_tower, *tokenizer_notices(target.folder)]
+    notices += tokenizer_notices(target.folder)
     defaults, left_out = sampling_defaults(target.folder)
     notices += left_out
     if memory.num_pages < memory.full_pages and asked.num_pages is None:

@@ -223,8 +223,8 @@ class LoadOptions:
       decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
         `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
         exchanges more in every layer. For contexts that do not fit otherwise.
-      vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is one
-        and `tp` is 1; True insists on it; False leaves it out.
+      vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
+        one, on the first GPU; True insists on it; False leaves it out.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 

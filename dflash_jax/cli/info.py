@@ -63,7 +63,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     asked = as_checkpoint_says(asked, target)
     engine, memory = plan_engine(target, drafter, asked)
     checkpoints = [target] if drafter is None else [target, drafter]
-    tower, left_out = vision_of(target, asked)
+    tower = vision_of(target, asked)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -130,7 +130,6 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
             *drafter_notice(path, asked.draft, drafter),
-            *left_out,
             *tokenizer_notices(target.folder),
         ],
     }

@@ -75,7 +75,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     longest = choose_model_len(target.config, options.max_model_len)
     if options.exact:
         check_exact(target.config)
-    (tower, _), config = vision_of(target, options), target.config
+    tower, config = vision_of(target, options), target.config
     if tower is not None:
         config = replace(config, mrope_section=tower.config.mrope_section)
     engine = Engine(
@@ -116,21 +116,15 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     return planned(engine, memory), memory
 
 
-def vision_of(target: Checkpoint, options: LoadOptions) -> tuple[Checkpoint | None, list[str]]:
-    """The vision tower that these options load, and what there is to say of one that they do not.
+def vision_of(target: Checkpoint, options: LoadOptions) -> Checkpoint | None:
+    """The vision tower that these options load.
 
     Raises:
-      ParameterError: one is asked for that cannot be loaded.
+      ParameterError: one is asked for, and there is none.
     """
-    shared = options.tp > 1
-    if options.vision and (target.vision is None or shared):
-        why = f"does not run over tp={options.tp} GPUs: load with tp=1" if shared else "is not in this checkpoint"
-        raise ParameterError(f"vision=True asks for a vision tower, which {why}; or leave vision out")
-    if target.vision is None or options.vision is False:
-        return None, []
-    if shared:
-        return None, [f"the vision tower is left out, so no picture is read: it does not run over tp={options.tp} GPUs"]
-    return target.vision, []
+    if options.vision and target.vision is None:
+        raise ParameterError("vision=True asks for a vision tower, which is not in this checkpoint: leave vision out")
+    return None if options.vision is False else target.vision
 
 
 def tower_shapes(tower: Checkpoint, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:

@@ -32,7 +32,8 @@ from .golden_files import GOLDEN, TOLERANCE, difference
 FOLDER = GOLDEN / "qwen3_5_vision"
 # As the published file of the 27B has it, and the weights of its tower by transformers' classes.
 TOWER: dict[str, Any] = {
-    "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "in_channels": 3,
+    "deepstack_visual_indexes": [], "depth": 27, "dtype": "bfloat16", "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "in_channels": 3,
     "initializer_range": 0.02, "intermediate_size": 4304, "model_type": "qwen3_5", "num_heads": 16,
     "num_position_embeddings": 2304, "out_hidden_size": 5120, "patch_size": 16, "spatial_merge_size": 2,
     "temporal_patch_size": 2,

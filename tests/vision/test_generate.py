@@ -180,6 +180,7 @@ def test_a_model_without_its_tower(model: dj.Model) -> None:
         pytest.param({"temperature": 0.7, "seed": 3}, {}, True, id="sampled"),
         pytest.param({}, {"verify_length": "per_request"}, True, id="greedy-per request"),
         pytest.param({}, {"state_snapshots": 0}, True, id="greedy-nothing shared"),
+        pytest.param({}, {"tp": 2}, True, id="greedy-two devices"),
     ],
 )
 def test_texts_are_the_same_however_they_come(params: dict[str, Any], options: dict[str, Any], draft: bool) -> None:

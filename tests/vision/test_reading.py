@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
 
 import dflash_jax as dj
+from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.errors import ConfigError
+from dflash_jax.text.pictures import encoder
 from dflash_jax.text.pictures.messages import pictures_in, without_pictures
 from dflash_jax.text.pictures.placed import Pictures
 from dflash_jax.text.pictures.reading import MOST_PIXELS, Processor, opened
@@ -144,6 +147,17 @@ def test_a_picture_may_be_bounded() -> None:
     assert Processor(16, 2, 2).size_of(4000, 6000, 512 * 512) == (416, 608)
     with pytest.raises(dj.PromptError, match="max_pixels must be a positive integer"):
         pictures_in([{"role": "user", "content": [{"image": 1, "max_pixels": "9"}]}])
+
+
+def test_attention_of_many_patches_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that begin and end within pictures, with NaN in the padding, against all at once."""
+    rng, cu_lens = np.random.default_rng(0), np.array([0, 100, 100, 180, 181, 181], np.int32)
+    q, k, v = (rng.standard_normal((256, 2, 12), np.float32) for _ in range(3))
+    for array in (q, k, v):
+        array[181:] = np.nan
+    given = [jnp.asarray(array) for array in (q, k, v, cu_lens)]
+    monkeypatch.setattr(encoder, "QUERIES", 64)
+    np.testing.assert_allclose(encoder.attended(*given), encoder_attention(*given), atol=1e-6)
 
 
 def test_a_prompt_without_pictures_is_told_its_places_alone() -> None:

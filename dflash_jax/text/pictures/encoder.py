@@ -5,12 +5,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from dflash_kernels import NoImplementationError, ragged_attention
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.compile.programs import Programs
@@ -21,6 +22,8 @@ from dflash_jax.text.pictures.reading import Processor
 
 # Patches of a call, unless one picture alone has more: 4 megapixels of patches of 16 x 16.
 MOST_PATCHES = 16_384
+# Patches whose scores are alive at a time where XLA attends: a power of 2, as `packing.bucket` has them.
+QUERIES = 1024
 # Rows of pictures that are kept, for conversations that show them again with every message.
 KEPT_BYTES = 256 << 20
 
@@ -28,7 +31,27 @@ KEPT_BYTES = 256 << 20
 def rows_of(config: VisionConfig, weights: Mapping[str, Array], patches: Patches) -> Array:
     """The program of a tower."""
     with jax.named_scope("vision"):
-        return bind(config, weights)(patches, encoder_attention)
+        return bind(config, weights)(patches, attended)
+
+
+def attended(
+    q: Float[Array, "P N H"], k: Float[Array, "P N H"], v: Float[Array, "P N H"], cu_lens: Int[Array, "C"]
+) -> Float[Array, "P N H"]:
+    """`encoder_attention` in memory that many patches have: where no kernel takes them, `QUERIES` at a time."""
+    if len(q) <= QUERIES:
+        return encoder_attention(q, k, v, cu_lens)
+    try:
+        return encoder_attention(q, k, v, cu_lens, implementation="mosaic_gpu")
+    except NoImplementationError:
+        pass
+
+    def part(of: tuple[Array, Array]) -> Array:
+        own = jnp.clip(cu_lens - of[0], 0, QUERIES)  # a part may begin and end within pictures
+        return cast(Array, ragged_attention(of[1], k, v, own, cu_lens, causal=False, implementation="xla"))
+
+    parts = q.reshape(-1, QUERIES, *q.shape[1:])
+    starts = QUERIES * jnp.arange(len(parts), dtype=jnp.int32)
+    return jax.lax.map(part, (starts, parts)).reshape(q.shape)
 
 
 @dataclass(eq=False)
@@ -102,4 +125,7 @@ def _batches(pictures: Mapping[bytes, Picture]) -> Iterator[list[bytes]]:
 def workspace_bytes(config: VisionConfig, dtype: jnp.dtype) -> int:
     """An estimate of what a call of `MOST_PATCHES` needs besides weights."""
     widest = 4 * config.hidden_size + max(4 * config.hidden_size, config.intermediate_size)
-    return MOST_PATCHES * (widest * dtype.itemsize + 4 * (config.patch_width + 4 * config.hidden_size))
+    rows = widest * dtype.itemsize + 4 * (config.patch_width + 4 * config.hidden_size)
+    kernel = getattr(jax.local_devices()[0], "compute_capability", "") == "9.0" and dtype.itemsize == 2
+    scores = 0 if kernel else 2 * 4 * QUERIES * config.num_heads
+    return MOST_PATCHES * (rows + scores)
