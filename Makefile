@@ -3,6 +3,7 @@
 # make test-all  the same with every case: `few` marks the tests of which `make test` runs some cases
 # make fuzz    opens 2,000 seeded mutations of a model folder, in two processes: a few minutes
 # make test-jax  lowers every op and the decode loop with the newest JAX that pyproject.toml names, in an environment of its own
+# make notebooks  runs the notebooks on the CPU and keeps their outputs in them
 # make lint    ruff check, ruff format --check, pyright
 #
 # Each sets up .venv on first use and installs again when pyproject.toml changes. PYTHON=... names the interpreter to use.
@@ -25,7 +26,7 @@ NEWEST := .venv-jax
 COMMA := ,
 EXTRAS := test$(if $(CI),$(COMMA)test-triton)
 
-.PHONY: demo test test-all test-jax fuzz lint clean
+.PHONY: demo test test-all test-jax fuzz notebooks lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed-demo
@@ -42,6 +43,9 @@ test-jax: $(NEWEST)/installed
 
 fuzz: $(VENV)/installed-test
 	$(BIN)/pytest -n 2 -m fuzz tests/fuzz
+
+notebooks: $(VENV)/installed-test
+	$(BIN)/python notebooks/make_outputs.py
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --transformers
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
     python benchmarks/decode.py --models qwen3-4b --context 32768 --draft-window 2048
+    python benchmarks/decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --exact
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
 Weights lie as they do in an engine for as many sequences as are measured: for 32 otherwise than for 8.
@@ -66,6 +67,8 @@ def build(
     batch: int,
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
+    *,
+    exact: bool = False,
 ) -> Engine:
     """An engine over random weights made on the device."""
     family, target, draft = published_shape(name)
@@ -79,7 +82,7 @@ def build(
     weights = round_weights(weights, target, draft, jax.numpy.dtype("bfloat16"), *kinds, rows=rows)
     return Engine(
         target=target, draft=draft, weights=weights, dtype=jax.numpy.dtype("bfloat16"), max_model_len=context + 640,
-        max_batch=batch,
+        max_batch=batch, exact=exact,
     )  # fmt: skip
 
 
@@ -89,8 +92,11 @@ def engines(
     batches: Sequence[int],
     weight_dtype: WeightDtype | None = None,
     draft_weight_dtype: WeightDtype | None = None,
+    *,
+    exact: bool = False,
 ) -> dict[int, Engine]:
-    """One of `build` for each batch: the same one for those whose weights lie alike."""
+    """One of `build` for each batch: the same one for those whose weights lie alike. Exact ones run as many slots as they have: of
+    weights that lie alike each batch has its own."""
     _, target, draft = published_shape(name)
     groups, found = dict[tuple[bool, ...], list[int]](), dict[int, Engine]()
     for batch in batches:
@@ -98,7 +104,8 @@ def engines(
         alike = tuple(blocks_pay(config, jax.numpy.bfloat16, rows) for config in (target, draft))
         groups.setdefault(alike, []).append(batch)
     for group in groups.values():
-        found |= dict.fromkeys(group, build(name, context, max(group), weight_dtype, draft_weight_dtype))
+        engine = build(name, context, max(group), weight_dtype, draft_weight_dtype, exact=exact)
+        found |= {batch: replace(engine, max_batch=batch, num_pages=0) if exact else engine for batch in group}
     return found
 
 
@@ -194,6 +201,7 @@ def main() -> None:
         "--sampling", default="greedy", choices=list(LAWS),
         help="how tokens are chosen: at temperature 0.7, and with the top_p and top_k that Qwen3's cards recommend",
     )  # fmt: skip
+    parser.add_argument("--exact", action="store_true", help="texts that are the same bit by bit in any company")
     parser.add_argument(
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
     )
@@ -204,6 +212,7 @@ def main() -> None:
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
     suffix += "" if options.draft_window is None else f" window{options.draft_window}"
     suffix += "" if options.sampling == "greedy" else f" {options.sampling}"
+    suffix += " exact" if options.exact else ""
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), switches.PERSISTENT_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)
@@ -216,7 +225,7 @@ def main() -> None:
         jax.clear_caches()
         for name in options.models:
             kinds = options.weight_dtype, options.draft_weight_dtype
-            of_batch = engines(name, options.context[0], options.batch, *kinds)
+            of_batch = engines(name, options.context[0], options.batch, *kinds, exact=options.exact)
             for context, kept in itertools.product(options.context, options.cache_dtype):
                 of_batch = resized(of_batch, context, None if kept == "none" else kept, options.draft_window)
                 words = ("" if attention == "best" else f" {attention}") + suffix + pages[kept]

@@ -65,6 +65,7 @@ BENCHMARKS = {
     "attention": ("attention.py --without-xla", 140),
     "prefill": ("prefill.py", 80),
     "chunks": ("chunks.py", 90),
+    "cascade": ("cascade.py", 120),
     "energy": ("energy.py --models qwen3-4b qwen3-8b --batch 1 8 32", 270),
     "energy_512": (
         "energy.py --models qwen3-4b qwen3-8b --batch 32 --context 512 --kinds cycle --no-products",

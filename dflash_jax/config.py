@@ -193,9 +193,11 @@ FINAL_HIDDEN = -2
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding, half-split form. Kinds: default, linear, dynamic, llama3, yarn, longrope, proportional.
+    """Rotary position embedding. Kinds: default, linear, dynamic, llama3, yarn, longrope, proportional.
 
     Attributes:
+      paired: whether entries 2i and 2i + 1 of a head turn together (not neox), otherwise i and i + half of those that turn. Of
+        latent attention its own configuration says so.
       reach: positions that an engine serves, which decide the frequencies of `dynamic` and `longrope`: see `reaching`.
       long_factor, short_factor: of longrope, a divisor of each frequency beyond the original length and within it.
     """
@@ -216,10 +218,17 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     short_factor: tuple[float, ...] = ()
     reach: int = 0
+    paired: bool = False
 
     @classmethod
     def from_keys(
-        cls, keys: KeyReader, max_position: int, *, partial: float = 1.0, neutral: Collection[str] = ()
+        cls,
+        keys: KeyReader,
+        max_position: int,
+        *,
+        partial: float = 1.0,
+        neutral: Collection[str] = (),
+        pairs: bool = False,
     ) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before).
 
@@ -229,6 +238,7 @@ class RopeConfig:
         Args:
           partial: what an absent `partial_rotary_factor` means.
           neutral: keys that say nothing of text alone.
+          pairs: whether the family's heads may turn neighbours together, as `turns_pairs` reads it.
 
         Raises:
           ConfigError: a kind that is not implemented, a value that cannot be, two values for one thing, or a key that this kind
@@ -277,6 +287,7 @@ class RopeConfig:
             truncate=scaling.flag("truncate", default=True) if "truncate" in reads else True,
             long_factor=_divisors(scaling, "long_factor") if kind == "longrope" else (),
             short_factor=_divisors(scaling, "short_factor") if kind == "longrope" else (),
+            paired=pairs and turns_pairs(keys, scaling),
         )
         if min(rope.low_freq_factor, rope.beta_fast, rope.beta_slow) <= 0 or min(rope.mscale, rope.mscale_all_dim) < 0:
             raise ConfigError(f"{scaling.subject}: betas and frequency factors must be positive, mscale not negative")
@@ -298,7 +309,7 @@ class RopeConfig:
         """From its fields by name. Raises ConfigError where they are others, or of another type."""
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         if isinstance(values, Mapping):  # folders that were converted before there were these are of other kinds
-            values = {"long_factor": (), "short_factor": (), "reach": 0, **values}
+            values = {"long_factor": (), "short_factor": (), "reach": 0, "paired": False, **values}
             values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         if not isinstance(values, Mapping) or set(values) != set(fields):
             raise ConfigError(f"{cls.__name__}: expected the fields {sorted(fields)}, got {shown(values)}")
@@ -387,6 +398,23 @@ _ROPE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "beta_fast": (None,), "beta_slow": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None,),
     "long_factor": (None,), "short_factor": (None,),
 }  # fmt: skip
+
+
+def turns_pairs(*places: KeyReader) -> bool:
+    """Whether entries of a head that lie next to each other turn together, by the keys of vLLM, SGLang and transformers.
+
+    Raises:
+      ConfigError: two of them disagree.
+    """
+    said: list[tuple[str, bool]] = []
+    for keys in places:
+        for key, neox in (("is_neox_style", True), ("rope_is_neox_style", True), ("rope_interleave", False)):
+            if keys.get(key) is not None:
+                said.append((f"{key} of {keys.subject}", keys.flag(key) != neox))
+    if len({paired for _, paired in said}) > 1:
+        listed = " and ".join(name for name, _ in said)
+        raise ConfigError(f"{listed} say two things of rotary pairs: keep the one that the model was trained with")
+    return any(paired for _, paired in said)
 
 
 def _rope_values(keys: KeyReader) -> dict[str, Any]:
@@ -480,6 +508,11 @@ class DecoderConfig:
     def key_shapes(self) -> tuple[tuple[int, int], ...]:
         """Key heads, and the size of one, of each layer that keeps keys and values in pages."""
         return ((self.num_kv_heads, self.head_dim),) * self.cached_layers
+
+    @property
+    def value_dims(self) -> tuple[int, ...]:
+        """The size of a value of each of these heads, in each of these layers."""
+        return tuple(dim for _, dim in self.key_shapes)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -610,7 +643,7 @@ def decoder_fields(
     if (activation := keys.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {shown(activation)}")
     max_position = keys.integer("max_position_embeddings", 32_768)
-    rope = RopeConfig.from_keys(keys, max_position)
+    rope = RopeConfig.from_keys(keys, max_position, pairs=True)
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,

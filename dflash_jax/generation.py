@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 
@@ -18,6 +18,9 @@ from dflash_jax.options import as_flag, as_integer
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.text.detokenizer import TextStream
+from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.messages import pictures_in, without_pictures
+from dflash_jax.text.pictures.placed import Picture, Pictures, expanded, three_axes
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
 
@@ -61,7 +64,10 @@ def generate(
 
     Args:
       model: from `load`.
-      prompts: a text, a list of token ids, a list of messages (`{"role": ..., "content": ...}`), or a list of any of those.
+      prompts: a text, a list of token ids, a list of messages (`{"role": ..., "content": ...}`), or a list of any of those. Where
+        the model has a vision tower, a content may be a list with pictures among texts: `{"type": "text", "text": ...}` and
+        `{"type": "image", "image": ...}` with a path, bytes, a data URL, an array or an image of Pillow. `max_pixels` beside it
+        bounds what is seen of it, and so the tokens that it takes.
       params: one `SamplingParams` for all prompts or a list with one each; greedy with 256 tokens where None.
       draft: False decodes with the target alone.
       chat: read each text as one user message and use the chat template.
@@ -171,17 +177,76 @@ def make_requests(
     requests = []
     for place, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
         try:
-            ids = prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options)
+            ids, shown = prompted(model, prompt, chat=chat, chat_options=chat_options)
         except PromptError as error:
             if len(prompts) == 1:
                 raise
             raise PromptError(f"prompts[{place}]: {error}") from None
         refused = refused_ids(model.tokenizer, model.name, one.bad_words)
-        ids = one.shortened(ids, model.engine.max_model_len)
+        ids, pictures = shortened(ids, shown, one, model.engine.max_model_len), None
+        if shown is not None and model.vision is not None:
+            model.engine.check_length(len(ids), one.max_tokens)
+            pictures = shown.seen(model.vision)
         grammar = None if one.structured is None else model.grammars.compiled(one.structured)
         for choice in one.choices():
-            requests.append(Request(len(requests), ids, choice, model.eos_ids, refused=refused, grammar=grammar))
+            requests.append(
+                Request(len(requests), ids, choice, model.eos_ids, refused=refused, grammar=grammar, pictures=pictures)
+            )
     return requests
+
+
+class Shown(NamedTuple):
+    """Pictures of a prompt whose places are known and which no tower has looked at yet.
+
+    Attributes:
+      starts: the places of their first tokens.
+      tokens: of the prompt.
+    """
+
+    pictures: list[Picture]
+    starts: tuple[int, ...]
+    tokens: int
+
+    def seen(self, vision: VisionEncoder) -> Pictures:
+        """The same once the tower has, which takes a while."""
+        marks = tuple((start, one.digest) for start, one in zip(self.starts, self.pictures, strict=True))
+        grids = [one.grid for one in self.pictures]
+        positions, shift = three_axes(self.tokens, self.starts, grids, vision.config.merge_size)
+        return Pictures(marks, tuple(vision.rows(self.pictures)), positions, shift)
+
+
+def prompted(
+    model: Model, prompt: Any, *, chat: bool, chat_options: Mapping[str, Any] | None
+) -> tuple[tuple[int, ...], Shown | None]:
+    """Token ids of one prompt, and its pictures where it has some.
+
+    Raises:
+      PromptError, TokenizerError: as `prompt_ids`; or a picture is none, or the model sees none.
+    """
+    sources = pictures_in(prompt) if is_chat(prompt) else []
+    if not sources:
+        return prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None
+    if (vision := model.vision) is None:
+        raise PromptError(
+            f"the messages hold {len(sources)} pictures, and {model.name} was loaded without a vision tower: leave them out, or "
+            "load a model that has one (model.notices says what was left out)"
+        )
+    text = without_pictures(prompt)
+    ids = prompt_ids(model.tokenizer, model.name, text, chat=chat, options=chat_options)
+    shown = [vision.processor.picture(*source) for source in sources]
+    grids = [picture.grid for picture in shown]
+    ids, starts = expanded(ids, grids, vision.config.image_token_id, vision.config.merge_size)
+    return ids, Shown(shown, starts, len(ids))
+
+
+def shortened(ids: tuple[int, ...], shown: Shown | None, params: SamplingParams, longest: int) -> tuple[int, ...]:
+    """See `SamplingParams.shortened`. Raises ParameterError where that would cut a prompt with pictures."""
+    kept = params.shortened(ids, longest)
+    if shown is not None and kept != ids:
+        raise ParameterError(
+            "truncate_prompt_tokens may not cut a prompt with pictures: leave it out, or leave pictures out"
+        )
+    return kept
 
 
 def params_of_prompts(params: Params, count: int) -> list[SamplingParams]:

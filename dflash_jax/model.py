@@ -20,14 +20,14 @@ from dflash_jax.checkpoints.generation_config import sampling_defaults
 from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import read_weights, reading_jobs
 from dflash_jax.compile.led import lead_or_follow
-from dflash_jax.compile.programs import drop, start_compiling
+from dflash_jax.compile.programs import Programs, drop, start_compiling
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import DraftRecord
 from dflash_jax.engine.measuring import MemoryReading, measure_memory
 from dflash_jax.engine.memory import MemoryPlan, named_memory_errors, size
-from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine, tower_shapes, vision_of
 from dflash_jax.engine.progress import progress_bar
 from dflash_jax.errors import ParameterError
 from dflash_jax.execution.weight_layout import cycle_rows
@@ -43,6 +43,8 @@ from dflash_jax.options import (
 )
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
+from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
 
@@ -57,6 +59,7 @@ class Model:
       notices: what loading left out on purpose, for example code in a model folder.
       sampling_defaults: what its `generation_config.json` says of sampling, by names of `SamplingParams`.
       tell: takes what is to be said while requests are served: once, that the drafter is hardly ever right.
+      vision: what it sees pictures with; None for a model of texts alone.
       drafting: what became of the drafts of requests of `generate` and `stream`; those of benchmarks and warming up are in none.
     """
 
@@ -68,6 +71,7 @@ class Model:
     notices: list[str] = field(default_factory=list)
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     tell: Callable[[str], object] = warnings.warn
+    vision: VisionEncoder | None = None
     drafting: DraftRecord = field(default_factory=DraftRecord, init=False)
 
     def __repr__(self) -> str:
@@ -78,6 +82,8 @@ class Model:
         weights = f"{size(self.memory.weights)} of weights"
         if self.engine.tp > 1:
             weights += f" on each of {self.engine.tp} devices"
+        if self.vision is not None:
+            drafter += ", a vision tower"
         return f"Model({self.name!r}: {self.engine.dtype}, {weights}, {drafter}, {most})"
 
     @property
@@ -121,7 +127,8 @@ class Model:
     ) -> float:
         """Compiles every program that requests of these kinds can need, and returns the seconds it took.
 
-        The loops of requests with `logprobs`, or with more than 8 end tokens, are programs of their own, compiled when those come.
+        Of a model with a vision tower those for pictures are among them. The loops of requests with `logprobs`, or with more than 8
+        end tokens, are programs of their own, compiled when those come.
 
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
@@ -151,6 +158,8 @@ class Model:
             for flag, mode, sampling in itertools.product(drafts, modes, (False, True))
         )
         jobs = list(self.engine.warmup_jobs(setups, None if batch is None else map(operator.index, batch)))
+        if self.vision is not None:
+            jobs += self.vision.jobs(self.engine.max_model_len)
         futures = start_compiling(jobs)
         try:
             bar = progress_bar(as_completed(futures), total=len(jobs), unit="program", disable=not progress)
@@ -180,6 +189,7 @@ def load(
     path: str | Path | None = None,
     *,
     ahead: Callable[[Model], Run] | None = None,
+    progress: bool = False,
     **options: Unpack[LoadKeywords],
 ) -> Model:
     """Loads a target and its drafter.
@@ -192,6 +202,7 @@ def load(
       **options: fields of `LoadOptions`.
       ahead: called with the model before its weights are there; what the run that it returns would call first is compiled while
         they are read. The run itself is not started.
+      progress: show a bar while weights are read.
 
     Raises:
       CheckpointError, ConfigError, UnsupportedModelError: a checkpoint cannot be used, with every reason.
@@ -211,6 +222,12 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
+    tower, vision = vision_of(target, asked), None
+    if tower is not None:
+        processor = Processor.from_folder(target.folder, tower.config)
+        # One device has the tower: where several share the models its programs are not theirs.
+        programs = engine.programs if engine.tp == 1 else Programs()
+        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -236,7 +253,8 @@ def load(
             f"{memory.full_pages}"
         )
     name = "the shipped pair" if path is None else str(path)
-    model = Model(name, engine, tokenizer, end_token_ids(target.folder, tokenizer), memory, notices, defaults)
+    eos_ids = end_token_ids(target.folder, tokenizer)
+    model = Model(name, engine, tokenizer, eos_ids, memory, notices, defaults, vision=vision)
 
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
@@ -247,11 +265,17 @@ def load(
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
     try:
-        with named_memory_errors("weights were loaded"):
+        total = sum(len(one.family.parameters(one.config)) for one in (target, drafter) if one is not None)
+        with (
+            named_memory_errors("weights were loaded"),
+            progress_bar(total=total, desc="weights", unit="array", disable=not progress) as bar,
+        ):
             engine.weights = read_weights(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
-                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks,
+                rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks, arrived=bar.update,
             )  # fmt: skip
+            if vision is not None and tower is not None:
+                vision.weights = tower.load(engine.dtype.name)
     except BaseException:
         drop(compiled)
         raise

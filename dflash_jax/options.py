@@ -21,8 +21,8 @@ DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
-CacheDtype = Literal["fp8", "fp8_packed", "int8", "fp8_e4m3", "fp8_ds_mla", "auto"]
-DraftCacheDtype = Literal["fp8", "fp8_e4m3", "auto"]
+CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
+DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
@@ -81,17 +81,23 @@ class Flag:
       metavar: name of the value.
       choices: the values there are; None where others are possible.
       kind: makes the value of the text.
+      switch: whether it has no value: to name it is True.
     """
 
     about: str
     metavar: str | None = None
     choices: tuple[str, ...] | None = None
     kind: Callable[[str], Any] = str
+    switch: bool = False
 
 
 def _length(text: str) -> int | str:
     """A number, or a word; the option's own check says which there are."""
     return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _yes_or_no(text: str) -> bool | str:
+    return {"yes": True, "no": False}.get(text, text)
 
 
 # Options that the command line has, in the order of its help; `--draft` and `--no-draft` exclude one another and are made apart.
@@ -143,12 +149,19 @@ FLAGS: dict[str, Flag] = {
     "draft_window": Flag(
         "tokens of a context that the drafter sees, the last ones (default: all); changes no text", kind=int
     ),
+    "exact": Flag(
+        "the same text, bit by bit, whatever is drafted and whoever is served beside it, in bfloat16 too (docs/exactness.md)",
+        switch=True,
+    ),
     "tp": Flag(
         "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
     ),
     "decode_context_parallel_size": Flag(
         "GPUs that latent pages are spread over: 1, each has all of them (default), or as many as --tp",
         kind=int,
+    ),
+    "vision": Flag(
+        "yes or no: with the tower that makes rows of pictures (default: where the target has one)", kind=_yes_or_no
     ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
@@ -174,13 +187,15 @@ class LoadOptions:
         large as one slot's states. None is twice `max_batch`, fewer where pages leave no room for them; 0 shares nothing.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
         "rejection" for its own samples judged by p/q rejection.
-      cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8; "int8" (keys and values of heads) with a
-        scale for each key and for each channel of the values; "fp8_packed" (latents) in float8 with scales in each row. Texts may
-        differ from those of unquantized pages. "auto" is "fp8" for a checkpoint that says so of its keys and values, by a
-        `kv_cache_scheme` or by scales, and None for any other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and "fp8_packed".
+      cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8 (e4m3), "fp8_e5m2" (keys and values of
+        heads) in that on scales of 1; "int8" (keys and values of heads) with a scale for each key and for each channel of the
+        values, "int8_keys" so for keys alone, with values in `dtype`; "fp8_packed" (latents) in float8 with scales in each row.
+        Texts may differ from those of unquantized pages. "auto" is "fp8" for a checkpoint that says so of its keys and values, by
+        a `kv_cache_scheme` or by scales, and None for any other. vLLM's names "fp8_e4m3" and "fp8_ds_mla" are "fp8" and
+        "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
-      draft_cache_dtype: "fp8" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
+      draft_cache_dtype: "fp8" or "fp8_e5m2" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has the scales of the checkpoint (`k_scale` and `v_scale` of compressed-tensors and ModelOpt), of 1 where it
         has none, and "int8" is refused.
@@ -198,6 +213,9 @@ class LoadOptions:
         what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
+      exact: the same text, bit by bit, with drafting and without, alone and in any company, after hits in pages and after lost
+        ones, in sixteen bits too: every cycle and every part of a prompt has one shape, of `max_batch` requests. See
+        docs/exactness.md for what it costs and what it does not go with.
       tp: GPUs that share target and drafter (tensor parallelism), of this machine, or all of several hosts that have come
         together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards and of the vocabulary, and keys of
         its heads. For models that do not fit one, and for speed. With float32 weights drafting changes no text for a given number;
@@ -205,6 +223,8 @@ class LoadOptions:
       decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
         `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
         exchanges more in every layer. For contexts that do not fit otherwise.
+      vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
+        one, on the first GPU; True insists on it; False leaves it out.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -229,8 +249,10 @@ class LoadOptions:
     draft_weight_dtype: WeightDtype | None = None
     verify_length: int | str | None = None
     draft_window: int | None = None
+    exact: bool = False
     tp: int = 1
     decode_context_parallel_size: int = 1
+    vision: bool | None = None
     revision: str | None = None
     draft_revision: str | None = None
 
@@ -251,11 +273,20 @@ class LoadOptions:
         for name in ("max_model_len", "verify_length", "draft_window"):
             if (number := as_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
+        if (exact := as_flag(self.exact)) is None:
+            raise ParameterError(f"exact must be True or False, got {self.exact!r}")
+        object.__setattr__(self, "exact", exact)
+        if self.vision is not None:
+            object.__setattr__(self, "vision", as_flag(self.vision))
+            if self.vision is None:
+                raise ParameterError("vision must be True, False, or None for the tower that there is")
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
         self._check_cache()
         self._check_calibration()
+        if self.exact:
+            self._check_exact()
 
     def _check_cache(self) -> None:
         """Puts formats of pages under the names that they have here."""
@@ -279,6 +310,31 @@ class LoadOptions:
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
+
+    def _check_exact(self) -> None:
+        """Refuses what texts would depend on beside their requests, or what was not shown not to."""
+        several = "one after the other, or in parts that follow what is computed together"
+        whys = {
+            "verify_length": (
+                isinstance(self.verify_length, str),
+                "chooses the shape of a cycle by what was accepted before: give a number, or leave it out",
+            ),
+            "proposals": (
+                self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
+            ),
+            "tp": (self.tp > 1, "adds up over several GPUs, which was not compared: load with tp=1"),
+            "weight_dtype": (
+                self.weight_dtype is not None,
+                f"multiplies by kernels that may add {several}, which was not compared: leave it out",
+            ),
+            "cache_dtype": (
+                self.cache_dtype not in (None, AUTO),  # which is looked at again for the checkpoint
+                f"attends by kernels that may add {several}, which was not compared: leave it out",
+            ),
+        }  # fmt: skip
+        refused = [f"{name}={getattr(self, name)!r} {why}" for name, (wrong, why) in whys.items() if wrong]
+        if refused:
+            raise ParameterError(f"exact does not go with {'; '.join(refused)}")
 
     def _check_calibration(self) -> None:
         texts, wanted = self.calibration, "calibration must be a list of texts or of token ids, got"
@@ -312,8 +368,10 @@ class LoadKeywords(TypedDict, total=False):
     draft_weight_dtype: WeightDtype | None
     verify_length: int | str | None
     draft_window: int | None
+    exact: bool
     tp: int
     decode_context_parallel_size: int
+    vision: bool | None
     revision: str | None
     draft_revision: str | None
 

@@ -13,7 +13,7 @@ from dflash_convert.parser import DTYPES, VERIFICATIONS
 from dflash_convert.reverse import tensor_bytes, write_huggingface
 from dflash_convert.verify import verify_hash, verify_logits
 from dflash_convert.write import output_folder, refuse_existing, write_converted
-from dflash_jax.checkpoints.converted import DRAFT, MARKER, open_converted
+from dflash_jax.checkpoints.converted import DRAFT, MARKER, VISION, open_converted
 from dflash_jax.checkpoints.hf_folder import CONFIG
 from dflash_jax.checkpoints.hub import resolve_source
 from dflash_jax.checkpoints.huggingface import HuggingFaceCheckpoint, inspect, open_checkpoint
@@ -140,7 +140,7 @@ def _dry_run(sources: Sequence[Source], options: Options, console: Console) -> i
             plan = checkpoint.plan
             part |= {
                 "family": checkpoint.family.name,
-                "rows": plan.rows(),
+                "rows": plan.rows() + ([] if checkpoint.vision is None else checkpoint.vision.plan.rows()),
                 "missing": list(plan.missing),
                 "unexpected": list(plan.unexpected),
                 "parameters": len(plan.steps),
@@ -148,7 +148,8 @@ def _dry_run(sources: Sequence[Source], options: Options, console: Console) -> i
                 "predicted_peak_bytes": plan.peak_bytes,
                 "notices": _notices(source, checkpoint, sources),
             }
-            for line in [*plan.table(), *(f"notice: {notice}" for notice in part["notices"])]:
+            lines = plan.table() + ([] if checkpoint.vision is None else checkpoint.vision.plan.table())
+            for line in [*lines, *(f"notice: {notice}" for notice in part["notices"])]:
                 console.say(line)
         if problems:
             code = SOURCE
@@ -167,22 +168,28 @@ def _convert(sources: Sequence[Source], options: Options, console: Console) -> N
     _check_roles(checkpoints)
     if checkpoints[0].family.role == "target":
         _check_text(sources[0].folder)
-    nbytes = sum(checkpoint.plan.nbytes for checkpoint in checkpoints)
+    nbytes = sum(part.plan.nbytes for one in checkpoints for part in (one, one.vision) if part is not None)
     with output_folder(output, overwrite=options.overwrite, nbytes=nbytes) as temporary:
         for source, checkpoint in zip(sources, checkpoints, strict=True):
             folder = temporary if source is sources[0] else temporary / DRAFT
             folder.mkdir(exist_ok=True)
             for notice in _notices(source, checkpoint, sources):
                 console.say(f"notice: {notice}")
-            write_converted(folder, checkpoint, source.origin | {"dtype": options.dtype}, console.progress)
+            parts = [(folder, checkpoint)]
+            if checkpoint.vision is not None:
+                parts.append((folder / VISION, checkpoint.vision))
+            for own, part in parts:
+                own.mkdir(exist_ok=True)
+                write_converted(own, part, source.origin | {"dtype": options.dtype}, console.progress)
             result = {
-                "parameters": len(checkpoint.plan.steps),
-                "bytes": checkpoint.plan.nbytes,
+                "parameters": sum(len(part.plan.steps) for _, part in parts),
+                "bytes": sum(part.plan.nbytes for _, part in parts),
                 "notices": _notices(source, checkpoint, sources),
             }
             if options.verify != "none":
                 try:
-                    verify_hash(folder, checkpoint, console.progress)
+                    for own, part in parts:
+                        verify_hash(own, part, console.progress)
                 except VerificationError as error:  # of a folder that will be gone
                     raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
@@ -229,7 +236,10 @@ def _reverse(options: Options, console: Console) -> None:
                 notices.append(f"left out by the conversion, so not written: {', '.join(lost)}")
                 console.say(f"notice: {notices[-1]}")
             if options.verify == "hash":
-                verify_hash(part.folder, open_checkpoint(folder), console.progress)
+                written = open_checkpoint(folder)
+                verify_hash(part.folder, written, console.progress)
+                if part.vision is not None and written.vision is not None:
+                    verify_hash(part.vision.folder, written.vision, console.progress)
     console.report |= {"output": str(output), "verified": options.verify, "notices": notices}
 
 

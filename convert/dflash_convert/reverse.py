@@ -54,14 +54,26 @@ class _Piece:
         return whole
 
 
+def _parts(converted: Converted) -> list[Converted]:
+    """The model and, where it has one, its vision tower: one file's."""
+    return [converted] if converted.vision is None else [converted, converted.vision]
+
+
+def _groups(converted: Converted) -> Iterator[dict[str, np.ndarray]]:
+    for part in _parts(converted):
+        yield from part.groups()
+
+
 def tensor_bytes(converted: Converted) -> int:
     """Bytes of all tensors that `write_huggingface` will write."""
-    return sum(piece.nbytes for piece in _pieces(converted)) + sum(one.nbytes for one in _scales(converted).values())
+    pieces = (piece for part in _parts(converted) for piece in _pieces(part))
+    return sum(piece.nbytes for piece in pieces) + sum(one.nbytes for one in _scales(converted).values())
 
 
 def write_huggingface(folder: Path, converted: Converted, progress: Progress = silent) -> None:
     """Writes config.json, tokenizer files and model.safetensors into an existing empty folder."""
-    pieces, scales = list(_pieces(converted)), _scales(converted)
+    pieces = [piece for part in _parts(converted) for piece in _pieces(part)]
+    scales = _scales(converted)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, tensor in [*((piece.name, piece) for piece in pieces), *scales.items()]:
@@ -78,7 +90,7 @@ def write_huggingface(folder: Path, converted: Converted, progress: Progress = s
         file.write(len(text).to_bytes(8, "little") + text)
         remaining = iter(pieces)
         piece = next(remaining, None)
-        for arrays in converted.groups():
+        for arrays in _groups(converted):
             for name in list(arrays):
                 array = arrays.pop(name)
                 while piece is not None and piece.parameter == name:

@@ -59,7 +59,7 @@ def split_tables(page_table: Int[Array, "B W"], shared: Int[Array, "B"], page_si
 def cascade_attention(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
     parts: SharedPages,
     seq_lens: Int[Array, "B"],
     *,
@@ -72,7 +72,7 @@ def cascade_attention(
     scale: float | None = None,
     return_lse: bool = False,
     schedule: PagedSchedule | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`paged_attention` of sequences of which some begin with the same pages.
 
     Args:
@@ -96,13 +96,13 @@ def cascade_attention(
         q, k_pages, v_pages, parts.rest, own, q_lens=q_lens, causal=causal, sinks=sinks, schedule=schedule, return_lse=True,
         **options,
     )  # fmt: skip
-    out, lse = merge_states(first.reshape(q.shape), first_lse, *rest)
+    out, lse = merge_states(first.reshape(*q.shape[:3], -1), first_lse, *rest)
     return (out, lse) if return_lse else out
 
 
 def _over_common(
     q: Float[Array, "R N H"], k_pages: Array, v_pages: Array, parts: SharedPages, options: dict[str, Any]
-) -> tuple[Float[Array, "R N H"], Float[Array, "R N"]]:
+) -> tuple[Float[Array, "R N V"], Float[Array, "R N"]]:
     """All queries as one sequence's, over the shared pages; all of these lie before every query."""
     options = options | {"causal": False, "return_lse": True}
     rows = q.shape[0]

@@ -26,7 +26,7 @@ def attend_to_pages(
     v_scale: Array | None = None,
     schedule: PagedSchedule | None = None,
     **options: Any,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
     keys = (k_pages, v_pages, page_table, seq_lens)
     if fills(*q.shape[:3]) and k_pages.dtype == q.dtype:  # the kernel for prompts takes no scaled pages
@@ -47,13 +47,13 @@ def fills(sequences: int, tokens: int, heads: int) -> bool:
 def long_chunks(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     *,
     q_lens: Int[Array, "B"],
     **options: Any,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N V"]:
     """`paged_attention` by way of `ragged_paged_attention`, which packs: rows past `q_lens` become sequences without keys."""
     b, t = q.shape[:2]
     starts = jnp.arange(b, dtype=jnp.int32) * t
@@ -62,4 +62,4 @@ def long_chunks(
     out = ragged_paged_attention(
         q.reshape(b * t, *q.shape[2:]), k_pages, v_pages, cu_q_lens, jnp.repeat(page_table, 2, axis=0), lens, **options
     )
-    return cast(Array, out).reshape(q.shape)
+    return cast(Array, out).reshape(*q.shape[:3], -1)

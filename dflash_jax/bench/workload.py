@@ -21,7 +21,14 @@ from dflash_jax.checkpoints.weights import (
 from dflash_jax.compile.device import local_device
 from dflash_jax.compile.led import lead_or_follow, programs_over
 from dflash_jax.engine import Engine
-from dflash_jax.engine.planning import choose_draft_window, choose_model_len, choose_verify_length, plan_for, planned
+from dflash_jax.engine.planning import (
+    check_exact,
+    choose_draft_window,
+    choose_model_len,
+    choose_verify_length,
+    plan_for,
+    planned,
+)
 from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.errors import ParameterError, PromptError
 from dflash_jax.execution.weight_layout import cycle_rows
@@ -173,6 +180,8 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     dtype = asked.dtype or "bfloat16"
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
     check_sharing(target, draft, asked)
+    if asked.exact:
+        check_exact(target)
     dealt = asked.decode_context_parallel_size
     ranks = local_ranks(asked.tp, deal=dealt > 1)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
@@ -182,7 +191,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
         page_size=dealt * asked.page_size,
         verify_length=choose_verify_length(draft, asked.verify_length),
-        draft_window=choose_draft_window(draft, asked.draft_window),
+        draft_window=choose_draft_window(draft, asked.draft_window), exact=asked.exact,
     )  # fmt: skip
     memory = plan_for(engine, max(weight_bytes(stored), reading_bytes(stored, kept)), None)
     tables = families[0].parameters(target), families[1].parameters(draft)

@@ -14,14 +14,16 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache.specs import LayerSpec, layer_specs
 from dflash_jax.config import DecoderConfig
-from dflash_jax.options import CALIBRATED
 from dflash_jax.quantization.kv_formats import (
+    KEY_SCALED,
+    SCALED,
     CacheFormat,
     CacheScales,
     default_scales,
     index_dtype,
     pool_dtype,
     quantized_format,
+    value_dtype,
 )
 
 
@@ -74,20 +76,20 @@ def make_pages(
     Args:
       num_pages: of every layer alike, or of each one with pages.
       cache_dtype: see `cache.formats`.
-      scales: of "fp8" and "int8" pools; None for `default_scales`.
+      scales: of float8 and int8 pools; None for `default_scales`.
     """
     specs, kept = layer_specs(config, cache_dtype), quantized_format(cache_dtype)
     counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
-    k, v = (
-        tuple(
-            jax.device_put(jnp.zeros(spec.shape(count, page_size), pool_dtype(spec.kept, dtype)))
-            for spec, count in zip(specs, counts, strict=True)
-            if keys or spec.values
-        )
-        for keys in (True, False)
+    sized = list(zip(specs, counts, strict=True))
+    k = tuple(jnp.zeros(spec.shape(count, page_size), pool_dtype(spec.kept, dtype)) for spec, count in sized)
+    v = tuple(
+        jnp.zeros(spec.value_shape(count, page_size), value_dtype(spec.kept, dtype))
+        for spec, count in sized
+        if spec.value_dim is not None
     )
+    k, v = jax.device_put((k, v))
     index, index_scale = _index_pools(specs, counts, page_size, index_dtype(kept, dtype))
-    if kept not in CALIBRATED:
+    if kept not in SCALED:
         return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, kept)
     rows = [jnp.zeros(pool.shape[:3] if spec.kept else (), jnp.float32) for pool, spec in zip(k, specs, strict=True)]
@@ -98,7 +100,7 @@ def make_pages(
         )
         if side
         else ()
-        for side in (rows if kept == "int8" else scales.k, scales.v)
+        for side in (rows if kept in KEY_SCALED else scales.k, scales.v)
     )
     return Pages(k, v, k_scale, v_scale, index, index_scale)
 
@@ -138,11 +140,8 @@ def layer_bytes(
     """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
     kind = index_dtype(quantized_format(cache_dtype), dtype)
 
-    def of_token(spec: LayerSpec) -> int:
-        scales = 4 * spec.heads if spec.kept == "int8" else 0
-        return spec.entries * pool_dtype(spec.kept, dtype).itemsize + scales + index_bytes((spec,), kind)
-
-    return tuple(page_size * of_token(spec) for spec in layer_specs(config, cache_dtype))
+    specs = layer_specs(config, cache_dtype)
+    return tuple(page_size * (spec.token_bytes(dtype) + index_bytes((spec,), kind)) for spec in specs)
 
 
 def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:

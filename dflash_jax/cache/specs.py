@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from dflash_kernels import packed_latent_width
 
 from dflash_jax.config import DecoderConfig
-from dflash_jax.quantization.kv_formats import CacheFormat, layer_formats
+from dflash_jax.quantization.kv_formats import KEY_SCALED, CacheFormat, layer_formats, pool_dtype, value_dtype
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class LayerSpec:
     Attributes:
       heads: key heads; 1 for a latent row.
       dim: entries of each.
-      values: whether a value pool of the same shape stands beside the key pool. A latent row is key and value at once.
+      value_dim: entries of each head's value, in a pool of their own; None where a latent row is key and value at once.
       index: entries of an indexer's key, in a pool of its own; 0 where a layer has no indexer.
       window: keys that a query sees, the last ones, its own included; None for all.
       kept: how its numbers are kept; see `quantization.kv_formats`.
@@ -23,18 +24,29 @@ class LayerSpec:
 
     heads: int
     dim: int
-    values: bool = True
+    value_dim: int | None
     index: int = 0
     window: int | None = None
     kept: str | None = None
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+        """Of the pool of keys."""
         return num_pages, self.heads, page_size, self.dim
+
+    def value_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
+        """Of the pool of values."""
+        assert self.value_dim is not None
+        return num_pages, self.heads, page_size, self.value_dim
 
     @property
     def entries(self) -> int:
         """Numbers kept for one token, but for an indexer's key."""
-        return self.heads * self.dim * (2 if self.values else 1)
+        return self.heads * (self.dim + (self.value_dim or 0))
+
+    def token_bytes(self, dtype: jnp.dtype) -> int:
+        """Bytes kept for one token of a model that computes in `dtype`, scales of keys included, but for an indexer's key."""
+        keys = self.dim * pool_dtype(self.kept, dtype).itemsize + (4 if self.kept in KEY_SCALED else 0)
+        return self.heads * (keys + (self.value_dim or 0) * value_dtype(self.kept, dtype).itemsize)
 
 
 def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple[LayerSpec, ...]:
@@ -46,14 +58,14 @@ def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple
         indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
         index: int = getattr(config, "index_head_dim", 0)
         return tuple(
-            LayerSpec(
-                1, packed if how == "fp8_packed" else latent_width, values=False, index=index if own else 0, kept=how
-            )
+            LayerSpec(1, packed if how == "fp8_packed" else latent_width, None, index=index if own else 0, kept=how)
             for own, how in zip(indexers, kept, strict=True)
         )
     # Where some layers have no pages, those with windows that have come before the others.
     windows = config.windows[: config.cached_layers] or (None,) * config.cached_layers
     return tuple(
-        LayerSpec(heads, dim, window=window, kept=how)
-        for (heads, dim), window, how in zip(config.key_shapes, windows, kept, strict=True)
+        LayerSpec(heads, dim, value_dim, window=window, kept=how)
+        for (heads, dim), value_dim, window, how in zip(
+            config.key_shapes, config.value_dims, windows, kept, strict=True
+        )
     )

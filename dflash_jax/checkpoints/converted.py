@@ -7,6 +7,7 @@ A converted folder holds
     cache_scales.json scales of float8 pages, where the source had them
     config.json, tokenizer.json, ...   copied from the source
     draft/            the same again for a drafter, where one was converted along
+    vision/           the same again for the vision tower, where the source has one
 
 A folder without the marker is not a checkpoint: an interrupted conversion never looks like a finished one. Hugging Face
 folders are read by `huggingface.py`.
@@ -27,14 +28,13 @@ from dflash_jax.checkpoints.cache_scales import CONVERTED_SCALES, read_converted
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.json_files import read_object
 from dflash_jax.checkpoints.prefetch import read_ahead
-from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.models import Family, family_named
 from dflash_jax.options import FLOAT_DTYPES
 from dflash_jax.parallel.ranks import Ranks
 from dflash_jax.quantization.kv_formats import CacheScales
 
-MARKER, PARAMS, DRAFT = "conversion.json", "params", "draft"
+MARKER, PARAMS, DRAFT, VISION = "conversion.json", "params", "draft", "vision"
 FORMAT = 1
 # Arrays are written and read in groups: one Orbax call for each array would cost more than the small arrays themselves.
 MIN_GROUP_BYTES = 64 << 20
@@ -47,6 +47,7 @@ class Checkpoint(Protocol):
     Attributes:
       dtype: of most bytes of weights, which a model takes for all of them where no other is asked for.
       notices: what was ignored or decided on opening, one sentence each.
+      vision: the tower beside a text model, with which pictures can be part of prompts; None without one.
       cache_dtype: "fp8" where it says, by its configuration or by scales, that keys and values are kept in float8.
       cache_scales: those scales, None where it has none.
     """
@@ -59,16 +60,24 @@ class Checkpoint(Protocol):
     cache_dtype: Literal["fp8"] | None
     cache_scales: CacheScales | None
 
+    @property
+    def vision(self) -> "Checkpoint | None":
+        """See above."""
+        ...
+
     def expect(self) -> None:
         """Tells that `load` will follow: the system may begin to read."""
         ...
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
 
         Args:
           dtype: what parameters without a fixed dtype become; None keeps the stored one.
           ranks: devices that share them: each gets its share alone. Host memory stays below three times the largest array then.
+          arrived: called for each parameter that is on its way to the device.
         """
         ...
 
@@ -109,12 +118,13 @@ class Converted:
       marker: the content of conversion.json.
       parameters: the family's parameter table for this configuration.
       draft: the folder of the drafter that was converted along, or None.
+      vision: the vision tower that was, or None.
     """
 
     def __init__(self, folder: Path, marker: dict[str, Any]):
         self.folder, self.marker = folder, marker
         self.family: Family = family_named(marker["family"])
-        self.config: DecoderConfig = self.family.config_class.from_dict(marker["config"])
+        self.config: Any = self.family.config_class.from_dict(marker["config"])
         self.parameters = self.family.parameters(self.config)
         stored = marker["parameters"]
         free = [one for one in self.parameters if one.dtype is None and one.name in stored]
@@ -124,12 +134,15 @@ class Converted:
         scaled = CONVERTED_SCALES in marker["outputs"]
         self.cache_scales = read_converted_scales(folder, self.config) if scaled else None
         self.draft = folder / DRAFT if (folder / DRAFT / MARKER).exists() else None
+        self.vision: Converted | None = open_converted(folder / VISION) if (folder / VISION / MARKER).exists() else None
 
     def expect(self) -> None:
         """See `Checkpoint.expect`."""
         read_ahead([self.folder / name for name in self.marker["outputs"] if name.startswith(f"{PARAMS}/")])
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """See `Checkpoint.load`."""
         check_dtype(dtype)
         params: dict[str, jax.Array] = {}
@@ -143,6 +156,8 @@ class Converted:
                 # Frees the host's copy before the next array needs room for its own.
                 params[name].block_until_ready()
                 del array, checked
+                if arrived is not None:
+                    arrived()
         return params
 
     def _checked(self, name: str, array: np.ndarray, dtype: Any) -> np.ndarray:

@@ -27,6 +27,7 @@ SIDECARS = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
 )
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")

@@ -10,7 +10,7 @@ floats and integers because they mean nothing without scales, which quantised ch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks, unread_dt
 from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import Family, family_of
+from dflash_jax.models import Family, family_named, family_of
 from dflash_jax.parallel.cut import Cut
 from dflash_jax.parallel.ranks import Ranks
 from dflash_jax.quantization.cache_scheme import take_cache_scheme
@@ -56,11 +56,12 @@ class HuggingFaceCheckpoint:
         self,
         files: HuggingFaceFolder,
         family: Family,
-        config: DecoderConfig,
+        config: Any,
         plan: Plan,
         stored_scales: StoredScales | None = None,
+        vision: "HuggingFaceCheckpoint | None" = None,
     ):
-        self.files, self.family, self.config, self.plan = files, family, config, plan
+        self.files, self.family, self.config, self.plan, self.vision = files, family, config, plan, vision
         self.folder, self.stored_scales = files.folder, stored_scales
         self.cache_scales = None if stored_scales is None else stored_scales.scales
         says_float8 = self.cache_scales is not None or take_cache_scheme(files.config)[1]
@@ -75,12 +76,14 @@ class HuggingFaceCheckpoint:
                 f"{len(others)} of {len(free)} arrays are not stored in {self.dtype}; a model has all in one type"
             )
 
-    def load(self, dtype: str | None = None, ranks: Ranks | None = None) -> dict[str, jax.Array]:
+    def load(
+        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
+    ) -> dict[str, jax.Array]:
         """See `dflash_jax.checkpoints.converted.Checkpoint.load`."""
         check_dtype(dtype)
         arrays = [_incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
         if ranks is None:
-            return place(arrays)
+            return place(arrays, arrived=arrived)
         parameters = {step.parameter.name: step.parameter for step in self.plan.steps}
         steps = zip(self.plan.steps, arrays, strict=True)
         shared = [_incoming_shares(step, whole.dtype, ranks) or whole for step, whole in steps]
@@ -89,7 +92,7 @@ class HuggingFaceCheckpoint:
             cut = ranks.cut_of(parameters[name])
             return ranks.placed(parameters[name], array) if cut is None else ranks.joined(list(array), cut.axis)
 
-        return place(shared, send)
+        return place(shared, send, arrived)
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""
@@ -137,8 +140,10 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         scales, unread = stored_scales(config, canonical, files.tensors, of_scales)
         weights = {name: tensor for name, tensor in files.tensors.items() if not is_scale(canonical(name))}
     plan = make_plan(parameters, canonical, weights, dtype=dtype, tied=tied, unreadable=files.unreadable)
-    plan = replace(plan, ignored=(*plan.ignored, *unread))
-    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales)
+    vision = None if family.vision is None else _tower(files, family_named(family.vision), config, dtype)
+    seen = {} if vision is None else vision.files.tensors
+    plan = replace(plan, ignored=(*(name for name in plan.ignored if name not in seen), *unread))
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales, vision)
     if not files.complete:
         return checkpoint, problems
     problems += [*plan.problems, *of_scales]
@@ -149,6 +154,27 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         if not same_bytes(copy, other)
     ]
     return checkpoint, problems
+
+
+def _tower(files: HuggingFaceFolder, family: Family, text: DecoderConfig, dtype: str) -> HuggingFaceCheckpoint | None:
+    """The vision tower beside a text model. None where there is none, and where it cannot be read, which a notice then says: the
+    text model is of use without."""
+    tensors = {name: tensor for name, tensor in files.tensors.items() if family.canonical(name) is not None}
+    if not isinstance(files.config.get("vision_config"), Mapping) or not tensors or not files.complete:
+        return None
+    own = replace(files, tensors=tensors, unreadable=[], problems=[], notices=[])
+    try:
+        config = family.config(files.config)
+        plan = make_plan(family.parameters(config), family.canonical, tensors, dtype=dtype)
+        problems = list(plan.problems)
+        if config.out_hidden_size != text.hidden_size:
+            problems.insert(0, f"out_hidden_size={config.out_hidden_size} is not the text model's {text.hidden_size}")
+        if not problems:
+            return HuggingFaceCheckpoint(own, family, config, plan)
+    except ConfigError as error:
+        problems = [str(error)]
+    files.notices.append(f"the vision tower is left out, so no picture is read: {problems[0]}")
+    return None
 
 
 def _left_out(names: Sequence[str]) -> list[str]:

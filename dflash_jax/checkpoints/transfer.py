@@ -44,22 +44,27 @@ class Incoming:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def place(arrays: Iterable[Incoming], send: Callable[[str, np.ndarray], Any] | None = None) -> dict[str, jax.Array]:
+def place(
+    arrays: Iterable[Incoming],
+    send: Callable[[str, np.ndarray], Any] | None = None,
+    arrived: Callable[[], Any] | None = None,
+) -> dict[str, jax.Array]:
     """Fills all arrays and places them on the default device. Takes at most twice the largest array's bytes on the host.
 
     Raises whatever a part raises.
 
     Args:
       send: starts the way of an array, given by name, to where it belongs; what it copies on the host is beside that.
+      arrived: called for each array that is on its way.
     """
     waiting = list(arrays)
     threads = min(THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="read") as readers, short_turns():
         # A CPU's arrays may be the very memory they were made from, so there each needs its own.
         if jax.default_backend() == "cpu":
-            return _Pipeline(readers, _Fresh(), send).run(waiting)
+            return _Pipeline(readers, _Fresh(), send, arrived).run(waiting)
         with _ring(ring_bytes(waiting), readers) as ring:
-            return _Pipeline(readers, ring, send).run(waiting)
+            return _Pipeline(readers, ring, send, arrived).run(waiting)
 
 
 def ring_bytes(arrays: Sequence[Incoming]) -> int:
@@ -156,8 +161,9 @@ class _Pipeline:
         readers: ThreadPoolExecutor,
         memory: _Ring | _Fresh,
         send: Callable[[str, np.ndarray], Any] | None = None,
+        arrived: Callable[[], Any] | None = None,
     ):
-        self.readers, self.memory, self.send = readers, memory, send
+        self.readers, self.memory, self.send, self.arrived = readers, memory, send, arrived
         self.filling: deque[tuple[Incoming, np.ndarray, list[Future]]] = deque()
         self.travelling: deque[Any] = deque()
         self.placed: dict[str, Any] = {}
@@ -190,6 +196,8 @@ class _Pipeline:
         sent = jax.device_put(whole) if self.send is None else self.send(incoming.name, whole)
         self.placed[incoming.name] = sent
         self.travelling.append(sent)
+        if self.arrived is not None:
+            self.arrived()
 
     def _make_room(self) -> None:
         if not self.travelling:

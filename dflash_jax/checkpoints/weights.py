@@ -217,6 +217,7 @@ def read_weights(
     *,
     rows: int = 1,
     ranks: Ranks | None = None,
+    arrived: Callable[[], Any] | None = None,
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
@@ -228,15 +229,16 @@ def read_weights(
       observe: called with the target's weights as they were read.
       rows: tokens of the largest cycle, on which the layout of matrices in memory depends (`execution.plan`).
       ranks: devices that share the weights, each of which gets its share alone.
+      arrived: called for each parameter of the checkpoints that is on its way to the device.
     """
-    params = _derived(target.config, target.family, target.load(dtype.name, ranks), ranks)
+    params = _derived(target.config, target.family, target.load(dtype.name, ranks, arrived), ranks)
     if observe is not None:
         observe(params)
     if ranks is None and _tiled(target.config, dtype, weight_dtype):
         check_scales(params)
     weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
     if drafter is not None:
-        params = drafter.load(dtype.name, ranks)
+        params = drafter.load(dtype.name, ranks, arrived)
         check_draft_vocabulary(drafter.config, params)
         params = _derived(drafter.config, drafter.family, params, ranks)
         kind = draft_weight_dtype or weight_dtype

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli.report import mean_acceptance, stats_lines, tokens_per_second
@@ -11,15 +12,17 @@ from dflash_jax.cli.session import FIELDS, Session
 from dflash_jax.cli.signals import interrupts
 from dflash_jax.cli.terminal import note, printable, shows_all
 from dflash_jax.cli.values import chat_option
-from dflash_jax.errors import DFlashError, ParameterError
+from dflash_jax.errors import DFlashError, ParameterError, PromptError
 from dflash_jax.generation import STREAM_CYCLES
 from dflash_jax.interactive.chat import Chat
 from dflash_jax.model import Model, load
+from dflash_jax.text.pictures.reading import opened
 
 PROMPT = "> "
 HELP = """/reset             forget what was said
 /undo              forget the last message and its answer
 /system [TEXT]     what the model is told before everything else; without TEXT nothing
+/image FILE        a picture that is shown with the next message
 /set [NAME=VALUE]  an option of sampling or of the chat template, such as temperature=0.7; alone it lists them
 /stats [on|off]    speed and tokens per cycle so far; on or off: behind each answer
 /exit              end, as Ctrl-D does
@@ -103,10 +106,13 @@ class Commands:
 
     def __init__(self, chat: Chat, session: Session, *, stats: bool):
         self.chat, self.session, self.stats = chat, session, stats
+        self.images: list[str] = []
 
     def answer(self, text: str) -> None:
         """Prints the answer to a message as it comes."""
-        with closing(self.chat.stream(text)) as pieces:
+        pieces = self.chat.stream(text, images=self.images)
+        self.images = []
+        with closing(pieces):
             for piece in pieces:
                 print(printable(piece.text, sys.stdout), end="", flush=True)
         print(flush=True)
@@ -129,6 +135,8 @@ class Commands:
                     note("nothing was said")
             case "/system":
                 self.chat.system = self.session.system = rest or None
+            case "/image":
+                self._image(rest)
             case "/set":
                 self._set(rest)
             case "/stats":
@@ -136,6 +144,14 @@ class Commands:
             case _:
                 raise ParameterError(f"there is no {name}: /help tells the commands")
         return True
+
+    def _image(self, name: str) -> None:
+        """Raises PromptError for a file that is no picture, or where the model sees none."""
+        if self.chat.model.vision is None:
+            raise PromptError("this model was loaded without a vision tower, so it sees no picture")
+        path = str(Path(name).expanduser().absolute())  # what a session's file names is found from anywhere
+        opened(path)
+        self.images.append(path)
 
     def _set(self, text: str) -> None:
         session, chat = self.session, self.chat

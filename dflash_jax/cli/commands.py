@@ -137,6 +137,8 @@ def run_generate(args: argparse.Namespace) -> int:
     check_models(args)
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)
+    if args.image and not args.chat:
+        raise UsageError("--image is part of a message: add --chat")
     with told_if_slow() as ready:
         return _generate(args, prompts, given, chat, ready)
 
@@ -151,6 +153,10 @@ def _generate(
     from dflash_jax.model import Model, load
 
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
+    shown = [{"type": "image", "image": str(path)} for path in args.image]
+    asked: list[Any] = [
+        [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}] if shown else text for text in prompts
+    ]
 
     def params_of(model: Model) -> SamplingParams:
         return (
@@ -158,13 +164,13 @@ def _generate(
         )
 
     def first_run(model: Model) -> Run:
-        return model.engine.run(make_requests(model, prompts, params_of(model), **chat), cycles=cycles)
+        return model.engine.run(make_requests(model, asked, params_of(model), **chat), cycles=cycles)
 
     model = load(args.model, **load_options(args), ahead=first_run)
     model.tell = note
     for notice in model.notices:
         note(notice)
-    pieces = stream(model, prompts, params_of(model), **chat, cycles=cycles)
+    pieces = stream(model, asked, params_of(model), **chat, cycles=cycles)
     longest = 1 if model.draft is None else model.draft.num_drafts + 1
     each = [prompt for prompt in prompts for _ in range(args.n)]
     for completion in show(announced(pieces, ready), each, as_json=args.json):

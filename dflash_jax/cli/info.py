@@ -13,12 +13,12 @@ from dflash_jax.checkpoints.pair import drafter_notice, open_pair
 from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import size
-from dflash_jax.engine.planning import as_checkpoint_says, plan_engine
+from dflash_jax.engine.planning import as_checkpoint_says, plan_engine, tower_shapes, vision_of
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
 from dflash_jax.parallel.ranks import held
-from dflash_jax.quantization.kv_formats import pool_dtype
+from dflash_jax.quantization.kv_formats import pool_dtype, value_dtype
 from dflash_jax.text.tokenizer import tokenizer_notices
 
 PACKAGES = ("dflash-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy", "tokenizers", "safetensors")
@@ -63,6 +63,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     asked = as_checkpoint_says(asked, target)
     engine, memory = plan_engine(target, drafter, asked)
     checkpoints = [target] if drafter is None else [target, drafter]
+    tower = vision_of(target, asked)
     device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     return {
@@ -75,9 +76,11 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "shared_by": engine.tp,
         },
         "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
+        "vision": None if tower is None else _tower(tower, weight_bytes({"": tower_shapes(tower, engine.dtype)})),
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
+            "target_value_dtype": str(value_dtype(asked.cache_dtype, engine.dtype)),
             "draft_dtype": str(pool_dtype(asked.draft_cache_dtype, engine.dtype)),
             "layers_left_out": list(asked.cache_dtype_skip_layers),
             "max_model_len": engine.max_model_len,
@@ -117,6 +120,12 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "pages_for_full_length": memory.full_pages,
         },
         "execution": _execution(engine),
+        "exact": {
+            "cycle": [engine.max_batch, 1 if engine.draft is None else engine.draft.num_drafts + 1],
+            "prompts": [engine.buckets.pieces[-1], engine.buckets.piece],
+        }
+        if engine.exact
+        else None,
         "hashes": sum(len(one.marker["outputs"]) for one in compared) if hashes else None,
         "notices": [
             *(notice for checkpoint in checkpoints for notice in checkpoint.notices),
@@ -131,7 +140,7 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
     setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None).of_rank(), engine.pool_shapes()
     weights = {role: held(table) for role, table in engine.weights.items()} if engine.tp > 1 else engine.weights
     facts: list[dict[str, Any]] = []
-    for slots in dict.fromkeys((1, engine.max_batch)):
+    for slots in dict.fromkeys((engine.max_batch if engine.exact else 1, engine.max_batch)):
         plans = setup.plans(weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
         passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
@@ -169,6 +178,18 @@ def _model(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         "max_position": config.max_position,
     } | checkpoint.family.facts(config)
+
+
+def _tower(checkpoint: Checkpoint, loaded: int) -> dict[str, Any]:
+    config = checkpoint.config
+    return {
+        "family": checkpoint.family.name,
+        "parameters": count(checkpoint.family.parameters(config)),
+        "weight_bytes": loaded,
+        "layers": config.depth,
+        "hidden_size": config.hidden_size,
+        "pixels_of_a_token": config.patch_size * config.merge_size,
+    }
 
 
 def installed_version(package: str) -> str | None:
@@ -216,7 +237,15 @@ def lines(facts: dict[str, Any]) -> list[str]:
         if "block_size" in model:
             head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
+    if (tower := facts["vision"]) is not None:
+        edge = tower["pixels_of_a_token"]
+        rows += [
+            ("vision", f"{tower['family']}, {tower['parameters']:,} parameters, {size(tower['weight_bytes'])} loaded"),
+            ("", f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"),
+        ]
     kept = pages["target_dtype"]
+    if pages["target_value_dtype"] != kept:
+        kept = f"{kept} for keys and {pages['target_value_dtype']} for values"
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"
     if kept != pages["dtype"] or pages["draft_dtype"] != kept:
@@ -238,6 +267,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *_rounding(memory),
         *_measured(facts.get("measured")),
         *_plans(facts["execution"]),
+        *_exact(facts["exact"]),
         *_hashes(facts["hashes"]),
         *(("note", notice) for notice in facts["notices"]),
     ]
@@ -312,6 +342,14 @@ def _plans(execution: list[dict[str, Any]]) -> list[tuple[str, str]]:
         rows.append(("" if rows else "execution", f"{calls} tokens: {plan['runner']}{attention}, matrices in {layout}"))
         rows += [("", f"  not {what}: {reason}") for what, reason in plan["refused"].items()]
     return rows
+
+
+def _exact(shapes: dict[str, list[int]] | None) -> list[tuple[str, str]]:
+    """The shapes that all calls have where texts are exact."""
+    if shapes is None:
+        return []
+    cycle, prompts = (" x ".join(map(str, shapes[of])) for of in ("cycle", "prompts"))
+    return [("exact", f"every cycle verifies {cycle} tokens, every part of prompts is {prompts}, whoever is served")]
 
 
 def _hashes(compared: int | None) -> list[tuple[str, str]]:

@@ -26,6 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
     _add_chat(generate)
+    generate.add_argument(
+        "--image", type=file_path, action="append", default=[], metavar="FILE",
+        help="with --chat: a picture that is shown with every prompt, before its text; may be repeated (extra: vision)",
+    )  # fmt: skip
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = _add_sampling(generate, max_tokens=256)
@@ -334,6 +338,9 @@ def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = 
     drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")
     for option, flag in FLAGS.items():
         if option == "max_batch" and not max_batch:
+            continue
+        if flag.switch:
+            group.add_argument(f"--{option.replace('_', '-')}", help=flag.about, action="store_true", default=None)
             continue
         group.add_argument(
             f"--{option.replace('_', '-')}", help=flag.about, choices=flag.choices,

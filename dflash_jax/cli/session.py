@@ -28,7 +28,7 @@ class Session:
 
     file: Path | None = None
     system: str | None = None
-    history: list[dict[str, str]] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
     params: dict[str, Any] = field(default_factory=dict)
     chat_options: dict[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,8 @@ class Session:
             self.system, self.history = told["system"], told["history"]
             self.params, self.chat_options = dict(told["params"]), dict(told["chat_options"])
             whole = (self.system is None or isinstance(self.system, str)) and all(
-                isinstance(message["role"], str) and isinstance(message["content"], str) for message in self.history
+                isinstance(message["role"], str) and isinstance(message["content"], str | list)
+                for message in self.history
             )
         except (ValueError, KeyError, TypeError):
             whole = False

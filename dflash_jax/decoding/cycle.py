@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import RankExchange
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.ragged import Packing, RaggedAttend, packing
@@ -55,6 +55,7 @@ def cycle(
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
     shared: Int[Array, "B"] | None = None,
+    drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
 
@@ -67,12 +68,14 @@ def cycle(
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
       shared: pages that a slot's sequence begins with and shares, the same number for all that do, 0 for the others: attention
         reads them once. None where nothing is read so.
+      drafts: of exact setups: in slots that do not draft no proposal stands. They are verified all the same, in the shape and the
+        program of those that do.
     """
     noise = drawn_noise(setup, state)
     with meeting_in(workspaces.pairs):
         state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate, shared)
         state, rows = verified(setup, weights, page_table, state, block, workspaces, shared)
-        return judged(setup, weights, state, block, rows, noise)
+        return judged(setup, weights, state, block, rows, noise, drafts=drafts)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -202,16 +205,17 @@ def verified(
     target = bind(setup.target, weights["target"])
     with jax.named_scope("verify"):
         positions = state.seq_lens[:, None] + jnp.arange(setup.width)
+        turned = positions if state.shift is None else positions + state.shift[:, None]
         lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
-        pages, heads = state.target_pages, attending_heads(setup.target, plans.target)
+        pages, heads = state.target_pages, attending_heads(setup.target, plans.target, exact=setup.exact)
         table, size = tables_of(page_table, "target"), pages.page_size
         attend = PagedAttend(table, positions, lengths, size, heads=heads, shared=shared, dealt=setup.dealt)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
-            hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+            hidden, features, cache = target(ids, turned, attend, setup.taps, run, cache)
         else:
-            rows, attend = (pack.packed(ids), pack.packed(positions)), RaggedAttend(attend, pack)
+            rows, attend = (pack.packed(ids), pack.packed(turned)), RaggedAttend(attend, pack)
             hidden, features, cache = target(*rows, attend, setup.taps, run, cache)
             features = pack.unpacked(features)
     pages, states, factors = apart(cache)
@@ -226,19 +230,25 @@ def judged(
     rows: Rows,
     noise: Float[Array, "B T V"] | None,
     masks: UInt32[Array, "B T W"] | None = None,
+    drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Accepts a prefix of each block and commits it.
 
     Args:
       masks: what grammars allow, see `decoding.grammar_masks.masked`; None for everything.
+      drafts: see `cycle`.
     """
     live, places, positions = ~state.done, jnp.arange(setup.width), emitted_at(setup, state)
     target = bind(setup.target, weights["target"])
     ids, pack, hidden = block.ids, block.pack, rows.hidden
     with jax.named_scope("verify"):
         of_slots = pack.unpacked if pack is not None else lambda rows: rows
+        if setup.exact:
+            # What tokens are chosen from is one product in every mode, and nothing of the layers is fused with it.
+            hidden = jax.lax.optimization_barrier(hidden)
         # The greatest logits alone are found without writing all of them.
-        raw = None if setup.mode == "greedy" and not setup.logprobs else of_slots(target.logits(hidden))
+        best_alone = setup.mode == "greedy" and not setup.logprobs and not setup.exact
+        raw = None if best_alone else of_slots(target.logits(hidden))
 
     with jax.named_scope("accept"):
         logits = raw
@@ -272,6 +282,8 @@ def judged(
         if setup.imposed_acceptance is not None:
             chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, live.shape[0])
             accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, chances, judged_rows)
+        if drafts is not None:
+            accepted, tokens = jnp.where(drafts, accepted, 0), jnp.where(drafts[:, None], tokens, chosen)
 
     with jax.named_scope("commit"):
         # A row ends at the first stop id it emits, and where max_tokens is reached.
@@ -295,6 +307,7 @@ def judged(
             draft_pages=state.draft_pages,
             recurrent=folded(state.recurrent, rows.factors, counts),
             adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
+            shift=state.shift,
         )
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
     return next_state, emitted if block.odds is None else replace(emitted, lengths=block.lengths, odds=block.odds)

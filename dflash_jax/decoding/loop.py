@@ -37,12 +37,13 @@ def loop(
     retired: Bool[Array, "B"],
     estimate: Float[Array, "T"] | None = None,
     shared: Int[Array, "B"] | None = None,
+    drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Runs up to `cycles` (at most `max_cycles`, static) cycles and returns what each gave out, cycles first.
 
     Stops early when every slot is done, or, with `until_any`, as soon as another one is: its place can be given to a request
     that waits. Rows of cycles that did not run have counts of 0. Slots in `retired` are done from the start: their requests were
-    cancelled or have lost their pages. `estimate` and `shared`: see `cycle`.
+    cancelled or have lost their pages. `estimate`, `shared` and `drafts`: see `cycle`.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
     slots = state.done.shape[0]
@@ -60,7 +61,9 @@ def loop(
 
     def body(carry):
         index, _, numbers, rest, rows = carry
-        state, emitted = cycle(setup, weights, page_table, together(numbers, rest), workspaces, estimate, shared)
+        state, emitted = cycle(
+            setup, weights, page_table, together(numbers, rest), workspaces, estimate, shared, drafts
+        )
         set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         # Counted beside what a cycle writes last: in the condition it would come after that.
         return index + 1, finished(state), *apart(state), jax.tree.map(set_row, rows, _packed(emitted))

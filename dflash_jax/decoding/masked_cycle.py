@@ -15,6 +15,7 @@ from dflash_jax.decoding.cycle import Block, Rows, cycle_plans, drafted, drawn_n
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR
 from dflash_jax.decoding.loop import narrowed, widened
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights
+from dflash_jax.execution.plan import EXACT_PRODUCTS
 
 
 def _options(setup: Setup, weights: Any, page_table: Any, state: Any, *rest: Any) -> dict[str, Any]:
@@ -59,9 +60,16 @@ def verify_block(
     return verified(setup, weights, page_table, state, block, shared=shared)
 
 
+@compiled_with(lambda setup, *_: EXACT_PRODUCTS if setup.exact else {})
 def judge_block(
-    setup: Setup, weights: Weights, state: DecodeState, block: Block, rows: Rows, masks: UInt32[Array, "B T W"]
+    setup: Setup,
+    weights: Weights,
+    state: DecodeState,
+    block: Block,
+    rows: Rows,
+    masks: UInt32[Array, "B T W"],
+    drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """The third: see `cycle.judged`."""
-    state, emitted = judged(setup, weights, state, block, rows, drawn_noise(setup, state), masks)
+    state, emitted = judged(setup, weights, state, block, rows, drawn_noise(setup, state), masks, drafts)
     return widened(setup, state), emitted

@@ -5,18 +5,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaState
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
+from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
+from dflash_jax.execution.plan import EXACT_PRODUCTS
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 
@@ -32,6 +34,20 @@ class Caches(NamedTuple):
     recurrent: tuple[DeltaState, ...] = ()
 
 
+class Pictured(NamedTuple):
+    """What pieces of prompts with pictures are told beside their tokens.
+
+    Attributes:
+      positions: what each token turns by, in time, by row and by column.
+      placed: of which tokens the embedding is a row of a picture.
+      rows: those rows, at the places of their tokens.
+    """
+
+    positions: Int[Array, "n T 3"]
+    placed: Bool[Array, "n T"]
+    rows: Float[Array, "n T D"]
+
+
 class Scores(NamedTuple):
     """What a target thinks of tokens of prompts, from its unfiltered logits; see `Emitted`."""
 
@@ -40,6 +56,11 @@ class Scores(NamedTuple):
     top_logprobs: Float[Array, "n T k"]
 
 
+def _options(setup: Setup, *_: Any) -> dict[str, Any]:
+    return EXACT_PRODUCTS if setup.exact else {}
+
+
+@compiled_with(_options)
 def prefill_chunk(
     setup: Setup,
     weights: Weights,
@@ -49,6 +70,7 @@ def prefill_chunk(
     starts: Int[Array, "n"],
     lengths: Int[Array, "n"],
     slots: Int[Array, "n"],
+    pictured: Pictured | None = None,
 ) -> tuple[Caches, Float[Array, "n 1 V"]]:
     """Caches with pieces of prompts, one in each row, and the logits after the last token of each.
 
@@ -57,12 +79,13 @@ def prefill_chunk(
     one prompt: every layer writes the keys of all of them before one of them attends, and states go on from row to row, so the
     pieces of a prompt are rows in order, all full but its last. `slots` are the rows' slots, by which only states are kept; past
     the last one for rows that nobody needs. The drafter's context is written at once, from the same features: its pages are always
-    as long as the target's once a prompt is in.
+    as long as the target's once a prompt is in. `pictured` is for calls of which some prompt has pictures.
     """
-    caches, _, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots)
+    caches, _, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots, pictured)
     return caches, logits
 
 
+@compiled_with(_options)
 def prefill_scored(
     setup: Setup,
     weights: Weights,
@@ -73,9 +96,10 @@ def prefill_scored(
     lengths: Int[Array, "n"],
     slots: Int[Array, "n"],
     following: Int[Array, "n T"],
+    pictured: Pictured | None = None,
 ) -> tuple[Caches, Float[Array, "n 1 V"], Scores]:
     """As `prefill_chunk`, with the scores of the tokens `following` those of `ids`, each at the place of the one before it."""
-    caches, hidden, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots)
+    caches, hidden, logits = _filled(setup, weights, page_table, caches, ids, starts, lengths, slots, pictured)
     target, (n, t) = bind(setup.target, weights["target"]), ids.shape
     part = min(n * t, SCORED_AT_ONCE)
 
@@ -102,6 +126,7 @@ def _filled(
     starts: Int[Array, "n"],
     lengths: Int[Array, "n"],
     slots: Int[Array, "n"],
+    pictured: Pictured | None,
 ) -> tuple[Caches, Float[Array, "n T D"], Float[Array, "n 1 V"]]:
     """See `prefill_chunk`; with the hidden states of all tokens."""
     target = bind(setup.target, weights["target"])
@@ -111,15 +136,19 @@ def _filled(
         related = ids.shape[0] > 1
         shape = None if related else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
-        heads = attending_heads(setup.target, run.plan)
+        heads = attending_heads(setup.target, run.plan, exact=setup.exact)
         page_size, states = caches.target.page_size, caches.recurrent
         attend = PagedAttend(
             tables_of(page_table, "target"), positions, lengths, page_size, setup.form, related=related, heads=heads,
             dealt=setup.dealt,
         )  # fmt: skip
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
-        hidden, features, cache = target(ids, positions, attend, setup.taps, run, cache)
+        turned = positions if pictured is None else pictured.positions
+        given = None if pictured is None else (pictured.placed, pictured.rows)
+        hidden, features, cache = target(ids, turned, attend, setup.taps, run, cache, given)
         target_pages, states = committed(cache, lengths)
+        if setup.exact:
+            hidden = jax.lax.optimization_barrier(hidden)  # the same layers whether a prompt is scored or not
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
     draft_pages = caches.draft
@@ -172,6 +201,7 @@ def admit(
         fresh=jnp.zeros_like(gained), produced=rows.produced + gained, remaining=rows.remaining - gained,
         done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
         recurrent=state.recurrent, adjust=None if rows.adjust is None else after(rows.adjust, token, gained),
+        shift=rows.shift,
     )  # fmt: skip
 
     def place(whole: Array, part: Array) -> Array:

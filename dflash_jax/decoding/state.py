@@ -64,8 +64,11 @@ class Setup:
       per_request: `verified` is what slots have on average: the target's rows, so many times the slots, go to the proposals that
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
       ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
+      pictures: whether prompts may hold pictures: then each slot has a shift of its positions (`DecodeState.shift`).
       dealt: of those the ones that have a part each of every latent page; 1 where all have all. A page of the page table is then
         so many of the drafter's pages, one after the other (`draft_table`).
+      exact: whether a token's bits may depend on nothing but its request: not on its place among the rows, nor on what stands in
+        the others. Programs take no way that depends on what they are given, and `loop` is told which slots draft.
     """
 
     target: DecoderConfig
@@ -82,6 +85,8 @@ class Setup:
     ranks: int = 1
     dealt: int = 1
     sampling: bool = True
+    exact: bool = False
+    pictures: bool = False
 
     def of_rank(self) -> "Setup":
         """The same for a rank, whose models have its share of heads; itself on one device."""
@@ -93,8 +98,9 @@ class Setup:
     def for_prefill(self, *, scored: bool = False) -> "Setup":
         """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
         return Setup(
-            target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks, dealt=self.dealt
-        )
+            target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks, dealt=self.dealt,
+            exact=self.exact,
+        )  # fmt: skip
 
     def verifying(self, length: int, *, per_request: bool = False) -> "Setup":
         """The same with so many tokens verified in a cycle, at most all that are offered; `per_request`: of each slot on average,
@@ -177,6 +183,7 @@ class Setup:
             beside=beside,
             ranks=self.ranks,
             loops=loops,
+            exact=self.exact,
         )
 
     def seen_pages(self, page_size: int) -> int | None:
@@ -186,11 +193,11 @@ class Setup:
         return columns(self.draft_window, self.draft.block_size, page_size)
 
 
-def attending_heads(config: DecoderConfig, plan: ExecutionPlan) -> tuple[int, int] | None:
+def attending_heads(config: DecoderConfig, plan: ExecutionPlan, *, exact: bool = False) -> tuple[int, int] | None:
     """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows; None
-    also where layers differ in them."""
+    also where layers differ in them, and where no schedule may follow the lengths (`exact`)."""
     traits = layer_traits(config)
-    apart = traits.attention == "heads" and plan.attention == "apart" and traits.full_heads is None
+    apart = not exact and traits.attention == "heads" and plan.attention == "apart" and traits.full_heads is None
     return (traits.heads, traits.kv_heads) if apart else None
 
 
@@ -223,6 +230,8 @@ class DecodeState:
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
       adjust: in modes adjusted and structured what changes logits; None elsewhere.
+      shift: what is added to where the target's tokens stand among the keys to give what they turn by: a picture takes fewer
+        positions than tokens. The drafter's turn by where they stand. None where prompts hold no pictures.
     """
 
     pending: Int[Array, "B"]
@@ -237,6 +246,7 @@ class DecodeState:
     draft_pages: Pages
     recurrent: tuple[DeltaState, ...] = ()
     adjust: Adjustments | None = None
+    shift: Int[Array, "B"] | None = None
 
 
 _NUMBERS = ("pending", "seq_lens", "fresh", "produced", "remaining", "done")

@@ -55,16 +55,20 @@ class Buckets:
 
     @classmethod
     def build(
-        cls, *, max_batch: int, max_tokens: int, page_size: int, longest: int, max_chunk: int, dense: int = 0
-    ) -> "Buckets":
+        cls, *, max_batch: int, max_tokens: int, page_size: int, longest: int, max_chunk: int, dense: int = 0,
+        one_shape: bool = False,
+    ) -> "Buckets":  # fmt: skip
         """For sequences of `max_tokens` tokens and prompts of `longest`; `max_chunk` tokens are prefilled at once at most.
 
-        `dense`: up to so many tokens a program is another one than beyond; 0 where it is not. Some width ends there.
+        `dense`: up to so many tokens a program is another one than beyond; 0 where it is not. Some width ends there. `one_shape`:
+        the largest of each alone, and prompts in pieces only.
         """
         pages, one = -(-max_tokens // page_size), min(longest, max_chunk)
         piece = min(PIECE, one)
         limit = MOST_PIECES if max_batch > 1 else PIECES_OF_ONE
         most = min(max_chunk // piece, limit, max_batch * -(-longest // piece))
+        if one_shape:
+            return cls((max_batch,), (pages,), piece, (most,), None)
         return cls(
             batch=powers(1, max_batch, 2),
             width=_with_one_more(powers(min(pages, max(1, 256 // page_size)), pages, 4), dense // page_size),

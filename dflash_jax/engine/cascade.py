@@ -14,8 +14,9 @@ from dflash_jax.cache.specs import LayerSpec
 from dflash_jax.engine.cycle_costs import BANDWIDTH
 from dflash_jax.engine.verify_policy import WORTH_COMPILING_S
 
-# Seconds that a layer's attention in two parts takes beyond what both read and multiply: launches, and results of both joined.
-PARTS_S = 12e-6
+# Seconds that a layer's attention in two parts takes beyond what both read and multiply: launches, and results of both joined. So
+# many that nothing was lost where it is chosen (`benchmarks/cascade.py`: eight sequences that share 2,048 tokens gain nothing).
+PARTS_S = 18e-6
 # Products a second of a kernel's matrix instructions, which take queries of one sequence 64 at a time.
 ARITHMETIC, ROWS = 4.0e14, 64
 
@@ -92,7 +93,7 @@ def layer_costs(
     return tuple(
         LayerCost(size / page_size, heads, spec.heads, spec.dim)
         for spec, size in zip(specs, page_bytes, strict=True)
-        if spec.values and spec.window is None
+        if spec.value_dim is not None and spec.window is None
     )
 
 

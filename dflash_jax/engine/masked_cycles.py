@@ -25,6 +25,7 @@ def masked_cycles(
     until_any: bool,
     retired: np.ndarray,
     shared: np.ndarray | None = None,
+    drafts: np.ndarray | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Up to `cycles` cycles; what they gave out is on the host. Arguments and results: see `decoding.loop.loop`.
 
@@ -39,7 +40,7 @@ def masked_cycles(
         state, rows = call(verify_block, static, VERIFY_DONATES, weights, table, state, block, shared)
         told, retired = np.asarray(asked), np.zeros_like(retired)
         masks = masks_of(told[:, 1:], core.target.vocab_size)
-        state, gained = call(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+        state, gained = call(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, drafts)
         emitted.append(gained)
         done = int(told[:, 0].sum())
         done_before = done_before if cycle else done

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from dflash_jax.cache import check_cache_dtype
+from dflash_jax.cache import check_cache_dtype, layer_specs
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.pair import check_pair
 from dflash_jax.checkpoints.weights import (
@@ -27,11 +27,14 @@ from dflash_jax.engine.memory import MemoryPlan, free_memory, free_on_each, plan
 from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.errors import CapacityError, ParameterError
+from dflash_jax.execution.plan import exact_refusals
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import DFlashConfig
+from dflash_jax.models.registry import family_for, layer_traits
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.kv_formats import without_layers
+from dflash_jax.text.pictures.encoder import workspace_bytes as seeing_bytes
 
 
 def as_checkpoint_says(options: LoadOptions, target: Checkpoint) -> LoadOptions:
@@ -70,15 +73,27 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
     longest = choose_model_len(target.config, options.max_model_len)
+    if options.exact:
+        check_exact(target.config)
+    tower, config = vision_of(target, options), target.config
+    if tower is not None:
+        config = replace(config, mrope_section=tower.config.mrope_section)
     engine = Engine(
-        target=reaching(target.config, longest), draft=None if draft is None else reaching(draft, longest),
+        target=reaching(config, longest), draft=None if draft is None else reaching(draft, longest),
         weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=kept,
         draft_cache_dtype=options.draft_cache_dtype,
         max_model_len=longest, max_batch=options.max_batch,
         page_size=dealt * options.page_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=programs_over(ranks),
+        exact=options.exact,
+        pictures=tower is not None,
     )  # fmt: skip
+    if options.exact and engine.page_size % engine.buckets.piece:
+        raise ParameterError(
+            f"exact prefills prompts in pieces of {engine.buckets.piece} tokens, of which a page must hold whole ones: raise "
+            f"page_size={engine.page_size} to a multiple"
+        )
     if ranks is not None and ranks.led and engine.state_bytes:
         raise ParameterError(
             f"several processes do not share {target.family.name} yet, whose states begin on the host: take the GPUs of one host"
@@ -88,7 +103,10 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
             f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
         )
     try:
-        memory = plan_for(engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots)
+        memory = plan_for(
+            engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots,
+            tower=None if tower is None else (weight_bytes({"": tower_shapes(tower, kind)}), seeing_bytes(tower.config, kind)),
+        )  # fmt: skip
     except CapacityError as error:
         four_bits = weight_bytes(weights) <= weight_bytes(stored)  # they are kept so without being told
         if options.weight_dtype in RELEASED or four_bits or not released(stored):
@@ -99,18 +117,42 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     return planned(engine, memory), memory
 
 
+def vision_of(target: Checkpoint, options: LoadOptions) -> Checkpoint | None:
+    """The vision tower that these options load.
+
+    Raises:
+      ParameterError: one is asked for, and there is none.
+    """
+    if options.vision and target.vision is None:
+        raise ParameterError("vision=True asks for a vision tower, which is not in this checkpoint: leave vision out")
+    return None if options.vision is False else target.vision
+
+
+def tower_shapes(tower: Checkpoint, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """The weights of a vision tower in shapes."""
+    return {one.name: jax.ShapeDtypeStruct(one.shape, dtype) for one in tower.family.parameters(tower.config)}
+
+
 def planned(engine: Engine, memory: MemoryPlan, **changes: Any) -> Engine:
     """The engine with as many pages and snapshots as planned, and `changes` of other attributes."""
     counts = {"num_pages": memory.num_pages, "window_pages": memory.window_pages}
     return replace(engine, **counts, state_snapshots=memory.state_snapshots, **changes)
 
 
-def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshots: int | None = None) -> MemoryPlan:
+def plan_for(
+    engine: Engine,
+    reading: int,
+    num_pages: int | None,
+    state_snapshots: int | None = None,
+    *,
+    tower: tuple[int, int] | None = None,
+) -> MemoryPlan:
     """What the weights of `engine`, which may be shapes, its pages and its snapshots of states take of the device's free memory.
 
     Args:
       reading: see `MemoryPlan`.
       num_pages, state_snapshots: as asked; None for what there is room for.
+      tower: bytes of a vision tower's weights, and of what it needs besides while it works.
 
     Raises:
       CapacityError: see `plan_memory`.
@@ -122,13 +164,25 @@ def plan_for(engine: Engine, reading: int, num_pages: int | None, state_snapshot
         share_config(engine.target, engine.tp), draft, engine.dtype,
         tokens=engine.max_model_len, batch=engine.max_batch, chunk=engine.buckets.chunk,
     )  # fmt: skip
+    beside = (0, 0) if tower is None else tower
     (first, *others), (first_bytes, *other_bytes) = engine.groups, engine.group_bytes
     return plan_memory(
-        weights=weight_bytes(engine.weights), reading=reading, workspace=workspace, page=first_bytes,
+        weights=weight_bytes(engine.weights) + beside[0], reading=reading, workspace=workspace + beside[1], page=first_bytes,
         longest_pages=first.group.columns, max_batch=engine.max_batch, num_pages=num_pages, free=free,
         state=engine.state_bytes, snapshots=state_snapshots,
         windows=tuple((size, pool.group.columns) for size, pool in zip(other_bytes, others, strict=True)),
     )  # fmt: skip
+
+
+def check_exact(target: DecoderConfig) -> None:
+    """Raises ParameterError, with every reason, for a target whose texts cannot be exact."""
+    reasons = exact_refusals(layer_traits(target))
+    if any(spec.index for spec in layer_specs(target)):
+        reasons.append("an indexer chooses which keys a token sees, by programs that follow the context's length")
+    if getattr(target, "logit_softcap", 0.0):
+        reasons.append("logits have a soft cap, which is rounded otherwise where somebody samples")
+    if reasons:
+        raise ParameterError(f"exact is not there for {family_for(target).name}: {'; '.join(reasons)}")
 
 
 def choose_dtype(dtype: DTypeLike | None) -> str | None:

@@ -16,6 +16,7 @@ from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Grammar
 from dflash_jax.decoding.sampling import Mode, RequestArrays
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup
 from dflash_jax.sampling_params import SamplingParams
+from dflash_jax.text.pictures.placed import Pictures
 
 MODES: tuple[Mode, ...] = get_args(Mode)  # each serves the ones before it too
 ADJUSTING = MODES[MODES.index("adjusted") :]  # their states hold what changes logits
@@ -33,6 +34,7 @@ class Request:
       seed: drawn here when the parameters name none.
       refused: token ids of `params.bad_words`.
       grammar: of `params.structured`.
+      pictures: those that the prompt holds, each as tokens that stand for its rows; None for a text alone.
     """
 
     index: int
@@ -42,10 +44,16 @@ class Request:
     seed: int = -1
     refused: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
+    pictures: Pictures | None = None
 
     def __post_init__(self):
         if self.seed < 0:
             self.seed = secrets.randbits(64) if self.params.seed is None else self.params.seed
+
+    @property
+    def marks(self) -> tuple[tuple[int, bytes], ...]:
+        """What tells its pages from those of other pictures; see `cache.prefix.extend_keys`."""
+        return () if self.pictures is None else self.pictures.marks
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -146,18 +154,29 @@ class Update:
 
     @classmethod
     def collect(
-        cls, request: Request, rows: Emitted, column: int, *, first: bool, seconds: float, start: int = 0
+        cls,
+        request: Request,
+        rows: Emitted,
+        column: int,
+        *,
+        first: bool,
+        seconds: float,
+        start: int = 0,
+        drafts: bool = True,
     ) -> "Update":
         """From emitted rows `[cycles, slots, ...]` on the host, one slot's column.
 
         Args:
           start: tokens that the request had before.
+          drafts: whether proposals might stand; else none counts as offered.
         """
         update = cls(request.index, [], [], [], first, seconds, start=start)
         wanted, tokens = request.params.logprobs, rows.tokens[:, column]
         counts, lengths = rows.counts[:, column].tolist(), [rows.tokens.shape[-1]] * len(rows.counts)
         if rows.lengths is not None:
             lengths = rows.lengths[:, column].tolist()
+        if not drafts:
+            lengths = [1] * len(counts)
         each = zip(counts, rows.accepted[:, column].tolist(), lengths, strict=True)
         for cycle, (count, accepted, verified) in enumerate(each):
             if count == 0:
@@ -176,6 +195,25 @@ class Update:
                         (float(rows.logprobs[cycle, column, place]), list(zip(ids, tops, strict=True)))
                     )
         return update
+
+    def behind(self, given: int) -> "Update | None":
+        """What of it comes after the first `given` tokens of the request, None where nothing does: those were given out before."""
+        skipped = given - self.start
+        if skipped <= 0:
+            return self
+        if skipped >= len(self.tokens) and self.finish_reason is None:
+            return None
+        counts, drafts = list(self.counts), list(self.drafts)
+        left = skipped - (len(self.tokens) - sum(counts))  # a first token is no cycle's
+        while counts and left >= counts[0]:
+            left -= counts.pop(0)
+            drafts.pop(0)
+        if counts and left > 0:
+            counts[0] -= left
+        return replace(
+            self, tokens=self.tokens[skipped:], from_draft=self.from_draft[skipped:], logprobs=self.logprobs[skipped:],
+            counts=counts, drafts=drafts, start=given, first=False, cached=0, prompt_logprobs=[],
+        )  # fmt: skip
 
     def score(self, request: Request, parts: Sequence[tuple[Any, int, int]]) -> None:
         """Takes the scores of a prompt, and leaves out the first token where none was asked for.
@@ -290,6 +328,7 @@ def _slots(
         "request": requests,
         "target_pages": pools[0],
         "draft_pages": pools[1],
+        "shift": np.zeros((count,), np.int32) if setup.pictures else None,
     }
     return DecodeState(**(host | given))
 
@@ -331,5 +370,6 @@ def request_rows(
         produced=each(lambda _, emitted: len(emitted)),
         remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
         done=np.array([item is None for item in requests]),
+        shift=each(lambda request, _: request.pictures.shift if request.pictures else 0) if setup.pictures else None,
         adjust=adjustments(requests, setup.target.vocab_size, grammars) if setup.mode in ADJUSTING else None,
     )  # fmt: skip

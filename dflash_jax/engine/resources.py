@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import DeltaState
 
-from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
+from dflash_jax.attention.mla import ABSORBED, BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, layer_specs, make_pages
 from dflash_jax.cache.groups import ROLES, GroupPool, PageGroup, page_groups
 from dflash_jax.cache.pages import layer_bytes
@@ -50,6 +50,18 @@ LARGEST_PART = 512
 LEAST_TOKENS = 256
 
 
+class Company(NamedTuple):
+    """What requests have in common that run side by side.
+
+    Attributes:
+      draft: whether programs hold the drafter.
+      adjusted: where texts are exact, how logits are changed: a program for more would give others another form of the choice.
+    """
+
+    draft: bool
+    adjusted: Mode | None = None
+
+
 @dataclass
 class Resources:
     """One target, its drafter where there is one, compiled programs, and page pools.
@@ -69,16 +81,19 @@ class Resources:
       latent_form: how prompts attend where the target's attention is latent.
       scales_from_traffic: whether the scales are still to be found, on the first prompts that come.
       cache_dtype, cache_scales: how the target's pages are kept; see `quantization.kv_formats`.
-      draft_cache_dtype: how the drafter's are, None or "fp8" with scales of 1.
+      draft_cache_dtype: how the drafter's are, None, "fp8" or "fp8_e5m2" with scales of 1.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
         an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
         average, and on the device which requests have more of it.
       draft_window: see `Setup`.
+      exact: whether texts depend on nothing but their requests, bit by bit; see `Setup` and docs/exactness.md. All slots and the
+        widest tables always run, prompts in as many pieces as a call has, and nothing but pages of prompts is found again.
       imposed_acceptance: see `Setup`. None except while `dflash_jax.bench` measures; `generate` and `stream` refuse to run with it.
       share_prefixes: whether a request uses pages again that hold the beginning of its prompt; never for a target with states
         that keeps no snapshots of them.
       state_snapshots: copies of one slot's states that are kept for prompts to come; of use to a target with states alone.
       snapshot_tokens: tokens of a prompt that a snapshot must save at least.
+      pictures: whether prompts may hold pictures, for which the target turns heads on three axes.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
@@ -111,7 +126,9 @@ class Resources:
     state_snapshots: int = 0
     snapshot_tokens: int = LEAST_TOKENS
     verify_length: VerifyLength = None
+    exact: bool = False
     imposed_acceptance: float | tuple[float, ...] | None = None
+    pictures: bool = False
     goes_ahead: bool | None = None
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
@@ -127,6 +144,7 @@ class Resources:
             longest=self.max_model_len,
             max_chunk=min(self.max_chunk, LARGEST_PART),
             dense=getattr(self.target, "index_topk", 0),
+            one_shape=self.exact,
         )
         first, *others = groups = self._page_groups()
         if self.num_pages == 0:
@@ -192,8 +210,13 @@ class Resources:
 
     @property
     def cascade_policy(self) -> CascadePolicy | None:
-        """Who says whether cycles read shared pages once; None where none do."""
-        if self.cascade is False or not self.shares or (self.cascade is None and jax.default_backend() != "gpu"):
+        """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
+        if (
+            self.exact
+            or self.cascade is False
+            or not self.shares
+            or (self.cascade is None and jax.default_backend() != "gpu")
+        ):
             return None
         if self._cascades is None or self._cascades.asked != self.cascade:
             configs = [share_config(one, self.tp) for one in (self.target, self.draft) if one is not None]
@@ -278,6 +301,10 @@ class Resources:
                 f"min_tokens={params.min_tokens} forbids every one of the target's {len(vocabulary)} tokens, because each ends a "
                 "text: lower it to 0, or name fewer stop_token_ids"
             )
+        if request.pictures is not None and not self.pictures:
+            raise PromptError(
+                "the prompt holds pictures, and the model has no vision tower that was loaded: leave them out"
+            )
         if request.adjusts:
             self._check_adjustments(request)
         if request.grammar is not None and self.tp > 1:
@@ -288,6 +315,15 @@ class Resources:
             raise ParameterError(
                 "structured needs a grammar over the model's tokens: give the request model.grammars.compiled of it"
             )
+        self.check_length(prompt, wanted)
+        if (pages := min(self.pages_for(prompt + wanted), self.groups[0].group.columns)) > self.num_pages:
+            raise CapacityError(
+                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
+                "larger num_pages"
+            )
+
+    def check_length(self, prompt: int, wanted: int) -> None:
+        """Raises CapacityError for a prompt of so many tokens and so many more that the model does not take together."""
         if prompt + wanted > self.max_model_len:
             most = self.target.max_position
             if self.max_model_len < most:
@@ -297,11 +333,6 @@ class Resources:
             raise CapacityError(
                 f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
                 f"{way_out}"
-            )
-        if (pages := min(self.pages_for(prompt + wanted), self.groups[0].group.columns)) > self.num_pages:
-            raise CapacityError(
-                f"the request needs up to {pages} pages of {self.page_size} tokens, the pool has {self.num_pages}: load with a "
-                "larger num_pages"
             )
 
     def _check_adjustments(self, request: Request) -> None:
@@ -334,13 +365,23 @@ class Resources:
 
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
         """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
+        if self.exact:
+            # Who drafts is told to each call, and every way to choose tokens has one form.
+            draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
         drafter = self.draft if draft else None
         return Setup(
-            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature, form=self.latent_form,
+            self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature,
+            form=ABSORBED if self.exact else self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
-            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING,
+            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING, exact=self.exact, pictures=self.pictures,
         )  # fmt: skip
+
+    def company(self, draft: bool, mode: Mode) -> Company:
+        """Which requests run side by side: those of one company."""
+        if not self.exact:
+            return Company(draft)
+        return Company(self.draft is not None, mode if mode in ADJUSTING else None)
 
     @property
     def verify_policy(self) -> VerifyPolicy:

@@ -23,7 +23,7 @@ from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, masks_of
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.prefill import Caches, prefill_chunk, prefill_scored
+from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
@@ -41,7 +41,14 @@ from dflash_jax.engine.requests import (
     request_arrays,
     request_rows,
 )
-from dflash_jax.engine.resources import CYCLES_PER_CHUNK, LEAST_TOKENS, MAX_CYCLES, MOST_IN_FLIGHT, Resources
+from dflash_jax.engine.resources import (
+    CYCLES_PER_CHUNK,
+    LEAST_TOKENS,
+    MAX_CYCLES,
+    MOST_IN_FLIGHT,
+    Company,
+    Resources,
+)
 from dflash_jax.engine.slots import Job, Sink, Slots
 from dflash_jax.engine.verify_policy import Kind, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
@@ -194,18 +201,20 @@ class Batch:
     It lives from the first request that starts to the last one that ends. What it does to the state is started, not waited for.
 
     Attributes:
-      draft: whether the drafter drafts. Requests that want it otherwise wait for the next batch.
+      company: what its requests have in common; others wait for the next batch.
+      draft: whether the drafter drafts; where texts are exact, for some of them.
       needs: what its programs serve; at least what those that decode need.
       retired: slots whose requests left since the last cycles were started. The device learns of it with the next ones.
     """
 
-    def __init__(self, core: Resources, *, draft: bool, slots: int, needs: Needs):
-        self.core, self.draft, self.needs = core, draft, needs
-        root = (b"with drafter" if draft else b"target alone") if core.shares else None
+    def __init__(self, core: Resources, *, company: Company, slots: int, needs: Needs):
+        self.core, self.company, self.draft, self.needs = core, company, company.draft, needs
+        root = (b"with drafter" if self.draft else b"target alone") if core.shares else None
         snapshots = core.snapshots if core.state_bytes else None
         self.slots = Slots(
-            slots, core.buckets.width[-1], core.groups, core.page_size, root, snapshots, core.snapshot_places
-        )
+            slots, core.buckets.width[-1], core.groups, core.page_size, root, snapshots, core.snapshot_places,
+            prompts_only=core.exact,
+        )  # fmt: skip
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
         # Who ran when pages in common were looked for, and those of each slot.
@@ -297,6 +306,7 @@ class Batch:
         table = self.slots.table(width, slots)
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
         step = (core.weights, table, caches, ids, starts, lengths, slots)
+        pictured = self._pictured(pieces, rows, size)
         scored = any(job.scored for job in jobs)
         setup, scores = self.setup.for_prefill(scored=scored), None
         if scored:
@@ -304,10 +314,10 @@ class Batch:
             for row, (job, start) in enumerate(pieces):
                 after = contexts[job][start + 1 : start + 1 + lengths[row]]
                 following[row, : len(after)] = after
-            found = core.programs.call(prefill_scored, (setup,), (2,), *step, following)
+            found = core.programs.call(prefill_scored, (setup,), (2,), *step, following, *pictured)
             (target, draft, states), logits, scores = found
         else:
-            (target, draft, states), logits = core.programs.call(prefill_chunk, (setup,), (2,), *step)
+            (target, draft, states), logits = core.programs.call(prefill_chunk, (setup,), (2,), *step, *pictured)
         self.keep(replace(self.state, target_pages=target, draft_pages=draft, recurrent=states))
         for row, (job, _) in enumerate(pieces):
             if scores is not None and job.scored:
@@ -317,6 +327,25 @@ class Batch:
             if job.filled in job.stops:
                 self.take_snapshot(job)
         return {row: job for job, row in ends.items() if job.filled == job.length}, logits
+
+    def _pictured(self, pieces: Sequence[tuple[Job, int]], rows: int, size: int) -> tuple[Pictured, ...]:
+        """What a call for these pieces is told of pictures; () where none of their prompts has any, which is another program."""
+        if all(job.request.pictures is None for job, _ in pieces):
+            return ()
+        positions = np.zeros((rows, size, 3), np.int32)
+        placed, given = (
+            np.zeros((rows, size), bool),
+            np.zeros((rows, size, self.core.target.hidden_size), self.core.dtype),
+        )
+        for row, (job, start) in enumerate(pieces):
+            stop, pictures = min(start + size, job.stop), job.request.pictures
+            if pictures is None:
+                positions[row, : stop - start] = np.arange(start, stop)[:, None]
+            else:
+                positions[row, : stop - start], placed[row, : stop - start] = pictures.piece(start, stop)
+                pictures.fill(given[row], start, stop)
+        host: dict[str, Any] = {"positions": positions, "placed": placed, "rows": given}
+        return (Pictured(**host),)
 
     def take_snapshot(self, job: Job) -> None:
         """Keeps the state of `job`, whose pieces have just come to the end of a page, for prompts that begin alike. The pages below
@@ -389,6 +418,7 @@ class Batch:
                 until_any=until_any,
                 retired=self.retired.copy(),
                 shared=shared,
+                drafts=self.drafts if setup.exact else None,
             )
         else:
             call = self.loop_arguments(setup, table, cycles, until_any=until_any, shared=shared)
@@ -403,7 +433,8 @@ class Batch:
     ) -> tuple:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
         call = self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
-        return (*call, self.core.estimate if setup.per_request else None, shared)
+        more = self.core.estimate if setup.per_request else None, shared
+        return (*call, *more, self.drafts) if setup.exact else (*call, *more)
 
     def shared_pages(self, setup: Setup, width: int, cycles: int) -> np.ndarray | None:
         """What `cycle` takes as `shared`; None where pages are not to be read once, or nobody has compiled that yet."""
@@ -437,6 +468,11 @@ class Batch:
         if policy.worth_compiling(name, saved * cycles):
             start_compiling([jobs.loop(*sizes, shared=True)])
         return None
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """Slots whose requests draft."""
+        return np.array([job is not None and job.draft for job in self.slots.jobs])
 
     def move(self, count: int) -> None:
         """Moves the sequences into `count` slots."""
@@ -516,6 +552,10 @@ def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted)
             columns = [row.column for row in rows if kind_of(row.job.request) == kind]
             found[kind] = accepted[:, columns][counts[:, columns] > 0]
     policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
+
+
+def _company(core: Resources, job: Job) -> Company:
+    return core.company(job.draft, job.needs.mode)
 
 
 def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
@@ -809,7 +849,7 @@ class Scheduler:
     def _ready_batch(self, core: Resources) -> Batch:
         """The batch, a new one where none runs or where all that run have left it to requests of the other kind."""
         batch = self.batch
-        if batch is not None and (batch.slots.taken or not self._waiting or self._waiting[0].draft == batch.draft):
+        if batch is not None and (batch.slots.taken or not self._waiting or self._fits(self._waiting[0], batch)):
             return batch
         self._rest(still=True)
         for pool in core.groups:
@@ -819,10 +859,15 @@ class Scheduler:
         core.find_scales(job.request.prompt for job in self._waiting)
         with core.taking:
             core.busy = True
-        draft, most = self._waiting[0].draft, self._most_slots
-        needs = Needs.of(job.needs for job in itertools.islice(self._waiting, most) if job.draft == draft)
-        self.batch = Batch(core, draft=draft, slots=most, needs=needs)
+        company, most = _company(core, self._waiting[0]), self._most_slots
+        coming = itertools.islice(self._waiting, most)
+        needs = Needs.of(job.needs for job in coming if _company(core, job) == company)
+        self.batch = Batch(core, company=company, slots=most, needs=needs)
         return self.batch
+
+    def _fits(self, job: Job, batch: Batch) -> bool:
+        """Whether a request may run beside those of a batch."""
+        return _company(batch.core, job) == batch.company
 
     def _rest(self, *, still: bool = False) -> None:
         """Gives up a batch that nobody is in any more, and what was started for those who have left.
@@ -849,6 +894,8 @@ class Scheduler:
         self._rest(still=True)
         for job in self._live.values():
             job.lose_slot()
+            if core is not None and core.exact:
+                job.begin_again()
         self._waiting = deque(sorted(self._live.values(), key=lambda job: job.ticket))
         self._torn = False
 
@@ -905,7 +952,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, most: int | None = None) -> bool:
         """Gives a slot to the request that has waited longest, if its pages lack at most so many tokens."""
-        if not self._waiting or self._waiting[0].draft != batch.draft:
+        if not self._waiting or not self._fits(self._waiting[0], batch):
             return False
         self._served = (self._waiting[0],)
         if self._wants_slots(batch) and not self.inflight.calls:
@@ -925,7 +972,7 @@ class Scheduler:
 
     def _wants_slots(self, batch: Batch) -> bool:
         """Whether somebody waits who could have a slot if there were as many as there may be."""
-        waits = bool(self._waiting) and self._waiting[0].draft == batch.draft
+        waits = bool(self._waiting) and self._fits(self._waiting[0], batch)
         return waits and None not in batch.slots.jobs and batch.size < self._most_slots
 
     # Cycles.
@@ -1018,6 +1065,8 @@ class Scheduler:
 
     def _preempt(self, batch: Batch, job: Job) -> None:
         batch.retire(job)
+        if batch.core.exact:
+            job.begin_again()
         self._waiting.appendleft(job)
         self._preemptions += 1
 
@@ -1059,7 +1108,9 @@ class Scheduler:
             learn(core, rows, item.setup.length, host)
         for row in rows:
             job = row.job
-            update = Update.collect(job.request, host, row.column, first=False, seconds=spent, start=len(job.tokens))
+            update = Update.collect(
+                job.request, host, row.column, first=False, seconds=spent, start=len(job.tokens), drafts=job.draft
+            )
             update.finish(job.request)
             job.filled, job.fresh = job.filled + len(update.tokens), update.counts[-1]
             updates.append((job, update))
@@ -1087,7 +1138,8 @@ class Scheduler:
         if ends and job.slot >= 0 and not left and self.batch is not None:
             self.batch.slots.leave(job)
         try:
-            job.sink(job.ticket, update)
+            if (new := update.behind(job.given)) is not None:
+                job.sink(job.ticket, new)
         except Exception as error:  # it can take no more
             self.abort(job.ticket)
             with suppress(Exception):

@@ -32,7 +32,8 @@ class Job:
       draft: whether the drafter drafts for it.
       cycles: cycles between two looks at the results, at most.
       wanted_slots: how many requests are to run side by side at most; None for as many as there are.
-      tokens: what it has emitted. They stay when its slot is lost.
+      tokens: what it has emitted. They stay when its slot is lost, but where it begins again.
+      given: tokens that were given out, before it began again.
       slot: -1 while it waits.
       stay: numbers its stays in slots: results of an earlier one are nobody's.
       columns: of page tables, from the first on, for which it has pages, unless they have fallen out of a group's window.
@@ -60,6 +61,7 @@ class Job:
     cycles: int = 1
     wanted_slots: int | None = None
     tokens: list[int] = field(default_factory=list)
+    given: int = 0
     slot: int = -1
     stay: int = 0
     columns: int = 0
@@ -107,6 +109,10 @@ class Job:
     def remaining(self) -> int:
         return self.request.params.max_tokens - len(self.tokens)
 
+    def begin_again(self) -> None:
+        """Forgets what it has emitted, which comes again with the same bits and is not given out twice."""
+        self.given, self.tokens = max(self.given, len(self.tokens)), []
+
     def lose_slot(self) -> None:
         """As it is before it enters: what the account and the device know of it is nobody's."""
         self.columns, self.held, self.slot, self.decoding, self.stay = 0, [], -1, False, self.stay + 1
@@ -134,6 +140,7 @@ class Slots:
       snapshots: without whose states no page is found; None for a target without states.
       places: after which tokens of a prompt its state is kept, of those whose state it found, those that its pages have in common
         with others, and all.
+      prompts_only: pages with any token that was emitted are not found again.
 
     Attributes:
       filling: requests whose contexts are not in the pages yet, in the order in which they entered.
@@ -148,8 +155,10 @@ class Slots:
         root: bytes | None,
         snapshots: SnapshotAccount | None = None,
         places: Callable[[int, int, int], list[int]] = lambda cached, shared, length: [],
+        *,
+        prompts_only: bool = False,
     ):
-        self.snapshots, self.places = snapshots, places
+        self.snapshots, self.places, self.prompts_only = snapshots, places, prompts_only
         self.pools, self.page_size, self.root = pools, page_size, root
         self.jobs: list[Job | None] = [None] * count
         self.filling: list[Job] = []
@@ -276,9 +285,11 @@ class Slots:
 
     def _publish(self, job: Job, place: int, end: int) -> None:
         """Lets others find pages of a group that are before column `end`."""
+        if self.prompts_only:
+            end = min(end, len(job.request.prompt) // self.page_size)
         if len(job.keys) < end:
             known = (*job.request.prompt, *job.tokens)[: end * self.page_size]
-            extend_keys(job.keys, known, self.page_size, self.root or b"")
+            extend_keys(job.keys, known, self.page_size, self.root or b"", job.request.marks)
         held = job.held[place]
         for page, key in zip(held.pages, job.keys[held.first : end], strict=False):
             self.pools[place].allocator.publish(page, key)
@@ -295,7 +306,7 @@ class Slots:
         nothing = [Held() for _ in self.pools]
         if self.root is None or job.scored:
             return nothing, 0, 0, -1
-        extend_keys(job.keys, job.context, self.page_size, self.root)
+        extend_keys(job.keys, job.context, self.page_size, self.root, job.request.marks)
         keys = job.keys[: (len(job.context) - 1) // self.page_size]
         number = known = min(pool.leading(keys) for pool in self.pools)
         row, alike = -1, 0

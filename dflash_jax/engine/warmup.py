@@ -16,7 +16,7 @@ from dflash_jax.cache.recurrent import copy_state, make_states
 from dflash_jax.decoding.grammar_masks import BITS
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.masked_cycle import draft_block, judge_block, verify_block
-from dflash_jax.decoding.prefill import Caches, admit, prefill_chunk
+from dflash_jax.decoding.prefill import Caches, Pictured, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
 from dflash_jax.engine.masked_cycles import DRAFT_DONATES, JUDGE_DONATES, VERIFY_DONATES
@@ -59,9 +59,11 @@ def warmup_jobs(
             yield jobs.resize(old, new)
         # States are written by slot: for a target that has such the program of a prompt is of a number of slots.
         for width, slots in itertools.product(buckets.width, sizes if core.state_bytes else sizes[:1]):
-            yield from (jobs.prefill(width, rows, buckets.piece, slots) for rows in buckets.pieces)
+            calls = [(rows, buckets.piece) for rows in buckets.pieces]
             if buckets.whole is not None and width * core.page_size > PIECES_OF_ONE * buckets.piece:
-                yield jobs.prefill(width, *buckets.whole, slots)
+                calls.append(buckets.whole)
+            for call, pictured in itertools.product(calls, (False, True) if core.pictures else (False,)):
+                yield jobs.prefill(width, *call, slots, pictured=pictured)
         for size in sizes:
             yield from (jobs.admit(size, rows) for rows in (*buckets.pieces, *([] if buckets.whole is None else [1])))
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
@@ -101,7 +103,8 @@ def first_jobs(
     setup = core.setup(mode=needs.mode, draft=draft, logprobs=needs.logprobs, sampling=needs.sampling)
     setup = core.verifying(setup, first_length(core, setup, requests, slots), slots)
     jobs, calls = Jobs(core, setup, needs.stop_width), dict.fromkeys(prompt_calls(core, requests, slots))
-    yield from (jobs.prefill(*call, slots) for call in calls)
+    pictured = any(request.pictures is not None for request in requests)
+    yield from (jobs.prefill(*call, slots, pictured=pictured) for call in calls)
     if any(core.snapshot_places(0, 0, len(request.prompt)) for request in requests):
         yield from snapshot_jobs(core, slots)
     yield from (jobs.admit(slots, rows) for rows in dict.fromkeys(rows for _, rows, _ in calls))
@@ -156,11 +159,17 @@ class Jobs:
     def pools(self) -> tuple[Pages, Pages]:
         return self.core.pool_shapes()
 
-    def prefill(self, width: int, rows: int, size: int, slots: int) -> partial[None]:
+    def prefill(self, width: int, rows: int, size: int, slots: int, *, pictured: bool = False) -> partial[None]:
+        """`pictured`: for pieces of prompts with pictures."""
         ids, numbers = jax.ShapeDtypeStruct((rows, size), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
         states = jax.eval_shape(partial(make_states, self.core.target, slots, self.core.dtype))
         caches = Caches(*self.pools, states)
         step = (self.core.weights, self._table(rows, width), caches, ids, numbers, numbers, numbers)
+        if pictured:
+            shapes = (rows, size, 3), (rows, size), (rows, size, self.core.target.hidden_size)
+            kinds = np.int32, np.bool_, self.core.dtype
+            told: Any = map(jax.ShapeDtypeStruct, shapes, kinds)
+            step = (*step, Pictured(*told))
         return partial(self.prepare, prefill_chunk, (self.setup.for_prefill(),), (2,), *step)
 
     def admit(self, slots: int, rows: int) -> partial[None]:
@@ -178,7 +187,8 @@ class Jobs:
         if self.setup.mode == "structured":
             return self._masked_cycle(slots, width, retired, *more)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
-        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more)
+        told = (retired,) if self.setup.exact else ()  # which of them draft
+        return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
 
     def _more(self, slots: int, *, shared: bool) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""
@@ -196,7 +206,8 @@ class Jobs:
             self.prepare(verify_block, static, VERIFY_DONATES, weights, table, state, block, shared)
             state, rows = jax.eval_shape(partial(verify_block, *static), weights, table, state, block, shared)
             masks = self._masks(slots, self.setup.width)
-            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks)
+            drafts = retired if self.setup.exact else None
+            self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, drafts)
 
         return partial(prepare, draft_block, (self.setup,), DRAFT_DONATES, *call)
 

@@ -65,6 +65,14 @@ ONE_GRAPH = {
 # of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
 CUBLAS_ROWS = 512
 CUBLAS_PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+# Where a row's bits may depend on no other row: cuBLAS's own choice for each shape, the same in every program and every process,
+# and each sum rounded where the model says so, however operations are fused. Of 1 to 512 rows of Qwen3-4B's products each then had
+# the bits of any other place; of products that XLA had timed some had not.
+EXACT_PRODUCTS = {
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    "xla_allow_excess_precision": False,
+}
 
 # In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
 MATRICES = (
@@ -192,7 +200,7 @@ class ExecutionPlan:
     runner: Runner
     attention: Literal["apart", "in_layer"] = "apart"
     weight_layout: Layout = "rows"
-    xla_options: tuple[tuple[str, str | bool], ...] = ()
+    xla_options: tuple[tuple[str, str | bool | int], ...] = ()
     workspace: Literal["layer", "layer_with_attention", "rows"] | None = None
     exchange: bool = False
     refusals: tuple[Refusal, ...] = ()
@@ -214,6 +222,7 @@ def choose(
     beside: WeightFormat | None = None,
     ranks: int = 1,
     loops: bool = False,
+    exact: bool = False,
 ) -> ExecutionPlan:
     """The plan for a call, on the device that is traced for.
 
@@ -225,6 +234,7 @@ def choose(
       beside: weights of another model in the same program, which XLA's options hold for as well.
       ranks: devices that share the weights; traits and call are those of a rank then.
       loops: whether the call stands in a decode loop, before which ranks tell one another where their memory is.
+      exact: whether a row's bits may depend on no other row; see `exact_refusals` for what cannot be so.
     """
     refusals: list[Refusal] = []
     apart = None if ranks == 1 else _exchange_refusal(traits, ranks, loops=loops)
@@ -262,9 +272,20 @@ def choose(
     cublas = cublas and weights.plain and (beside is None or beside.plain)
     # A graph holds no collective: XLA chooses what becomes one where there are such.
     options = ({} if ranks > 1 and not exchange else ONE_GRAPH) | (CUBLAS_PRODUCTS if cublas else {})
+    options |= EXACT_PRODUCTS if exact else {}
     return ExecutionPlan(
         runner, attention, weights.layout, tuple(options.items()), workspace, exchange, tuple(refusals), target().kind
     )
+
+
+def exact_refusals(traits: LayerTraits) -> list[str]:
+    """Why a token's bits would depend on what is computed beside it, whatever shape calls have, or are not known not to."""
+    reasons = []
+    if traits.delta is not None:
+        reasons.append("gated delta nets sum the tokens of a block in another order than one after the other")
+    if traits.convolved:
+        reasons.append("sublayers are convolved along the tokens")
+    return reasons
 
 
 def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | None:
@@ -397,6 +418,8 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
         return (
             "some layers are gated delta nets, or attention is gated or norms are zero-centered, which the kernel lacks"
         )
+    if traits.paired:
+        return "entries of a head that lie next to each other rotate together, the kernel rotates halves"
     if traits.rotary_dim != traits.head_dim:
         return f"{traits.rotary_dim} of a head's {traits.head_dim} entries rotate, the kernel rotates all"
     return attention_chain_refusal(

@@ -1,17 +1,17 @@
 """Conversations with a model. The command `dflash-jax chat` and Python have them from here."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, TokenizerError
-from dflash_jax.generation import check_flags, make_requests, stream
+from dflash_jax.generation import check_flags, make_requests, prompted, stream
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece
-from dflash_jax.text.prompts import prompt_ids
+from dflash_jax.text.prompts import is_chat
 
 DEFAULT_TOKENS = 1024
 
@@ -32,7 +32,8 @@ class Chat:
       chat_options: names for the chat template, for example `{"enable_thinking": False}`.
 
     Attributes:
-      history: messages so far, without the system's: `{"role": "user" or "assistant", "content": ...}`.
+      history: messages so far, without the system's: `{"role": "user" or "assistant", "content": ...}`. The content of one with
+        pictures is a list of parts, as `dflash_jax.generate` takes it.
       completions: of the answers that were not stopped, in order.
 
     Raises:
@@ -58,7 +59,7 @@ class Chat:
         self.model, self.system = model, system
         self.params = params or SamplingParams(max_tokens=DEFAULT_TOKENS)
         self.chat_options = dict(chat_options or {})
-        self.history: list[dict[str, str]] = []
+        self.history: list[dict[str, Any]] = []
         self.completions: list[Completion] = []
         if model.tokenizer is None:
             raise TokenizerError(f"{model.name} has no tokenizer.json, and a conversation is made of texts")
@@ -68,28 +69,35 @@ class Chat:
         answers = sum(message["role"] == "assistant" for message in self.history)
         return f"Chat({self.model.name!r}: {answers} answers)"
 
-    def say(self, text: str) -> Completion:
-        """The answer to a message. Raises what `stream` raises."""
-        with closing(self.stream(text)) as pieces:
+    def say(self, text: str, *, images: Sequence[Any] = ()) -> Completion:
+        """The answer to a message. Arguments and errors are those of `stream`."""
+        with closing(self.stream(text, images=images)) as pieces:
             for piece in pieces:
                 if piece.completion is not None:
                     return piece.completion
         raise AssertionError("a stream ends with a completion")
 
-    def stream(self, text: str) -> Generator[Piece]:
+    def stream(self, text: str, *, images: Sequence[Any] = ()) -> Generator[Piece]:
         """Pieces of the answer to a message.
+
+        Args:
+          images: pictures that are shown with it, before its text: paths, bytes, data URLs, arrays or images of Pillow.
 
         Raises:
           PromptError, ParameterError, TokenizerError: at once; the conversation stays as it was.
           CapacityError: at once: the conversation is longer than the model takes. `undo` or `reset` make room.
         """
-        ids, params = self._asked(text)
-        return self._answer(text, stream(self.model, ids, params, draft=self.draft))
+        content = self._content(text, images)
+        prompt, params = self._asked(content)
+        chat_options = self.chat_options if is_chat(prompt) else None
+        pieces = stream(self.model, prompt, params, draft=self.draft, chat_options=chat_options)
+        return self._answer(content, pieces)
 
     def request(self, text: str) -> Request:
         """What the engine would be asked for with a message. Raises what `stream` raises."""
-        ids, params = self._asked(text)
-        return make_requests(self.model, [ids], params)[0]
+        prompt, params = self._asked(self._content(text, ()))
+        chat_options = self.chat_options if is_chat(prompt) else None
+        return make_requests(self.model, [prompt], params, chat_options=chat_options)[0]
 
     def set_options(self, chat_options: Mapping[str, Any]) -> None:
         """Other names for the chat template, in place of those before. Raises ParameterError for one that it does not ask for."""
@@ -115,11 +123,20 @@ class Chat:
             self.completions.pop()
         return True
 
-    def _asked(self, text: str) -> tuple[tuple[int, ...], SamplingParams]:
-        """The prompt that a message makes, and the parameters of its answer."""
+    def _content(self, text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
+        """A message's content. Raises ParameterError for one that is no text, and for pictures that are no list."""
         if not isinstance(text, str):
             raise ParameterError(f"a message must be a text, got {type(text).__name__} {text!r:.80}")
-        ids, engine = self._ids(text), self.model.engine
+        if not isinstance(images, list | tuple):
+            raise ParameterError(f"images must be a list of pictures, got {type(images).__name__}")
+        shown = [{"type": "image", "image": image} for image in images]
+        return [*shown, {"type": "text", "text": text}] if shown else text
+
+    def _asked(self, content: Any) -> tuple[Any, SamplingParams]:
+        """The prompt that a message makes, token ids or, where it holds pictures, messages; and the parameters of its answer."""
+        messages = self._messages(content)
+        ids, shown = prompted(self.model, messages, chat=False, chat_options=self.chat_options)
+        engine = self.model.engine
         longest = engine.longest
         if (room := longest - len(ids)) < 1:
             raise CapacityError(
@@ -127,14 +144,17 @@ class Chat:
                 "back what was said last (undo)"
             )
         most = min(room, self.params.max_tokens)
-        return ids, replace(self.params, max_tokens=most, min_tokens=min(most, self.params.min_tokens))
+        params = replace(self.params, max_tokens=most, min_tokens=min(most, self.params.min_tokens))
+        return ids if shown is None else messages, params
+
+    def _messages(self, content: Any) -> list[dict[str, Any]]:
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.history, {"role": "user", "content": content}]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        messages = [*system, *self.history, {"role": "user", "content": text}]
-        return prompt_ids(self.model.tokenizer, self.model.name, messages, chat=False, options=self.chat_options)
+        return prompted(self.model, self._messages(text), chat=False, chat_options=self.chat_options)[0]
 
-    def _answer(self, text: str, pieces: Generator[Piece]) -> Generator[Piece]:
+    def _answer(self, content: Any, pieces: Generator[Piece]) -> Generator[Piece]:
         said, whole = "", False
         try:
             with closing(pieces):
@@ -146,4 +166,4 @@ class Chat:
                     yield piece
         finally:
             if said or whole:
-                self.history += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
+                self.history += [{"role": "user", "content": content}, {"role": "assistant", "content": said}]

@@ -13,6 +13,7 @@ from dflash_jax.models.mistral import Mistral, MistralConfig
 from dflash_jax.models.parameters import Parameter, Source, count, init_params, to_huggingface
 from dflash_jax.models.qwen2 import Qwen2, Qwen2Config
 from dflash_jax.models.qwen3 import Qwen3
+from dflash_jax.models.qwen3_5_vision import Patches, VisionConfig, VisionTower
 from dflash_jax.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from dflash_jax.models.registry import (
     Family,
@@ -27,8 +28,8 @@ from dflash_jax.models.traits import LayerTraits
 
 __all__ = [
     "DFlash", "DFlashConfig", "Deepseek", "DeepseekConfig", "Family", "Gemma3", "Gemma3Config", "Gemma4", "Gemma4Config",
-    "GptOss", "GptOssConfig", "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Qwen2",
+    "GptOss", "GptOssConfig", "LayerTraits", "Llama", "LlamaConfig", "Mistral", "MistralConfig", "Parameter", "Patches", "Qwen2",
     "Qwen2Config", "Qwen3", "Qwen3Config", "Qwen3Moe", "Qwen3MoeConfig", "Source", "SparseDeepseek", "SparseDeepseekConfig",
-    "bind", "count", "default_target_layer_ids", "family_for", "family_named", "family_of", "fuse_context_projection",
-    "init_params", "layer_traits", "parameter_names", "to_huggingface",
+    "VisionConfig", "VisionTower", "bind", "count", "default_target_layer_ids", "family_for", "family_named", "family_of",
+    "fuse_context_projection", "init_params", "layer_traits", "parameter_names", "to_huggingface",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import FINAL_HIDDEN, DecoderConfig
 from dflash_jax.models.layers import (
@@ -64,13 +64,17 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         ids: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        positions: Int[Array, "B T *axes"],
         attend: Attend | LatentAttend | IndexedAttend,
         taps: tuple[int, ...] = (),
         run: Runner = ONE_BY_ONE,
         cache: Cache = None,
+        given: tuple[Bool[Array, "B T"], Float[Array, "B T D"]] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"], Cache]:
         """Hidden states after the final norm, the tapped residual streams side by side in the order of `taps`, and the cache.
+
+        `positions` are what heads turn by; where a token is among the keys is for `attend` to know. `given` says of which tokens
+        the embedding is not the table's, and what it is.
 
         `attend` takes the cache and gives it back with the new tokens, layer by layer; None where it keeps nothing.
 
@@ -81,6 +85,8 @@ class Decoder(nnx.Module):
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
         if self.embedding_scale != 1.0:
             x, normed = x * jnp.asarray(self.embedding_scale, x.dtype), None
+        if given is not None:
+            x, normed = jnp.where(given[0][:, :, None], given[1].astype(x.dtype), x), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
         streams, hidden, cache = run(layers, self.norm, x, rotary, attend, cache, normed=normed)
         tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else streams[tap] for tap in taps]
@@ -92,7 +98,7 @@ class Decoder(nnx.Module):
         del ids, x  # of no use to most
         return self.layers
 
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+    def rotary(self, positions: Int[Array, "B T *axes"]) -> Rotary:
         """The rotation at `positions` that all layers share."""
         return rotary_tables(positions, self.config.rope, self.config.head_dim)
 

@@ -29,6 +29,7 @@ from dflash_jax.models.layers import (
     Runner,
     best_of_head,
     decoder_parameters,
+    halved,
     linear,
     rms_norm,
     rotary_tables,
@@ -226,15 +227,25 @@ class DFlash(nnx.Module):
 
 
 def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -> dict[str, Array]:
-    """`params` with every layer's K and V rows also stacked into `context_kv_proj`, as `DFlash.context_kv` reads them.
+    """`params` with every layer's K and V rows also stacked into `context_kv_proj`, as `DFlash.context_kv` reads them: rows of keys
+    that turn in pairs as `rotate` pairs them.
 
     A copy, not a view: a slice of a large parameter would be copied in every cycle instead.
     """
-    queries = config.num_heads * config.head_dim
+    queries, traits = config.num_heads * config.head_dim, dflash_traits(config)
     kinds = ("weight", "bias") if config.attention_bias else ("weight",)
+
+    def rows(name: str) -> Array:
+        both = params[name][queries:]
+        if not traits.paired:
+            return both
+        heads = jnp.moveaxis(both.reshape(2, config.num_kv_heads, config.head_dim, -1), 2, -1)
+        keys = halved(heads[:1], traits.rotary_dim)
+        return jnp.moveaxis(jnp.concatenate([keys, heads[1:]]), -1, 2).reshape(both.shape)
+
     fused = {
         f"context_kv_proj.{kind}": jnp.concatenate(
-            [params[f"layers.{i}.attn.qkv_proj.{kind}"][queries:] for i in range(config.num_layers)]
+            [rows(f"layers.{i}.attn.qkv_proj.{kind}") for i in range(config.num_layers)]
         )
         for kind in kinds
     }

@@ -25,6 +25,7 @@ from dflash_jax.config import (
     architectures_of,
     decoder_fields,
     shown,
+    turns_pairs,
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
@@ -189,13 +190,6 @@ class DFlashConfig(DecoderConfig):
         for key in ("eagle_config", "dflash_config"):  # the later one counts
             inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
         nested = KeyReader("config.json (DFlash), dflash_config", inner, top.notices)
-        # vLLM's key and SGLang's: pairs that lie next to each other turn together where it is false.
-        for keys in (top, nested):
-            for key in ("is_neox_style", "rope_is_neox_style"):
-                if not keys.flag(key, default=True):
-                    raise ConfigError(
-                        f"{keys.subject}: {key} must be true; rotary pairs next to each other are not read"
-                    )
 
         def source(key: str) -> KeyReader:
             top.read.add(key)
@@ -203,6 +197,8 @@ class DFlashConfig(DecoderConfig):
             return top if nested.values.get(key) is None else nested
 
         fields: dict[str, Any] = decoder_fields(top)
+        if turns_pairs(top, nested):
+            fields["rope"] = replace(fields["rope"], paired=True)
         layers, hidden = fields["num_layers"], fields["hidden_size"]
         windows, causal = _windows(source, fields["windows"], top)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)

@@ -221,6 +221,15 @@ def rotate(x: Float[Array, "... heads H"], rotary: Rotary) -> Float[Array, "... 
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def halved(x: Float[Array, "... H"], turning: int) -> Float[Array, "... H"]:
+    """Heads whose first `turning` entries turn in pairs that lie next to each other, in the order in which `rotate` pairs them.
+
+    Done to queries and keys alike, it changes no product of both.
+    """
+    pairs = x[..., :turning].reshape(*x.shape[:-1], -1, 2)
+    return jnp.concatenate([pairs[..., 0], pairs[..., 1], x[..., turning:]], axis=-1)
+
+
 @runtime_checkable
 class Runner(Protocol):
     """What runs a stack of layers. `ONE_BY_ONE` calls them; `execution` has others that compute the same."""
@@ -391,20 +400,32 @@ class Attention(nnx.Module):
         self.o_proj = SummedLinear(config.hidden_size, n * h, bias=traits.bias == "all")
         self.q_norm, self.k_norm = (norm(h, config.norm_eps) if traits.qk_norm else None for _ in "qk")
         self.sinks = nnx.Param(jnp.zeros((n,))) if traits.sinks else None
+        self.pairs = traits.rotary_dim if traits.paired else 0
 
     @property
     def norms(self) -> tuple[Float[Array, "H"] | None, Float[Array, "H"] | None]:
-        """Weights of the norm of every head's queries and keys; None where there is none."""
+        """Weights of the norm of every head's queries and keys, as `mix` orders these; None where there is none."""
         if self.q_norm is None or self.k_norm is None:
             return None, None
-        return self.q_norm.weight[...], self.k_norm.weight[...]
+        weights = self.q_norm.weight[...], self.k_norm.weight[...]
+        return (halved(weights[0], self.pairs), halved(weights[1], self.pairs)) if self.pairs else weights
 
     def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
-        """Queries `[B,T,N,H]` and keys `[B,T,K,H]`, normed where layers norm them and rotated, and values `[B,T,K,H]`."""
+        """Queries `[B,T,N,H]` and keys `[B,T,K,H]`, normed where layers norm them and rotated, and values `[B,T,K,H]`.
+
+        Args:
+          qkv: as `mix` gives it to attention.
+        """
         config = self.config
         heads = qkv.reshape(*qkv.shape[:-1], -1, config.head_dim)
         q, k, v = jnp.split(heads, [config.num_heads, config.num_heads + config.num_kv_heads], axis=-2)
-        q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if self.pairs:
+            q, k = (
+                x if norm is None else rms_norm(x, norm, config.norm_eps)
+                for x, norm in zip((q, k), self.norms, strict=True)
+            )
+        else:
+            q, k = (x if norm is None else norm(x) for x, norm in ((q, self.q_norm), (k, self.k_norm)))
         return rotate(q, rotary), rotate(k, rotary), v
 
     def queries(self, projected: Array, rotary: Rotary) -> Array:
@@ -418,6 +439,11 @@ class Attention(nnx.Module):
 
     def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
         """See `Mixer`."""
+        if self.pairs:
+            heads = projected.reshape(*projected.shape[:-1], -1, self.config.head_dim)
+            turning = self.config.num_heads + self.config.num_kv_heads
+            parts = halved(heads[..., :turning, :], self.pairs), heads[..., turning:, :]
+            projected = jnp.concatenate(parts, axis=-2).reshape(projected.shape)
         return attend(self, projected, rotary, cache)
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:

@@ -2,20 +2,21 @@
 
 Three of four layers are gated delta nets (`models.delta_net`), the others attend to all keys with heads of 256 of which a quarter
 rotates, and gate what attention gives. Norms are zero-centered. Feed-forwards are dense, or experts with a gated shared one.
-Source: transformers' Qwen3_5 and Qwen3Next classes; absent keys mean what their configurations take for them. Text alone: position
-rows of pictures are equal in text, so their rotation is the ordinary one, and vision towers are not loaded.
+Source: transformers' Qwen3_5 and Qwen3Next classes; absent keys mean what their configurations take for them. A token of a text has
+one position; a row of a picture (`models.qwen3_5_vision`) has one in time, one by its row and one by its column.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from dflash_kernels import DeltaShape
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from dflash_jax.config import (
     NEUTRAL_KEYS,
@@ -30,7 +31,17 @@ from dflash_jax.config import (
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.delta_net import DeltaNet
-from dflash_jax.models.layers import MLP, Attend, Attention, Cache, Rotary, ZeroCenteredNorm, mlp_parameters, rotate
+from dflash_jax.models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    Cache,
+    Rotary,
+    ZeroCenteredNorm,
+    mlp_parameters,
+    rope_frequencies,
+    rotate,
+)
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters, shared_among_routed
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.traits import DeltaTraits, LayerTraits, decoder_traits
@@ -81,6 +92,7 @@ class Qwen35Config(DecoderConfig):
       norm_routing_weights: whether a token's weights are made to sum to 1.
       experts_in_one: whether a checkpoint has all experts of a layer in one tensor.
       dense_layers: layers with a dense feed-forward in a model with experts.
+      mrope_section: pairs of a head that turn by time, row and column, one after the other by turns; () for a model of texts alone.
     """
 
     full_layers: tuple[int, ...]
@@ -97,6 +109,7 @@ class Qwen35Config(DecoderConfig):
     experts_in_one: bool = False
     dense_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
+    mrope_section: tuple[int, ...] = ()
 
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "greedy"
@@ -116,6 +129,11 @@ class Qwen35Config(DecoderConfig):
     def has_experts(self, index: int) -> bool:
         """Whether layer `index` has experts."""
         return self.num_experts > 0 and index not in self.dense_layers
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Qwen35Config":
+        """See `DecoderConfig.from_dict`. Folders that were converted before there were pictures are of texts alone."""
+        return cast(Qwen35Config, super().from_dict({"mrope_section": ()} | dict(values)))
 
     @classmethod
     def from_hf(
@@ -333,6 +351,24 @@ class Qwen35(Decoder):
         layers = [HybridLayer(config, i, traits) for i in range(config.num_layers)]
         norm = ZeroCenteredNorm(config.hidden_size, config.norm_eps)
         super().__init__(config, layers, tied=config.tie_embeddings, norm=norm)
+
+    def rotary(self, positions: Int[Array, "B T *axes"]) -> Rotary:
+        """The rotation at `[B, T]` positions, or at `[B, T, 3]` on three axes."""
+        if positions.ndim == 2:
+            return super().rotary(positions)
+        config = cast(Qwen35Config, self.config)
+        freqs, factor = rope_frequencies(config.rope, config.head_dim)
+        axes = axes_of_pairs(config.mrope_section, len(freqs))
+        angles = positions[:, :, axes].astype(jnp.float32) * freqs
+        return Rotary(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
+
+
+def axes_of_pairs(sections: Sequence[int], pairs: int) -> np.ndarray:
+    """Of each pair of entries the axis it turns by: 0, 1, 2 by turns as long as an axis has pairs left, 0 where not."""
+    axes = np.arange(pairs) % 3
+    for axis in (1, 2):
+        axes[(axes == axis) & (np.arange(pairs) >= 3 * sections[axis])] = 0
+    return axes
 
 
 def qwen35_traits(config: Qwen35Config) -> LayerTraits:

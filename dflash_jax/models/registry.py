@@ -63,6 +63,12 @@ from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
 from dflash_jax.models.qwen3_5 import ARCHITECTURES as HYBRID_ARCHITECTURES
 from dflash_jax.models.qwen3_5 import MODEL_TYPES as HYBRID_TYPES
 from dflash_jax.models.qwen3_5 import Qwen35, Qwen35Config, qwen35_canonical, qwen35_parameters, qwen35_traits
+from dflash_jax.models.qwen3_5_vision import (
+    VisionConfig,
+    VisionTower,
+    vision_canonical,
+    vision_parameters,
+)
 from dflash_jax.models.qwen3_moe import (
     Qwen3Moe,
     Qwen3MoeConfig,
@@ -81,7 +87,7 @@ class Family:
 
     Attributes:
       name: our name for it.
-      role: whether it is decoded from or drafts.
+      role: whether it is decoded from, drafts, or makes rows of pictures.
       architectures: the names checkpoints of it carry in `architectures`.
       config_class: our configuration dataclass.
       module: the Flax module of a configuration.
@@ -94,10 +100,11 @@ class Family:
         the dict it is given.
       reads_names: whether `config_class.from_hf` also takes the names of a checkpoint's tensors.
       facts: what `dflash-jax info` tells of a configuration beside its sizes.
+      vision: the family of the tower that checkpoints may have beside the text model, by our name; None where none is known.
     """
 
     name: str
-    role: Literal["target", "draft"]
+    role: Literal["target", "draft", "vision"]
     architectures: tuple[str, ...]
     config_class: type[Any]
     module: Callable[[Any], nnx.Module]
@@ -109,13 +116,14 @@ class Family:
     derive: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     reads_names: bool = False
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
+    vision: str | None = None
 
     def config(
         self,
         hf_config: Mapping[str, Any],
         tensor_names: Collection[str] = (),
         notices: list[str] | None = None,
-    ) -> DecoderConfig:
+    ) -> Any:
         """Our configuration from a Hugging Face one and the names of the tensors beside it. What that says of keys and values in
         float8 alone is no part of it; see `quantization.cache_scheme`.
 
@@ -215,11 +223,14 @@ FAMILIES = (
     ),
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
-        traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid,
+        traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid, vision="qwen3_5_vision",
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,
         traits=dflash_traits, derive=fuse_context_projection, reads_names=True, facts=_block,
+    ),
+    Family(
+        "qwen3_5_vision", "vision", (), VisionConfig, VisionTower, vision_parameters, vision_canonical, model_types=(),
     ),
 )  # fmt: skip
 
@@ -239,7 +250,7 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         drafts = "dflash_config" in hf_config or "speculators_model_type" in hf_config
         name = "dflash" if drafts else hf_config.get("model_type")
         for family in FAMILIES:
-            if name in (family.model_types or (family.name,)):
+            if name in ((family.name,) if family.model_types is None else family.model_types):
                 return family
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
     raise UnsupportedModelError(
@@ -263,7 +274,7 @@ def family_named(name: str) -> Family:
     )
 
 
-def family_for(config: DecoderConfig) -> Family:
+def family_for(config: Any) -> Family:
     """The family whose configuration this is.
 
     Raises:
@@ -284,14 +295,14 @@ def layer_traits(config: DecoderConfig) -> LayerTraits:
 
 
 @functools.lru_cache(maxsize=64)
-def _skeleton(config: DecoderConfig) -> tuple[nnx.GraphDef, dict[tuple, str]]:
+def _skeleton(config: Any) -> tuple[nnx.GraphDef, dict[tuple, str]]:
     """The module graph of a config without arrays, and the dotted parameter name of every path in it."""
     abstract = nnx.eval_shape(functools.partial(family_for(config).module, config))
     graph, state = nnx.split(abstract)
     return graph, {path: ".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
 
 
-def bind(config: DecoderConfig, params: Mapping[str, Weight]) -> Any:
+def bind(config: Any, params: Mapping[str, Weight]) -> Any:
     """A module of `config`'s family holding `params`, one array for each declared parameter name.
 
     Cheap inside `jax.jit`: it only places tracers. Derived arrays are made here when `params` lacks them, so that gradients reach
@@ -307,6 +318,6 @@ def bind(config: DecoderConfig, params: Mapping[str, Weight]) -> Any:
     return nnx.merge(graph, state)
 
 
-def parameter_names(config: DecoderConfig) -> frozenset[str]:
+def parameter_names(config: Any) -> frozenset[str]:
     """Names of the module graph's arrays; equal to the declared parameters' names."""
     return frozenset(_skeleton(config)[1].values())

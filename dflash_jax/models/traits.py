@@ -48,6 +48,7 @@ class LayerTraits:
       hidden, heads, kv_heads, head_dim: D, N, K and H.
       inner: width of a dense feed-forward (F).
       rotary_dim: leading entries of a head that rotate.
+      paired: whether those that lie next to each other rotate together, otherwise those of both halves.
       attention: "heads" keeps keys and values of heads, "latent" one row for all of them (MLA).
       qk_norm: whether every head of queries and keys is normed before it rotates.
       bias: which of attention's projections have biases; "qkv" leaves the output's without.
@@ -73,6 +74,7 @@ class LayerTraits:
     inner: int
     rotary_dim: int
     attention: Literal["heads", "latent"] = "heads"
+    paired: bool = False
     qk_norm: bool = True
     bias: Literal["none", "qkv", "all"] = "none"
     window: bool = False
@@ -111,6 +113,6 @@ def decoder_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:
     traits = LayerTraits(
         hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         inner=config.intermediate_size, rotary_dim=rotary + rotary % 2, bias="all" if config.attention_bias else "none",
-        window=any(reach is not None for reach in config.windows),
+        window=any(reach is not None for reach in config.windows), paired=config.rope.paired,
     )  # fmt: skip
     return replace(traits, **changes)

@@ -2,8 +2,10 @@
 
     None           the model's dtype
     "fp8"          float8_e4m3fn. Keys and values are divided by a scale of their head, latent rows by one scale of their layer.
+    "fp8_e5m2"     the same in float8_e5m2, keys and values of heads only, on scales of 1: a range of 57,344 for a bit of precision.
     "int8"         keys and values of heads only. A key is divided by a scale of its token and head, which stands beside the pages;
                    values by one scale of their head and channel, which calibration has to find.
+    "int8_keys"    the same for keys; values in the model's dtype. Needs no calibration.
     "fp8_packed"   latent rows only: float8_e4m3fn with a float32 scale for every 128 numbers of a row, the rotated part in
                    bfloat16. Needs no calibration; 656 bytes for DeepSeek's 576 numbers.
 
@@ -28,10 +30,16 @@ CALIBRATED_TO = 200.0
 INT8_CALIBRATED_TO = 100.0
 
 
+# Formats whose numbers are multiplied with scales that stand beside the pools.
+SCALED = ("fp8", "fp8_e5m2", "int8", "int8_keys")
+# Those with a scale of each key, in pages of their own.
+KEY_SCALED = ("int8", "int8_keys")
+
+
 @dataclass(frozen=True)
 class CacheScales:
     """Scales of every layer's keys and values, each `[K]` float32; for a latent row one number `[]` in `k`, and none in `v`; for
-    int8 pools none in `k`, and `[K, H]` in `v`.
+    int8 pools none in `k`, and `[K, V]` in `v`, or none with other values.
     """
 
     k: tuple[np.ndarray, ...]
@@ -88,13 +96,14 @@ def without_layers(config: DecoderConfig, cache_dtype: str | None, skip: Sequenc
 def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
     """Raises ParameterError unless pools of `config` can be kept so."""
     rank = getattr(config, "kv_lora_rank", 0)
-    if cache_dtype not in (None, "fp8", "fp8_packed", "int8"):
+    if cache_dtype not in (None, *SCALED, "fp8_packed"):
         raise ParameterError(
-            f'cache_dtype must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers, got {cache_dtype!r}'
+            'cache_dtype must be None, "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of all '
+            f"layers, got {cache_dtype!r}"
         )
-    if cache_dtype == "int8" and rank:
+    if cache_dtype in (*KEY_SCALED, "fp8_e5m2") and rank:
         raise ParameterError(
-            'cache_dtype="int8" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
+            f'cache_dtype="{cache_dtype}" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
         )
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):
         kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"
@@ -105,10 +114,21 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
 
 
 def pool_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of a layer's pools for a model that computes in `dtype`."""
+    """The dtype of a layer's pools, of its keys where values have another, for a model that computes in `dtype`."""
     return jnp.dtype(
-        {"fp8": jnp.float8_e4m3fn, "fp8_packed": jnp.uint8, "int8": jnp.int8}.get(cache_dtype or "", dtype)
+        {
+            "fp8": jnp.float8_e4m3fn,
+            "fp8_e5m2": jnp.float8_e5m2,
+            "fp8_packed": jnp.uint8,
+            "int8": jnp.int8,
+            "int8_keys": jnp.int8,
+        }.get(cache_dtype or "", dtype)
     )
+
+
+def value_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of a layer's values for a model that computes in `dtype`."""
+    return jnp.dtype(dtype) if cache_dtype == "int8_keys" else pool_dtype(cache_dtype, dtype)
 
 
 def index_dtype(cache_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
@@ -126,8 +146,11 @@ def default_scales(config: DecoderConfig, cache_dtype: CacheFormat = "fp8") -> C
     For int8 pools that is good for nothing but their shapes.
     """
     cache_dtype = quantized_format(cache_dtype)
+    if cache_dtype == "int8_keys":
+        return CacheScales(())
     if cache_dtype == "int8":
-        return CacheScales((), tuple(np.ones(shape, np.float32) for shape in config.key_shapes))
+        shapes = zip(config.key_shapes, config.value_dims, strict=True)
+        return CacheScales((), tuple(np.ones((heads, dim), np.float32) for (heads, _), dim in shapes))
     if getattr(config, "latent_width", 0):
         return CacheScales((np.ones((), np.float32),) * config.cached_layers)
     ones = tuple(np.ones(heads, np.float32) for heads, _ in config.key_shapes)

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from dflash_jax.errors import DFlashError, PromptError
+from dflash_jax.generation import prompted
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.serving.answers import Answer, TokenBytes
@@ -349,7 +350,8 @@ class Routes:
         if "messages" in body:
             names = ("model", "messages", "chat_template_kwargs", "max_tokens", "tools", "tool_choice")
             ask = chat_with_tools({name: field for name, field in body.items() if name in names}, tokenizer)
-            ids = await asyncio.to_thread(tokenizer.encode_chat, ask.prompts[0], **ask.chat_options)
+            told = {"chat": False, "chat_options": ask.chat_options}
+            ids, _ = await asyncio.to_thread(prompted, model, ask.prompts[0], **told)
         else:
             text, special = body.get("prompt"), body.get("add_special_tokens", True)
             if not isinstance(text, str) or type(special) is not bool:

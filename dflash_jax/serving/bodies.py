@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
+from dflash_jax.generation import prompted, shortened
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
@@ -16,7 +17,7 @@ from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import FIELDS as STRUCTURE_FIELDS
 from dflash_jax.serving.structure import refused as structure_refused
 from dflash_jax.serving.structure import structure_of
-from dflash_jax.text.prompts import is_chat, prompt_ids
+from dflash_jax.text.prompts import is_chat
 from dflash_jax.text.refused_words import refused_ids
 
 MAX_STOPS = 16
@@ -173,9 +174,9 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
     refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
     grammar = _grammar(model, ask)
     for prompt in ask.prompts:
-        ids = prompt_ids(model.tokenizer, model.name, prompt, chat=False, options=ask.chat_options)
+        ids, held = prompted(model, prompt, chat=False, chat_options=ask.chat_options)
         least = 1 if ask.max_tokens is None else ask.max_tokens
-        ids = replace(ask.params, max_tokens=max(least, ask.params.min_tokens)).shortened(ids, longest)
+        ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
         room = longest - len(ids)
         if room < min(1, least):
             raise Problem(
@@ -186,11 +187,15 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
                 code="context_length_exceeded",
             )
         most = room if ask.max_tokens is None else min(room, ask.max_tokens)
+        pictures = None if held is None or model.vision is None else held.seen(model.vision)
         for choice in range(ask.n):
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
             fewest = min(ask.params.min_tokens, most)
             params = replace(ask.params, max_tokens=most, min_tokens=fewest, seed=seed)
-            requests.append(Request(len(requests), ids, params, model.eos_ids, refused=refused, grammar=grammar))
+            request = Request(
+                len(requests), ids, params, model.eos_ids, refused=refused, grammar=grammar, pictures=pictures
+            )
+            requests.append(request)
             model.engine.check(requests[-1])
     return requests
 
@@ -263,20 +268,42 @@ def _messages(value: Any, template: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(value: Any, at: str, *, empty: bool) -> str:
+def _content(value: Any, at: str, *, empty: bool) -> str | list[dict[str, Any]]:
+    """A content as templates want it: one text, or parts where pictures are among them."""
     if value is None and empty:
         return ""
     if isinstance(value, str):
         return value
     if not _is_list(value):
         raise _wrong(at, "a text or a list of parts", value)
-    texts = []
+    parts = list[dict[str, Any]]()
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "image_url":
+            parts.append(picture_part(part.get("image_url"), f"{at}.{place}.image_url"))
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _wrong(f"{at}.{place}", 'a part {"type": "text", "text": ...}, others are not supported', part)
-        texts.append(part["text"])
-    return "\n".join(texts)
+            wanted = 'a part {"type": "text", "text": ...} or {"type": "image_url", ...}, others are not supported'
+            raise _wrong(f"{at}.{place}", wanted, part)
+        parts.append({"type": "text", "text": part["text"]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def picture_part(value: Any, at: str) -> dict[str, Any]:
+    """A part with a picture, whose URL holds it: a server that fetched what strangers name could be sent anywhere.
+
+    Args:
+      value: a URL, or an object with it and how much detail is to be seen.
+    """
+    told = value if isinstance(value, dict) else {"url": value}
+    url, detail = told.get("url"), told.get("detail", "auto")
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise _wrong(f"{at}.url", "a data URL (data:image/png;base64,...): nothing is fetched", url)
+    if detail not in ("auto", "low", "high"):
+        raise _wrong(f"{at}.detail", "auto, low or high", detail)
+    return {"type": "image", "image": url, "detail": detail}
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:

@@ -85,7 +85,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise _wrong(at, "an item", item)
         match item.get("type", "message"):
             case "message":
-                messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{at}.content")})
+                content = _content(item.get("content"), f"{at}.content", pictures=item.get("role") == "user")
+                messages.append({"role": item.get("role"), "content": content})
             case "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -103,17 +104,28 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _content(value: Any, at: str) -> str:
+def _content(value: Any, at: str, *, pictures: bool = False) -> Any:
+    """A content as chats have it: one text, or parts where pictures may be and are among them."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise _wrong(at, "a text or a list of parts", value)
-    texts = []
+    texts, parts = list[str](), list[dict[str, Any]]()
     for place, part in enumerate(value):
+        if pictures and isinstance(part, dict) and part.get("type") == "input_image":
+            url = part.get("image_url")
+            if not isinstance(url, str) or not url.startswith("data:"):
+                wanted = (
+                    'a picture {"type": "input_image", "image_url": "data:image/png;base64,..."}: nothing is fetched'
+                )
+                raise _wrong(f"{at}.{place}", wanted, part)
+            parts.append({"type": "image_url", "image_url": {"url": url, "detail": part.get("detail", "auto")}})
+            continue
         if not isinstance(part, dict) or part.get("type") not in _PARTS or not isinstance(part.get("text"), str):
             raise _wrong(f"{at}.{place}", 'a part {"type": "input_text", "text": ...}, others are not supported', part)
         texts.append(part["text"])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def _tool(tool: Any, at: str) -> dict[str, Any]:

@@ -10,12 +10,17 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 4000
 MOST_CYCLES = 400
-# Blue and orange differ for the colour-blind, and in lightness as well.
+# Blue and orange differ for the colour-blind, and in lightness as well. The text's colour stands beside them, as a notebook's theme
+# may be dark where the system is light. Notebooks set the text of HTML in the font of prose, code would lose its columns.
 _STYLE = """<style>
-.dflash pre { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5 }
-.dflash .d { background: #cfe3f7 } .dflash .t { background: #f2b675 } .dflash .e { border-right: 2px solid #777 }
+.dflash pre { font-family: var(--jp-code-font-family, monospace); font-size: var(--jp-code-font-size, 13px);
+  white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.5; margin: 0.5em 0 }
+.dflash .d { background: #cfe3f7; color: #111 } .dflash .t { background: #f2b675; color: #111 }
+.dflash .e { box-shadow: inset -2px 0 #777 } .dflash p { margin: 0.5em 0 }
 .dflash .bar { display: inline-block; width: 4px; margin-right: 1px; background: #4a85bd; vertical-align: bottom }
-@media (prefers-color-scheme: dark) { .dflash .d { background: #1f3d5c } .dflash .t { background: #8f5a1c } }
+@media (prefers-color-scheme: dark) {
+  .dflash .d { background: #1f3d5c; color: #eee } .dflash .t { background: #8f5a1c; color: #eee }
+}
 </style>"""
 
 
@@ -23,14 +28,17 @@ def completion_html(done: "Completion") -> str:
     """HTML without scripts, everything in it escaped. Of more than 4,000 tokens the first are shown."""
     left = len(done.token_ids) - MOST_TOKENS
     more = f"<p>… {left:,} more tokens</p>" if left > 0 else ""
-    legend = '<span class="d">proposed by the drafter</span> <span class="t">the target\'s own</span>'
+    legend = (
+        '<span class="d">proposed by the drafter</span> <span class="t">the target\'s own</span> '
+        '<span class="e">a cycle ends&nbsp;</span>'
+    )
     stats = done.stats
     figures = (
         f"{len(done.token_ids):,} tokens, {stats.tokens_per_cycle:.2f} tokens per cycle, {stats.tokens_per_s:.0f} tokens/s, "
-        f"{escape(done.finish_reason)}"
+        f"ended by: {escape(done.finish_reason)}"
     )
     text = "".join(_spans(done))
-    return f'{_STYLE}<div class="dflash"><pre>{text}</pre>{more}{_strip(done)}<p>{figures} · {legend}</p></div>'
+    return f'{_STYLE}<div class="dflash"><pre>{text}</pre>{more}{_strip(done)}<p>{figures}</p><p>{legend}</p></div>'
 
 
 def _spans(done: "Completion") -> Iterator[str]:

@@ -74,7 +74,7 @@ from dflash_kernels.matmul.float8.reference import Float8Rows
 from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_refusal
 from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
-from dflash_kernels.quantize.api import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
+from dflash_kernels.quantize.api import column_scales, quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
 from dflash_kernels.ranks.api import (
     GATHERED,
     gather_ranks,
@@ -120,6 +120,7 @@ __all__ = [
     "chain_exchange",
     "chain_ranks",
     "chain_stream",
+    "column_scales",
     "deinterleave_columns",
     "delta_fold",
     "delta_prefill",

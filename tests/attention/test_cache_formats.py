@@ -188,14 +188,19 @@ def test_what_cannot_be_kept_so() -> None:
         check_cache_dtype(GQA, "int4")
     with pytest.raises(ParameterError, match='"int8" is for keys and values of heads'):
         check_cache_dtype(MLA, "int8")
+    with pytest.raises(ParameterError, match='"fp8_e5m2" is for keys and values of heads'):
+        check_cache_dtype(MLA, "fp8_e5m2")
 
 
-def test_heads_are_read_as_they_are_kept() -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"), [("fp8", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2)], ids=["fp8", "e5m2"]
+)
+def test_heads_are_read_as_they_are_kept(name, kept) -> None:
     """Grouped-query attention over float8 pools, a scale for each head, against float32 attention to what the pools stand for."""
     qkv = jnp.asarray(np.random.default_rng(0).standard_normal((1, 20, 64)), jnp.float32)
     scales = [np.array(scale, np.float32) for scale in ([0.5, 0.03125], [0.25, 0.0625])]
     chosen = CacheScales((scales[0],) * 2, (scales[1],) * 2)
-    pages = make_pages(GQA, 4, 8, jnp.dtype(jnp.float32), cache_dtype="fp8", scales=chosen)
+    pages = make_pages(GQA, 4, 8, jnp.dtype(jnp.float32), cache_dtype=name, scales=chosen)
 
     @jax.jit
     def both(params, pages):
@@ -206,12 +211,12 @@ def test_heads_are_read_as_they_are_kept() -> None:
 
     out, pages, (q, k, v) = both(params_of(GQA), pages)
     read = [
-        jnp.asarray((np.asarray(x) / s[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * s[:, None])
+        jnp.asarray((np.asarray(x) / s[:, None]).astype(kept).astype(np.float32) * s[:, None])
         for x, s in zip((k, v), scales, strict=True)
     ]
     true = masked_attention(q, *read, jnp.tril(jnp.ones((1, 20, 20), bool)), 8**-0.5)
     np.testing.assert_allclose(out, true, rtol=0, atol=1e-5)
-    assert pages.k[1].dtype == jnp.float8_e4m3fn
+    assert pages.k[1].dtype == kept
     np.testing.assert_array_equal(pages.k_scale[1], scales[0])
 
 

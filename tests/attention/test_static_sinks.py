@@ -154,15 +154,15 @@ def rows_of(pool: np.ndarray, pages: np.ndarray, count: int) -> np.ndarray:
 @pytest.mark.parametrize("stored", [None, ml_dtypes.float8_e4m3fn, np.int8], ids=["float32", "fp8", "int8"])
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_any_number_in_pages_of_any_format(count: int, stored: Any) -> None:
-    """Numbers that fill no page, beside garbage; queries of a sequence that is idle see no sink."""
+    """Numbers that fill no page, beside garbage, values of another width; queries of a sequence that is idle see no sink."""
     case: Case = make_case(
-        [9, 0, 3, 14], [3, 3, 2, 1], t=3, group=2, head_dim=16, page_size=PAGE, stored=stored, seed=count
+        [9, 0, 3, 14], [3, 3, 2, 1], t=3, group=2, head_dim=16, value_dim=24, page_size=PAGE, stored=stored, seed=count
     )
     q, k, v, table, lens, q_lens = case.arrays()
     used = {page for row, length in enumerate(case.seq_lens) for page in case.page_table[row, : -(-length // PAGE)]}
     pages = np.array([page for page in range(k.shape[0]) if page not in used], np.int32)[::-1]
     rng = np.random.default_rng(count)
-    sinks = [0.5 * rng.standard_normal((count, 2, 16)).astype(np.float32) for _ in "kv"]
+    sinks = [0.4 * rng.standard_normal((count, 2, dim)).astype(np.float32) for dim in (16, 24)]
     scales: Any = {name: case.options[name] for name in ("k_scale", "v_scale") if name in case.options}
     kept = jax.jit(write_static_sinks)(k, v, *sinks, pages, **scales)
     given = scales | ({} if kept.k_scale is None else {"k_scale": kept.k_scale})

@@ -20,7 +20,8 @@ TYPED = {
     "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
     "cache_dtype_skip_layers": ("0,sliding_window", ["0", "sliding_window"]), "draft_cache_dtype": ("fp8", "fp8"),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
-    "draft_window": ("128", 128), "tp": ("2", 2), "decode_context_parallel_size": ("2", 2),
+    "draft_window": ("128", 128), "exact": (None, True), "tp": ("2", 2), "vision": ("no", False),
+    "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
 
@@ -45,7 +46,7 @@ def test_values_reach_load(name, tmp_path):
     (tmp_path / "texts").write_text("a\n")
     typed, wanted = TYPED[name]
     typed = str(tmp_path / "texts") if typed == "FILE" else typed
-    args = build_parser().parse_args(["info", f"--{name.replace('_', '-')}", typed])
+    args = build_parser().parse_args(["info", f"--{name.replace('_', '-')}", *([] if typed is None else [typed])])
     assert load_options(args)[name] == wanted
 
 

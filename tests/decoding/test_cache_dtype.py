@@ -1,5 +1,6 @@
 """The shipped pair with its target's pages in eight bits, on scales found on Python text."""
 
+import dataclasses
 import functools
 import inspect
 
@@ -11,12 +12,13 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.attention.dense import masked_attention
 from dflash_jax.attention.paged import PagedAttend
-from dflash_jax.cache import CacheScales, check_cache_dtype, make_pages, page_bytes
+from dflash_jax.cache import CacheScales, check_cache_dtype, layer_specs, make_pages, page_bytes
 from dflash_jax.checkpoints.cache_scales import read_scales
 from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.config import Qwen3Config
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_named, init_params
+from dflash_jax.models.presets import DEEPSEEK_TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.kv_formats import without_layers
 
@@ -128,9 +130,26 @@ def test_what_the_shipped_pair_cannot_have() -> None:
 def test_no_layer_and_no_side_is_left_out(wanted) -> None:
     # The function itself: in test runs a shape checker around it would speak first.
     with pytest.raises(
-        ParameterError, match='must be None, "fp8", "int8" or "fp8_packed", one for keys and values of all layers'
+        ParameterError,
+        match='must be None, "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of all layers',
     ):
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
+
+
+def test_pages_in_float8_e5m2(make_pair, make_prompts) -> None:
+    """Under vLLM's name, on scales of 1, for target and drafter: text is that of plain decoding."""
+    assert LoadOptions(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2").cache_dtype == "fp8_e5m2"
+    pair = make_pair(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2")
+    for pages in pair.engine.take_pools():
+        assert {str(pool.dtype) for pool in (*pages.k, *pages.v)} == {"float8_e5m2"}
+        assert all((scale == 1).all() for scale in (*pages.k_scale, *pages.v_scale))
+    assert page_bytes(pair.target, 16, jnp.dtype(jnp.float32), cache_dtype="fp8_e5m2") * 4 == page_bytes(
+        pair.target, 16, jnp.dtype(jnp.float32)
+    )
+    prompts, params = make_prompts((30, 7)), dj.SamplingParams(max_tokens=12)
+    assert pair.run(prompts, params)[0] == pair.run(prompts, params, draft=False)[0]
+    with pytest.raises(ParameterError, match="calibration finds scales for"):
+        LoadOptions(cache_dtype="fp8_e5m2", calibration=TEXTS)
 
 
 def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> None:
@@ -188,3 +207,45 @@ def test_layers_are_named_as_in_vllm() -> None:
     ):
         with pytest.raises(ParameterError, match=r"cache_dtype"):
             LoadOptions(**wrong)
+
+
+def test_keys_in_int8_beside_values_as_they_are(make_pair, make_prompts) -> None:
+    """No calibration: each key brings its scale. Text is that of plain decoding, pages found again bring their scales along."""
+    kind = jnp.dtype(jnp.float32)
+    pair = make_pair(cache_dtype="int8_keys")
+    pages, _ = pair.engine.take_pools()
+    assert [str(pool.dtype) for pool in (*pages.k, *pages.v)] == ["int8"] * 2 + ["float32"] * 2
+    assert pages.v_scale == ()
+    kept = sum(leaf.nbytes for leaf in (*pages.k, *pages.v, *pages.k_scale))
+    assert kept == pair.engine.num_pages * page_bytes(pair.target, 16, kind, cache_dtype="int8_keys")
+    prompts, params = make_prompts((40, 7)), dj.SamplingParams(max_tokens=12)
+    plain = pair.run(prompts, params, draft=False)[0]
+    assert pair.run(prompts, params)[0] == plain
+    assert [pair.run([prompt], params)[0][0] for prompt in prompts] == plain
+    with pytest.raises(ParameterError, match='"int8_keys" is for keys and values of heads'):
+        check_cache_dtype(DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], "int8_keys")
+    assert LoadOptions(cache_dtype="int8_keys").cache_dtype == "int8_keys"
+
+
+class OtherValues(Qwen3Config):
+    """Keys of 16 entries, values of 24."""
+
+    @property
+    def value_dims(self) -> tuple[int, ...]:
+        return (24,) * self.cached_layers
+
+
+@pytest.mark.parametrize(("kept", "entry"), [(None, (4, 4)), ("fp8", (1, 1)), ("int8", (1, 1)), ("int8_keys", (1, 4))])
+def test_pools_of_values_of_another_head_dim(kept, entry) -> None:
+    """Their shapes, scales and bytes."""
+    base, kind = target_config(), jnp.dtype(jnp.float32)
+    config = OtherValues(**{field.name: getattr(base, field.name) for field in dataclasses.fields(base)})
+    pages = make_pages(config, 3, 8, kind, cache_dtype=kept)
+    assert {pool.shape for pool in pages.k} == {(3, 1, 8, 16)}
+    assert {pool.shape for pool in pages.v} == {(3, 1, 8, 24)}
+    if kept == "int8":
+        assert {scale.shape for scale in pages.v_scale} == {(1, 24)}
+    scales = 4 if kept in ("int8", "int8_keys") else 0
+    of_token = 2 * (16 * entry[0] + 24 * entry[1] + scales)
+    assert page_bytes(config, 8, kind, cache_dtype=kept) == 8 * of_token
+    assert sum(spec.entries for spec in layer_specs(config, kept)) == 2 * 40

@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,7 +270,16 @@ def test_an_engine_reaches_as_far_as_it_serves() -> None:
         replace(one, rope=replace(one.rope, kind="dynamic", factor=2.0))
         for one in (target(), draft(num_target_layers=4, nested={"target_layer_ids": [0, 1]}))
     ]
-    checkpoints = [SimpleNamespace(config=one, family=family_for(one), dtype="float32") for one in pair]
+    own = {
+        "dtype": "float32",
+        "folder": Path(),
+        "notices": [],
+        "cache_dtype": None,
+        "cache_scales": None,
+        "vision": None,
+    }
+    own |= dict.fromkeys(("expect", "load"), print)
+    checkpoints = [SimpleNamespace(config=one, family=family_for(one), **own) for one in pair]
     engine, _ = inspect.unwrap(plan_engine)(*checkpoints, LoadOptions(max_model_len=200, max_batch=1))  # type: ignore[arg-type]
     assert engine.target.rope.reach == engine.draft.rope.reach == 200
     assert reaching(target(), 200) == target()

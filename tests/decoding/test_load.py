@@ -1,7 +1,9 @@
 """`load`: which drafter is taken, what must fit, and what a folder without a tokenizer can still do."""
 
 import inspect
+import io
 import json
+import re
 import subprocess
 import sys
 
@@ -276,6 +278,19 @@ def test_options_of_the_wrong_kind_are_refused_at_once(target, options, said):
 def test_options_of_a_template_that_is_not_used_are_refused(target):
     with pytest.raises(dj.ParameterError, match="chat=True"):
         dj.generate(dj.load(target, max_batch=1), [5, 6], PARAMS, chat_options={"enable_thinking": False})
+
+
+def test_a_bar_counts_every_array_that_is_read(target, capsys, monkeypatch):
+    dj.load(target, max_batch=1)
+    assert "weights" not in capsys.readouterr().err
+    dj.load(target, max_batch=1, progress=True)
+    told = capsys.readouterr()
+    assert told.out == ""
+    count, total = re.findall(r"(\d+)/(\d+) \[", told.err)[-1]
+    assert count == total != "0"
+    monkeypatch.setattr(sys, "stderr", type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})())
+    dj.load(target, max_batch=1, progress=True)  # in a notebook
+    assert "weights: 100%" in capsys.readouterr().out
 
 
 def test_interrupt_outside_the_device_calls(target, monkeypatch):

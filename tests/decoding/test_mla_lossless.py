@@ -102,7 +102,7 @@ def plain(engine) -> list[list[int]]:
 
 def test_what_the_pages_keep(engine) -> None:
     target, draft = engine.take_pools()
-    assert layer_specs(TARGET) == (LayerSpec(1, 30, values=False),) * 2
+    assert layer_specs(TARGET) == (LayerSpec(1, 30, None),) * 2
     assert [pool.shape for pool in target.k] == [(engine.num_pages, 1, 16, 30)] * 2
     assert target.v == ()
     assert target.page_size == 16

@@ -126,7 +126,7 @@ def test_scales_of_latent_rows_are_found(model: dj.Model) -> None:
 
 def test_what_the_pages_keep(model: dj.Model) -> None:
     target, _ = model.engine.take_pools()
-    assert layer_specs(CONFIG) == (LayerSpec(1, 20, values=False, index=8), LayerSpec(1, 20, values=False))
+    assert layer_specs(CONFIG) == (LayerSpec(1, 20, None, index=8), LayerSpec(1, 20, None))
     assert [pool.shape for pool in target.index] == [(model.engine.num_pages, 1, 16, 8)]
     assert (target.index[0].dtype, target.index_scale) == (jnp.float32, ())
     # Two latent rows of 20 numbers, and an index key of 8 in float32 or, with its scale, in float8.

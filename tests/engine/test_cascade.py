@@ -74,7 +74,7 @@ def test_when_it_pays(sharers: int, slots: int, verified: int, tokens: int, pays
 
 
 def test_layers_that_can() -> None:
-    full, window, latent = LayerSpec(8, 128), LayerSpec(8, 128, window=512), LayerSpec(1, 576, values=False)
+    full, window, latent = LayerSpec(8, 128, 128), LayerSpec(8, 128, 128, window=512), LayerSpec(1, 576, None)
     assert layer_costs([full, window, latent], [262144, 262144, 73728], 32, 64) == (LAYER,)
 
 

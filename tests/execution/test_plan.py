@@ -89,7 +89,8 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
         ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"convolved": True}, "persistent", "convolved along the block"),
         ({"window": True}, "in_layer", "sliding windows"), ({"sinks": True}, "in_layer", "sinks"),
-        ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"), ({"gated": True}, "in_layer", "attention is gated"),
+        ({"rotary_dim": 64}, "in_layer", "64 of a head's 128"), ({"paired": True}, "in_layer", "lie next to each other"),
+        ({"gated": True}, "in_layer", "attention is gated"),
         ({"delta": DeltaTraits(12352, 4096)}, "in_layer", "gated delta nets"),
     ],
 )  # fmt: skip

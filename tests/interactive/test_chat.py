@@ -108,8 +108,8 @@ def test_ctrl_c_stops_the_answer_alone(terminal_of, chat, capsys, monkeypatch, t
     file = tmp_path / "talk.json"
     kept = dj.Chat.stream
 
-    def interrupted(self, text):
-        for piece in kept(self, text):
+    def interrupted(self, text, **shown):
+        for piece in kept(self, text, **shown):
             yield piece
             if text == "def f(":
                 signal.raise_signal(signal.SIGINT)

@@ -58,6 +58,7 @@ def make_case(
     kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 64,
+    value_dim: int | None = None,
     page_size: int = 16,
     dtype: Any = np.float32,
     seed: int = 0,
@@ -71,13 +72,15 @@ def make_case(
 
     Tokens of the sequences are the same for every `page_size`, `width`, `garbage` and `shuffled`: pages of different sequences
     interleave and a sequence's pages are in no order, unless `shuffled` is False. `stored` is the dtype of the pages where it is
-    not that of the queries: float8_e4m3fn, with a scale for each KV head, or int8, with scales of each token and of each channel.
+    not that of the queries: float8, with a scale for each KV head, or int8, with scales of each token and of each channel.
     """
     rng = np.random.default_rng(seed)
     b, longest = len(seq_lens), max(*seq_lens, 1)
     q_lens = [t] * b if q_lens is None else list(q_lens)
     q = rng.standard_normal((b, t, kv_heads * group, head_dim)).astype(dtype)
-    tokens = rng.standard_normal((2, b, longest, kv_heads, head_dim)).astype(dtype)
+    value_dim = head_dim if value_dim is None else value_dim
+    widest = max(head_dim, value_dim)
+    tokens = rng.standard_normal((2, b, longest, kv_heads, widest)).astype(dtype)
     k_scale = v_scale = None
     if stored is not None:
         tokens, k_scale, v_scale = quantised(tokens, stored, rng)
@@ -89,7 +92,7 @@ def make_case(
     order = rng.permutation(pages) if shuffled else np.arange(pages)
     width = max(*needed, 1) + 1 if width is None else width
     table = np.array([[GARBAGE_ENTRIES[(row + column) % 4] for column in range(width)] for row in range(b)], np.int32)
-    pools = np.full((2, pages, kv_heads, page_size, head_dim), 113 if stored == np.int8 else garbage, tokens.dtype)
+    pools = np.full((2, pages, kv_heads, page_size, widest), 113 if stored == np.int8 else garbage, tokens.dtype)
     paged_scale = np.full((pages, kv_heads, page_size), garbage, np.float32)
     for row, length in enumerate(seq_lens):
         own = order[sum(needed[:row]) :][: needed[row]]
@@ -101,7 +104,18 @@ def make_case(
     if stored is not None:
         options |= {"k_scale": paged_scale if stored == np.int8 else k_scale, "v_scale": v_scale}
     lens = np.array(seq_lens, np.int32), np.array(q_lens, np.int32)
-    return Case(q, pools[0], pools[1], table, *lens, options)
+    k_pages, v_pages = pools[0][..., :head_dim], pools[1][..., :value_dim]
+    if stored == np.int8:
+        options["v_scale"] = options["v_scale"][:, :value_dim]
+    return Case(q, k_pages, v_pages, table, *lens, options)
+
+
+def with_wide_values(case: Case) -> Case:
+    """A case in int8 with the values that its codes stand for, in the queries' dtype; NaN where keys' scales are."""
+    wide = case.v_pages.astype(np.float32) * case.options["v_scale"][:, None]
+    wide = np.where(np.isnan(case.options["k_scale"])[..., None], np.nan, wide).astype(case.q.dtype)
+    options = {name: option for name, option in case.options.items() if name != "v_scale"}
+    return dataclasses.replace(case, v_pages=wide, options=options)
 
 
 def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -112,8 +126,9 @@ def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tupl
         v_scale = np.abs(tokens[1]).max(axis=(0, 1)).astype(np.float32) / 127
         whole = np.stack([tokens[0] / k_scale[..., None], tokens[1] / v_scale])
         return np.round(whole.astype(np.float32)).astype(np.int8), k_scale, v_scale
-    # Up to near the largest, 448; the smallest have no exponent of their own.
-    scales = rng.uniform(0.012, 0.03, (2, kv_heads)).astype(np.float32)
+    # Up to near the largest; e4m3's smallest have no exponent of their own.
+    scales = rng.uniform(0.012, 0.03, (2, kv_heads)) * (448 / float(jnp.finfo(stored).max))
+    scales = scales.astype(np.float32)
     return (tokens / scales[:, None, None, :, None]).astype(np.float32).astype(stored), *scales
 
 
@@ -123,12 +138,12 @@ def alibi(seen: Sequence[int], position: int, sqrt: bool) -> np.ndarray:
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Output `[B, T, N, H]` and lse `[B, T, N]` in float64; reads nothing but what a query may see."""
-    b, t, n, h = case.q.shape
+    """Output `[B, T, N, V]` and lse `[B, T, N]` in float64; reads nothing but what a query may see."""
+    b, t, n = case.q.shape[:3]
     kv_heads, page_size = case.k_pages.shape[1:3]
     options = {"causal": True, "window": None, "soft_cap": None, "sinks": None, "alibi_slopes": None} | case.options
     left, right = options["window"] or (None, None)
-    out, lse = np.zeros((b, t, n, h)), np.full((b, t, n), -np.inf)
+    out, lse = np.zeros((b, t, n, case.v_pages.shape[3])), np.full((b, t, n), -np.inf)
     for row in range(b):
         for i in range(case.q_lens[row]):
             position = case.seq_lens[row] - case.q_lens[row] + i

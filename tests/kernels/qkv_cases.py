@@ -13,6 +13,7 @@ from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_writ
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 BF16, F16, F32, FP8, INT8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.int8
+E5M2 = jnp.float8_e5m2
 SLOTS = (3, -1, 17, 79, 40, -2_147_483_648, 0)
 GPU = pytest.mark.gpu
 CANDIDATES = (
@@ -36,11 +37,23 @@ class Case:
     page_size: int = 16
     zero_centered: bool = False
     beside: int = 0
+    value_dim: int | None = None
+    wide_values: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Static arguments of the operation."""
         return {"zero_centered": self.zero_centered, "beside": self.beside} if self.layers == 1 else {}
+
+    @property
+    def values(self) -> int:
+        """Head dim of the values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of queries, keys, values and what stands beside."""
+        return [self.n * self.head_dim, self.k * self.head_dim, self.k * self.values, self.beside * self.head_dim]
 
     @property
     def pool(self) -> tuple[int, int, int, int]:
@@ -66,6 +79,13 @@ CASES = {
     "wide-to-narrow": Case(dtype=F32, pages=BF16),
     "fp8": Case(pages=FP8, scalar=True),
     "fp8-by-head": Case(pages=FP8, dtype=F32, k=4),
+    "e5m2": Case(pages=E5M2, scalar=True),
+    "e5m2-by-head": Case(pages=E5M2, dtype=F32, k=4),
+    "values32": Case(half=16, value_dim=32, beside=1),
+    "values96-fp8": Case(pages=FP8, head_dim=64, half=32, value_dim=96),
+    "values24-int8": Case(pages=INT8, dtype=F16, head_dim=64, half=8, value_dim=24),
+    "int8-keys": Case(pages=INT8, wide_values=True),
+    "int8-keys-values32": Case(pages=INT8, dtype=F32, value_dim=32, wide_values=True),
     "int8": Case(pages=INT8),
     "int8-partial": Case(pages=INT8, dtype=F16, head_dim=64, half=8, k=1),
 }  # fmt: skip
@@ -90,9 +110,15 @@ def bits(array: Any) -> np.ndarray:
 def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     """Arguments of `qkv_write_reference`; with several layers of `kv_write_reference`."""
     rng = np.random.default_rng(seed)
-    t, heads = len(case.slots), (case.n if case.layers == 1 else 0) + 2 * case.k * case.layers + case.beside
+    t, width = len(case.slots), sum(case.widths) if case.layers == 1 else sum(case.widths[1:3]) * case.layers
     angles = rng.uniform(-100, 100, (t, case.half))
-    pools = [[random_bits(rng, case.pool, case.pages or case.dtype) for _ in range(2)] for _ in range(case.layers)]
+    pools = [
+        [
+            random_bits(rng, (*case.pool[:3], case.head_dim), case.pages or case.dtype),
+            random_bits(rng, (*case.pool[:3], case.values), (not case.wide_values and case.pages) or case.dtype),
+        ]
+        for _ in range(case.layers)
+    ]
 
     def weight() -> np.ndarray | None:
         low = -0.5 if case.zero_centered else 0.5
@@ -101,12 +127,16 @@ def inputs(case: Case, seed: int = 0) -> dict[str, Any]:
     def scales() -> tuple[Any, Any]:
         if case.pages == INT8:
             rows = random_bits(rng, case.pool[:3], np.float32)
-            return rows, rng.uniform(0.005, 0.03, (case.k, case.head_dim)).astype(np.float32)
+            if case.wide_values:
+                return rows, None
+            return rows, rng.uniform(0.005, 0.03, (case.k, case.values)).astype(np.float32)
         by_head = () if case.scalar else (case.k,)
         keys, values = (np.asarray(rng.uniform(0.004, 0.03, by_head), np.float32) for _ in range(2))
+        if case.pages == E5M2:  # some numbers are past its range, too
+            return keys / np.float32(128), values / np.float32(128)
         return (keys, values) if case.pages == FP8 else (None, None)
 
-    x = 3 * rng.standard_normal((t, heads * case.head_dim)).astype(np.float32)
+    x = 3 * rng.standard_normal((t, width)).astype(np.float32)
     made = {"slots": np.array(case.slots, np.int32), "cos": None, "sin": None}
     made["qkv" if case.layers == 1 else "kv"] = x.astype(case.dtype)
     if case.half:
@@ -129,8 +159,9 @@ def run(arguments: dict[str, Any], *, candidate: str, several: bool = False, **o
 
 def true_heads(case: Case, arguments: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, keys and values in float64."""
-    heads = arguments["qkv"].astype(np.float64).reshape(len(case.slots), -1, case.head_dim)
-    q, k, v, _ = np.split(heads, [case.n, case.n + case.k, case.n + 2 * case.k], axis=1)
+    parts = np.split(arguments["qkv"].astype(np.float64), np.cumsum(case.widths)[:3], axis=1)[:3]
+    dims = case.head_dim, case.head_dim, case.values
+    q, k, v = (x.reshape(len(case.slots), -1, dim) for x, dim in zip(parts, dims, strict=True))
 
     def finished(x: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
         if weight is not None:
@@ -184,17 +215,23 @@ def check_pools(case: Case, given: dict[str, Any], k_pages: Any, v_pages: Any, k
         untouched(case, given["k_scale"], k_scale)
         scale = rows_of(np.asarray(k_scale)[..., None], slots)
         near(scale[..., 0], np.abs(true_k).max(-1) / 127, case.dtype, 0, roundings=8)
-        v_scale, k_step = given["v_scale"], 0.5
-        true_v = np.clip(true_v, -127 * v_scale.astype(np.float64), 127 * v_scale.astype(np.float64))
+        k_step, v_scale = 0.5, np.ones(1, np.float32)
+        if case.wide_values:
+            true_v = true_v.astype(case.dtype).astype(np.float64)
+            assert (v == true_v).all()
+        else:
+            v_scale = given["v_scale"]
+            true_v = np.clip(true_v, -127 * v_scale.astype(np.float64), 127 * v_scale.astype(np.float64))
         assert (np.abs(k).max(-1) == 127).all()
         v_error = 0.5 * v_scale
     else:
+        most, half = float(jnp.finfo(case.pages).max), float(jnp.finfo(case.pages).eps) / 2
         scale, v_scale = (np.asarray(given[name]).reshape(-1, 1) for name in ("k_scale", "v_scale"))
         true_k, true_v = (
-            np.clip(x, -448 * s.astype(np.float64), 448 * s) for x, s in ((true_k, scale), (true_v, v_scale))
+            np.clip(x, -most * s.astype(np.float64), most * s) for x, s in ((true_k, scale), (true_v, v_scale))
         )
-        k_step = np.maximum(np.abs(k.astype(np.float64)) / 16, 2.0**-10)
-        v_error = np.maximum(np.abs(v.astype(np.float64)) / 16, 2.0**-10) * v_scale
+        k_step = np.maximum(np.abs(k.astype(np.float64)) * half, 2.0**-10)
+        v_error = np.maximum(np.abs(v.astype(np.float64)) * half, 2.0**-10) * v_scale
     slack = 8 * float(jnp.finfo(case.dtype).eps) * np.abs(true_k).max()
     assert (np.abs(k.astype(np.float64) * scale - true_k) <= k_step * scale * 1.001 + slack).all()
     assert (np.abs(v.astype(np.float64) * v_scale - true_v) <= v_error * 1.001).all()

@@ -86,7 +86,7 @@ def make_case(
 
 
 def in_eight_bits(case: Case, stored: Any) -> Case:
-    """The case with its pages in int8 or float8_e4m3fn, their scales as options, and packed keys and values as those stand for.
+    """The case with its pages in int8 or float8, their scales as options, and packed keys and values as those stand for.
 
     Unused rows are NaN where the dtype has one, else their scales are.
     """
@@ -94,8 +94,8 @@ def in_eight_bits(case: Case, stored: Any) -> Case:
     for name, pool, array in (("k", case.k_pages, case.k), ("v", case.v_pages, case.v)):
         wide = pool.astype(np.float32)
         seen = np.where(np.isfinite(wide), np.abs(wide), 0)
-        if stored == jnp.float8_e4m3fn:
-            scale = seen.max(axis=(0, 2, 3)) / 300
+        if stored != np.int8:
+            scale = seen.max(axis=(0, 2, 3)) / (float(jnp.finfo(stored).max) * 0.67)
             factor = scale[:, None, None]
         elif name == "k":
             scale = np.where(np.isfinite(wide).all(axis=3), np.maximum(seen.max(axis=3), 1e-9) / 127, np.nan)

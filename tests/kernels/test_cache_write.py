@@ -148,8 +148,9 @@ def test_an_unknown_implementation_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": (3, 2, 8)}, r"k \(3, 2, 8\) and v \(4, 2, 8\)"),
-        ({"v_pages": (5, 2, 16, 8)}, "do not fit pages"),
+        ({"k": (3, 2, 8)}, r"k \(3, 2, 8\) \[T, K, H\] and v \(4, 2, 8\)"),
+        ({"v_pages": (5, 2, 16, 8)}, "must agree in all but the head dim"),
+        ({"v_pages": (6, 2, 16, 16)}, "do not fit pages"),
         ({"k": (4, 1, 8), "v": (4, 1, 8)}, "do not fit pages"),
         ({"slots": (5,)}, "one slot for each of 4 tokens"),
     ],

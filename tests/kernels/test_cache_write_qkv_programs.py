@@ -137,7 +137,7 @@ def test_refusals_name_their_reason(changes: dict[str, Any], reason: str) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"v_pages": np.zeros((5, 2, 8, 128), np.float32)}, "must be alike"),
+        ({"v_pages": np.zeros((5, 2, 8, 128), np.float32)}, "must agree in all but the head dim"),
         ({"qkv": np.zeros((7, 100), np.float32)}, r"qkv \(7, 100\) must be \[T, \(N \+ 2 \* 2\) \* 128\]"),
         ({"qkv": np.zeros((7, 512), np.float32)}, "with a query head or more"),
         ({"slots": np.zeros(6, np.int32)}, "one slot for each of 7 tokens"),
@@ -145,7 +145,7 @@ def test_refusals_name_their_reason(changes: dict[str, Any], reason: str) -> Non
         ({"sin": np.zeros((7, 65), np.float32), "cos": np.zeros((7, 65), np.float32)}, "at most 128 rotary dims"),
         ({"k_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
         ({"q_norm": np.zeros(64, np.float32)}, "one weight for each of 128 dims"),
-        ({"k_scale": np.zeros(2, np.float32)}, "take no scales"),
+        ({"k_scale": np.zeros(2, np.float32)}, "take no k_scale"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), np.int8)), r"take k_scale \(5, 2, 16\)"),
         (dict.fromkeys(("k_pages", "v_pages"), np.zeros((5, 2, 16, 128), FP8)) | {"v_scale": np.ones(3)}, r"number or \(2,\)"),
     ],

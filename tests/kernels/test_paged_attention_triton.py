@@ -9,7 +9,7 @@ import pytest
 from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.attention.paged.triton import Tuning, paged_attention_triton
 
-from .attention_oracle import Case, make_case, oracle
+from .attention_oracle import Case, make_case, oracle, with_wide_values
 from .triton_tools import interpret, run_as_ampere
 
 SLOPES = (2.0 ** -np.linspace(0.5, 8, 8)).astype(np.float32)
@@ -43,8 +43,15 @@ CASES = {
     "alibi": (5, 4, 64, 64, [90, 3, 0], [5, 5, 2], {"alibi_slopes": SLOPES[:8], "causal": False}, Tuning(splits=2)),
     "alibi-sqrt": (5, 4, 16, 64, [90, 3], None, {"alibi_slopes": SLOPES[:8], "alibi_sqrt": True}, Tuning(splits=1)),
     "fp8": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": jnp.float8_e4m3fn}, Tuning(splits=2)),
+    "e5m2": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": jnp.float8_e5m2}, Tuning(splits=2)),
+    "e5m2-page16": (2, 3, 16, 72, [90, 3], None, {"stored": jnp.float8_e5m2, "causal": False}, Tuning(splits=1)),
+    "values32": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"value_dim": 32}, Tuning(splits=2)),
+    "values80": (3, 3, 5, 64, [33, 4], None, {"value_dim": 80, "causal": False}, Tuning(splits=1)),
+    "values40-int8": (2, 3, 16, 72, [90, 3], None, {"value_dim": 40, "stored": np.int8}, Tuning(splits=2)),
     "int8": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": np.int8}, Tuning(splits=2)),
     "int8-page16": (2, 3, 16, 72, [90, 3], None, {"stored": np.int8, "soft_cap": 1.5}, Tuning(splits=1)),
+    "int8-keys": (5, 4, 64, 128, [90, 3, 0], [5, 3, 2], {"stored": np.int8}, Tuning(splits=2)),
+    "int8-keys-page5": (2, 3, 5, 64, [33, 3], None, {"stored": np.int8, "value_dim": 24}, Tuning(splits=1)),
     "chosen": (4, 4, 64, 128, [150, 70], None, {}, Tuning()),
 }  # fmt: skip
 
@@ -53,7 +60,8 @@ def case_of(name: str, dtype: Any = jnp.float16) -> Case:
     """In float16 for the interpreter, which multiplies the bits of bfloat16."""
     t, group, page_size, head_dim, seq_lens, q_lens, mask, _ = CASES[name]
     shape = {"t": t, "group": group, "page_size": page_size, "head_dim": head_dim, "dtype": dtype}
-    return make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask)
+    case = make_case(seq_lens, q_lens, kv_heads=2, **shape, **mask)
+    return with_wide_values(case) if name.startswith("int8-keys") else case
 
 
 def call_of(case: Case, tuning: Tuning) -> tuple[Any, ...]:

@@ -50,9 +50,9 @@ def test_compiles_to_machine_code(
     assert attend.asm["cubin"]
 
 
-@pytest.mark.few("fp8-90", "int8-80")
+@pytest.mark.few("fp8-90", "int8-80", "e5m2-90")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8], ids=["fp8", "e5m2", "int8"])
 def test_quantised_pages_compile(stored: Any, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     q, pages, _, *rest = shapes(5, 4, 128, 64)

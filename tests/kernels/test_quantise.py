@@ -6,6 +6,7 @@ are. What padding rows do to a layer's quantised output is looked at in tests/at
 
 import inspect
 import math
+from typing import Any
 
 import dflash_kernels
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_kernels import quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
+from dflash_kernels import column_scales, quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
 
 
 @pytest.fixture(autouse=True, params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -179,6 +180,19 @@ def test_the_order_of_swizzled_scales(shape: tuple[int, int]) -> None:
         tile = (i // 128) * found.shape[1] + j // 4
         assert flat[tile * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4] == scales[i, j]
     assert (flat > 0).sum() == scales.size
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("rows", [0, 1, 4, 30])
+def test_scales_in_column_order(rows: int, dtype: Any) -> None:
+    """Those of a group side by side, from 16 bytes to 16 bytes."""
+    scales = np.arange(1, rows * 3 + 1).reshape(rows, 3).astype(dtype)
+    found = np.asarray(column_scales(jnp.asarray(scales)))
+    assert found.shape[0] == 3
+    assert found.strides[0] % 16 == 0
+    assert 0 <= found.shape[1] - rows < 16 // found.itemsize
+    np.testing.assert_array_equal(found[:, :rows], scales.T)
+    assert not found[:, rows:].any()
 
 
 def test_no_rows_at_all() -> None:

@@ -66,7 +66,7 @@ def test_half_precision(dtype: Any, form: str) -> None:
     np.testing.assert_allclose(lse, true_lse, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, np.int8], ids=["fp8", "int8"])
+@pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2, np.int8], ids=["fp8", "e5m2", "int8"])
 @pytest.mark.parametrize("name", ["chunk", "empty", "cap-sinks", "alibi-sqrt"])
 def test_pages_in_eight_bits(name: str, stored: Any) -> None:
     q_lens, kv_lens, changes = CASES[name]
@@ -88,7 +88,7 @@ def test_one_scale_for_all_heads_and_none() -> None:
 def test_scales_that_do_not_fit_are_named() -> None:
     plain = make_case([5, 2], head_dim=16)
     call = inspect.unwrap(ragged_paged_attention)  # in test runs a shape checker around it would speak first
-    with pytest.raises(ValueError, match="k_scale is for float8_e4m3fn and int8 pages; these are float32"):
+    with pytest.raises(ValueError, match="k_scale is for float8 and int8 pages; these are float32"):
         call(*plain.paged(), k_scale=1.0)
     with pytest.raises(ValueError, match=r"int8 pages need v_scale of \(2, 16\), not \(2,\)"):
         call(*in_eight_bits(plain, np.int8).paged(), k_scale=jnp.ones((4, 2, 16)), v_scale=jnp.ones(2))

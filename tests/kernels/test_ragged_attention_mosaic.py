@@ -108,6 +108,7 @@ def test_larger_calls_agree_with_float64(name: str) -> None:
         (None, 80, 96),
         (jnp.float8_e4m3fn, 96, 96),
         (jnp.float8_e4m3fn, 128, 64),
+        (jnp.float8_e5m2, 64, 64),
         (np.int8, 64, 64),
     ],
 )

@@ -77,6 +77,9 @@ def forward(file: dict[str, Any], tensors: dict[str, np.ndarray], ids: list[int]
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
     def turn(x: np.ndarray) -> np.ndarray:
+        if not file.get("is_neox_style", True):
+            a, b = x[..., ::2], x[..., 1::2]
+            return np.stack([a * cos - b * sin, b * cos + a * sin], -1).reshape(x.shape)
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 

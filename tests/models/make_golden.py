@@ -17,12 +17,13 @@ from golden import (
     qwen3_moe_oracle,
     qwen3_oracle,
     sparse_oracle,
+    vision_oracle,
 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "sparse", "dflash", "all")
+    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "sparse", "dflash", "vision", "all")
     parser.add_argument("family", nargs="?", choices=families, default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
@@ -43,6 +44,8 @@ def main() -> None:
         sizes |= sparse_oracle.write_all()
     if family in ("dflash", "all"):
         sizes |= dflash_oracle.write_all()
+    if family in ("vision", "all"):
+        sizes |= vision_oracle.write_all()
     for case, size in sizes.items():
         print(f"{case:28s} {size / 1000:8.1f} kB")
     print(f"{'in all':28s} {sum(sizes.values()) / 1000:8.1f} kB")

@@ -1,5 +1,6 @@
 """What is believed of a `config.json`: keys that publishers write load, everything else is done or refused by name, sizes end."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_keys_of_published_files_that_say_what_is_done_anyway(file: dict[str, An
         (DENSE, "use_qk_norm", False), (MOE, "use_qk_norm", False), (DRAFT, "use_qk_norm", False), (MLA, "use_qk_norm", True),
         (DENSE, "use_qk_norm", 1), (DENSE, "mlp_bias", True), (DENSE, "mlp_bias", 0), (DENSE, "qkv_bias", True),
         (DENSE, "is_encoder_decoder", True), (DENSE, "add_cross_attention", True), (DENSE, "pruned_heads", {"0": [1]}),
-        (DENSE, "num_experts", 4), (DENSE, "is_causal", False), (DENSE, "rope_is_neox_style", False),
+        (DENSE, "num_experts", 4), (DENSE, "is_causal", False), (KIMI, "rope_is_neox_style", False),
         (MLA, "is_neox_style", False), (MOE, "shared_expert_intermediate_size", 8), (MOE, "attn_output_gate", True),
         (MLA, "sliding_window", 128), (MLA, "index_topk", 2048), (MLA, "index_topk", None), (DRAFT, "hc_mult", 4),
         (DRAFT, "gating", True), (DRAFT, "conv_heads", 2), (DRAFT, "enable_confidence_head", True),
@@ -139,11 +140,26 @@ def test_keys_that_would_not_be_done_are_refused_by_name(file: dict[str, Any], k
 
 
 @pytest.mark.parametrize("place", ["top", "inside"])
-@pytest.mark.parametrize("key", ["is_neox_style", "rope_is_neox_style"])
-def test_rotary_pairs_next_to_each_other_are_refused_in_every_spelling(key: str, place: str) -> None:
-    file = DRAFT | {key: False} if place == "top" else nested(DRAFT, "dflash_config", **{key: False})
-    with pytest.raises(ConfigError, match=f"{key} must be true"):
-        read(file)
+@pytest.mark.parametrize(
+    ("key", "value"), [("is_neox_style", False), ("rope_is_neox_style", False), ("rope_interleave", True)]
+)
+def test_rotary_pairs_next_to_each_other_in_every_spelling(key: str, value: bool, place: str) -> None:
+    file = DRAFT | {key: value} if place == "top" else nested(DRAFT, "dflash_config", **{key: value})
+    assert read(file).rope == dataclasses.replace(read(DRAFT).rope, paired=True)
+    assert read(DENSE, **{key: value}).rope.paired
+    assert read(DENSE, rope_scaling=YARN | {key: value}).rope.paired
+    assert not read(DENSE, **{key: not value}).rope.paired
+    config = read(DENSE, **{key: value})
+    assert type(config).from_dict(config.to_dict()) == config
+
+
+def test_two_words_of_rotary_pairs() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is_neox_style of .* and rope_interleave of .* say two things of rotary pairs"
+    ):
+        read(DENSE, is_neox_style=True, rope_interleave=True)
+    with pytest.raises(ConfigError, match="say two things of rotary pairs"):
+        read(nested(DRAFT, "dflash_config", is_neox_style=False), is_neox_style=True)
 
 
 def test_no_key_is_neutral_in_two_ways() -> None:
@@ -190,7 +206,7 @@ def test_both_places_may_agree() -> None:
         ({"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 0.5}}, r"attention_factor=0\.5"),
         ({"rope_scaling": YARN | {"low_freq_factor": 1.0}}, r"low_freq_factor=1\.0"),
         ({"rope_scaling": YARN | {"long_factor": [1.0]}}, r"long_factor=\[1\.0\]"),
-        ({"rope_scaling": YARN | {"is_neox_style": False}}, "is_neox_style=False"),
+        ({"rope_scaling": YARN | {"is_neox_style": 0}}, "is_neox_style(=0| must be true or false)"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}}, "full_attention="),
         ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type must be .*got \['yarn'\]"),
         ({"rope_scaling": YARN | {"attention_factor": -1.0}}, "attention_factor must be positive"),

@@ -34,10 +34,13 @@ LLAMA3 = {
 
 def drawn(kind: str, number: int) -> dict[str, Any]:
     """A `config.json`. Sizes are drawn; eight numbers in a row are all combinations of tied or not, a stretched rotation or not,
-    and biases of all projections (Llama) or windows (Qwen2 and Mistral) or not; of two, each is in one."""
+    and biases of all projections (Llama) or windows (Qwen2 and Mistral) or not; of two, each is in one. Of every two, one turns
+    neighbours together."""
     tied, second, third = (bool(number >> bit & 1) for bit in range(3))
     own = tied != third
     changes = {"num_hidden_layers": 2, "tie_word_embeddings": tied, "rope_scaling": LLAMA3 if tied == second else None}
+    if (number + KINDS.index(kind)) % 2:
+        changes["is_neox_style"] = False
     changes |= {
         "Llama": {"attention_bias": own}, "Qwen2": {"use_sliding_window": own}, "Mistral": {"sliding_window": 13 if own else None},
     }[kind]  # fmt: skip
@@ -51,6 +54,7 @@ def test_what_is_drawn() -> None:
         own = {"Llama": "attention_bias", "Qwen2": "use_sliding_window", "Mistral": "sliding_window"}[kind]
         kinds = {(file["tie_word_embeddings"], bool(file["rope_scaling"]), bool(file[own])) for file in files}
         assert kinds == set(itertools.product((False, True), repeat=3))
+        assert sum("is_neox_style" in file for file in files) == 4
         assert any(file["num_attention_heads"] % 2 for file in files)
 
 

@@ -38,6 +38,15 @@ def test_batches_have_engines_as_their_users_do(decode):
     assert all(engine.max_model_len == 128 + 640 for engine in longer.values())
 
 
+def test_exact_engines_have_as_many_slots_as_they_run(decode):
+    of_batch = decode.resized(decode.engines("small", 64, [2, 3], exact=True), 128)
+    assert {batch: (engine.max_batch, engine.exact) for batch, engine in of_batch.items()} == {
+        2: (2, True),
+        3: (3, True),
+    }
+    assert of_batch[2].weights is of_batch[3].weights
+
+
 def test_floors_know_what_a_drafter_sees(decode):
     (engine,) = decode.engines("small", 64, [2]).values()
     (short,) = decode.resized({2: engine}, 65536, window=1024).values()

@@ -68,7 +68,7 @@ def write_static_sinks(
             )
     place = jnp.arange(count)
     pages, rows = sink_pages[place // page_size], place % page_size
-    if k_pages.dtype.itemsize > 1:
+    if min(k_pages.dtype.itemsize, v_pages.dtype.itemsize) > 1:
         if k_scale is not None or v_scale is not None:
             raise ValueError(f"{k_pages.dtype} pages have no scales")
 
@@ -77,25 +77,23 @@ def write_static_sinks(
 
         return SinksWritten(written(k_pages, sink_k), written(v_pages, sink_v))
     # As tokens of a sequence are written that are neither normed nor rotated.
-    kv = jnp.concatenate([sink_k, sink_v], axis=1).reshape(count, -1)
-    keys, values = (1.0 if scale is None else scale for scale in (k_scale, v_scale))
-    k, v, of_keys = kv_write(
-        (k_pages,), (v_pages,), kv, pages * page_size + rows, k_scale=(keys,), v_scale=(values,)
-    )  # fmt: skip
+    kv = jnp.concatenate([sink_k.reshape(count, -1), sink_v.reshape(count, -1)], axis=1)
+    keys, values = (None if scale is None else (scale,) for scale in (k_scale, v_scale))
+    k, v, of_keys = kv_write((k_pages,), (v_pages,), kv, pages * page_size + rows, k_scale=keys, v_scale=values)
     return SinksWritten(k[0], v[0], k_scale if of_keys is None else of_keys[0])
 
 
 def sink_attention(
     q: Float[Array, "B T N H"],
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     sink_pages: Int[Array, "n"],
     *,
     sinks: int,
     **options: Any,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """`paged_attention` of queries that see `sinks` sink tokens besides, which are in `sink_pages`.
 
     Args:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)  # of pages of keys and values
 FARTHEST = 2**30  # no sequence is as long: from here on a window has no border
 
 
@@ -145,7 +146,7 @@ def plain(number: Any) -> Any:
 def fitting_scale(
     scale: float | Array | None, pages: Array, name: str, int8_shape: tuple[int, ...]
 ) -> Float[Array, "..."] | None:
-    """Float32 scales: `[K]` with float8_e4m3fn pages, `int8_shape` with int8 pages, None with others.
+    """Float32 scales: `[K]` with float8 pages, `int8_shape` with int8 pages, None with others.
 
     Raises:
       ValueError: they do not fit the pages' dtype, or it is none that pages have.
@@ -156,12 +157,12 @@ def fitting_scale(
         if scale is None or shape != int8_shape:
             raise ValueError(f"int8 pages need {name} of {int8_shape}, not {shape}")
         return jnp.asarray(scale, jnp.float32)
-    if pages.dtype == jnp.float8_e4m3fn:
+    if pages.dtype in FLOAT8:
         if shape not in (None, (), (kv_heads,)):
-            raise ValueError(f"float8_e4m3fn pages take a scalar {name} or one of ({kv_heads},), not {shape}")
+            raise ValueError(f"{pages.dtype} pages take a scalar {name} or one of ({kv_heads},), not {shape}")
         return jnp.broadcast_to(jnp.asarray(1.0 if scale is None else scale, jnp.float32), (kv_heads,))
     if not is_wide(pages):
-        raise ValueError(f"pages are bfloat16, float16, float32, float8_e4m3fn or int8, not {pages.dtype}")
+        raise ValueError(f"pages are bfloat16, float16, float32, float8_e4m3fn, float8_e5m2 or int8, not {pages.dtype}")
     if scale is not None:
-        raise ValueError(f"{name} is for float8_e4m3fn and int8 pages; these are {pages.dtype}")
+        raise ValueError(f"{name} is for float8 and int8 pages; these are {pages.dtype}")
     return None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.core.validation import check_axes, check_floats, check_integers
+from dflash_kernels.core.validation import FLOAT8, check_axes, check_floats, check_integers
 
 
 class Heads(NamedTuple):
@@ -53,10 +53,8 @@ class Heads(NamedTuple):
                 f"q_norm {norms[0]} and k_norm {norms[1]} must be one weight for each of {head_dim} dims, or None both"
             )
         shapes = [None if scale is None else scale.shape for scale in (self.k_scale, self.v_scale)]
-        if shapes != [(kv_heads,) if k.dtype == jnp.float8_e4m3fn else None] * 2:
-            raise ValueError(
-                f"pools of {k.dtype} and scales {shapes} do not go together: [{kv_heads}] each for float8_e4m3fn"
-            )
+        if shapes != [(kv_heads,) if k.dtype in FLOAT8 else None] * 2:
+            raise ValueError(f"pools of {k.dtype} and scales {shapes} do not go together: [{kv_heads}] each for float8")
 
     @property
     def norms(self) -> dict[str, Array]:

@@ -124,15 +124,17 @@ class Work:
         masked = functools.partial(step, masked=True)
         begin = self.begin + skip * self.stride
         full_begin, full_end = jnp.maximum(self.full_begin, begin), jnp.maximum(self.full_end, begin)
-        if self.launch.window[0] is not None:
-            carry = lax.fori_loop(begin, full_begin, masked, carry)
-        whole = functools.partial(step, masked=False)
+        whole, windowed = functools.partial(step, masked=False), self.launch.window[0] is not None
         if self.stride == 1:
+            carry = lax.fori_loop(begin, full_begin, masked, carry) if windowed else carry
             carry = lax.fori_loop(full_begin, full_end, whole, carry)
             return lax.fori_loop(full_end, self.end, masked, carry)
-        counts = [self.count(begin, end) for end in (full_end, self.end)]
-        carry = lax.fori_loop(0, counts[0], lambda i, held: whole(begin + i * self.stride, held), carry)
-        return lax.fori_loop(counts[0], counts[1], lambda i, held: masked(begin + i * self.stride, held), carry)
+        first, *counts = [self.count(begin, end) for end in (full_begin, full_end, self.end)]
+        in_turn = lambda which: lambda i, held: which(begin + i * self.stride, held)  # noqa: E731
+        if windowed:
+            carry = lax.fori_loop(0, first, in_turn(masked), carry)
+        carry = lax.fori_loop(first if windowed else 0, counts[0], in_turn(whole), carry)
+        return lax.fori_loop(counts[0], counts[1], in_turn(masked), carry)
 
     def count(self, begin: Any, end: Any) -> Any:
         """Tiles of this split from one of its own on and below `end`."""
@@ -323,7 +325,9 @@ def _tiles(
     tiles = jnp.maximum(high_tile - low_tile, 0)
     share = jnp.maximum(lax.div(tiles + (place.splits - 1), place.splits), launch.min_tiles)
     if stride > 1:
-        begin, end = low_tile + place.split, jnp.maximum(low_tile + tiles, low_tile + place.split)
+        # By its number: which part a tile is in depends on where it lies, not on how many there are.
+        begin = low_tile + lax.rem(place.split + stride - lax.rem(low_tile, jnp.int32(stride)), jnp.int32(stride))
+        end = jnp.maximum(low_tile + tiles, begin)
     elif launch.splits == 1 and not launch.items:
         # Known before the sequence's length is.
         begin, end = low_tile, low_tile + tiles

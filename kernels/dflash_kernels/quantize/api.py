@@ -120,3 +120,14 @@ def swizzle_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "m g 32 4 4"]:
     rows, columns = scales.shape
     padded = jnp.pad(scales, ((0, -rows % 128), (0, -columns % 4)))
     return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)
+
+
+def column_scales(scales: Float[Array, "M G"]) -> Float[Array, "G m"]:
+    """Scales of `quantize_groups` in column order: those of one group of all rows side by side, which a product of blocks copies at
+    once.
+
+    A column begins at a multiple of 16 bytes, as copies into shared memory do: zeros stand behind the last row.
+    """
+    check_axes(scales=(scales, "M G"))
+    per_copy = 16 // scales.dtype.itemsize
+    return jnp.pad(scales, ((0, -scales.shape[0] % per_copy), (0, 0))).T

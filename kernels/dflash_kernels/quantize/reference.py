@@ -1,5 +1,7 @@
 """The definitions in plain jnp. Arithmetic is float32, rounding to nearest with ties to even, whatever the input's dtype."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped, UInt8
@@ -28,7 +30,13 @@ def divide(x: Float[Array, "*s"], by: Float[Array, "..."]) -> Float[Array, "*s"]
 
 def to_e4m3(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """The nearest e4m3 value; past 448 and at infinity it is 448, NaN stays NaN."""
-    return jnp.where(jnp.isnan(x), x, jnp.clip(x, -E4M3_MAX, E4M3_MAX)).astype(E4M3)
+    return to_float8(x, E4M3)
+
+
+def to_float8(x: Float[Array, "*s"], dtype: Any) -> Float[Array, "*s"]:
+    """The nearest value of a float8 dtype; past its largest one and at infinity it is that, NaN stays NaN."""
+    most = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isnan(x), x, jnp.clip(x, -most, most)).astype(dtype)
 
 
 def from_e4m3(x: Shaped[Array, "*s"]) -> Float[Array, "*s"]:

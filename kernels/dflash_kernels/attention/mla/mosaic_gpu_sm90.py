@@ -163,23 +163,23 @@ class Tiles:
         return jnp.minimum(self.kv_len, seen if self.fewest is None else jnp.maximum(seen, self.fewest))
 
     def _ranges(self):
-        """Tiles of this split: [begin, end), in pairs of which the first `whole_pairs` are seen by all live rows."""
+        """Tiles of this split, the pairs that begin at `begin`, `begin + turn` and on, below `end`; all live rows see the first
+        `whole_pairs`. Splits take turns: which one a tile is in depends on where it lies, not on how many there are.
+        """
         launch, heads = self.launch, jnp.int32(self.launch.heads)
         first, last = lax.div(self.first_row, heads), lax.div(self.first_row + (ROWS - 1), heads)
         whole = jnp.maximum(self.limit(first), 0)
         high = jnp.where(first < self.q_len, jnp.maximum(self.limit(jnp.minimum(last, self.q_len - 1)), 0), 0)
-        tiles = dealt = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
-        if launch.rows > ROWS and launch.rows % ROWS:
-            # Two CTAs have some rows in common, and a split may hold what either has written: the same, if tiles are divided alike.
-            longest = jnp.where(self.q_len > 0, jnp.maximum(self.limit(self.q_len - 1), 0), 0)
-            dealt = lax.div(longest + (KEYS - 1), jnp.int32(KEYS))
-        share = jnp.maximum(lax.div(dealt + (launch.splits - 1), jnp.int32(launch.splits)), launch.min_tiles)
-        self.begin = self.split * share
-        self.end = jnp.maximum(jnp.minimum(self.begin + share, tiles), self.begin)
-        self.pairs = lax.div(self.end - self.begin, jnp.int32(2))
-        whole_tiles = jnp.clip(lax.div(whole, jnp.int32(KEYS)), self.begin, self.end) - self.begin
-        self.whole_pairs = lax.div(whole_tiles, jnp.int32(2))
-        self.odd = lax.rem(self.end - self.begin, jnp.int32(2))
+        tiles = lax.div(high + (KEYS - 1), jnp.int32(KEYS))
+
+        def own(pairs):
+            return lax.div(jnp.maximum(pairs - self.split, 0) + (launch.splits - 1), jnp.int32(launch.splits))
+
+        self.begin, self.turn = 2 * self.split, 2 * launch.splits
+        self.end = jnp.maximum(tiles, self.begin)
+        self.pairs = own(lax.div(tiles, jnp.int32(2)))
+        self.whole_pairs = jnp.minimum(own(lax.div(whole, jnp.int32(2 * KEYS))), self.pairs)
+        self.odd = own(lax.div(tiles + 1, jnp.int32(2))) - self.pairs
 
     def start(self, wg):
         """The queries and the first two tiles: each warpgroup copies its half, the right one the rotated parts, too."""
@@ -271,7 +271,11 @@ class Tiles:
     def widen_next(self, wg, tile):
         """The first tile of the next pair, if there is one, while the tensor cores work for this one."""
         if self.launch.quantised:
-            pl.when(tile + 2 < self.end)(functools.partial(self.widen, wg, 0))
+            pl.when(tile + self.turn < self.end)(functools.partial(self.widen, wg, 0))
+
+    def first(self, pair):
+        """The first tile of this split's pair of that number."""
+        return self.begin + pair * self.turn
 
     def clear_unused_values(self, half, stage, tile):
         """Zeroes a half's rows past the sequence: their weight is 0, and 0 * NaN is NaN."""
@@ -307,7 +311,7 @@ class Consumer:
                 acc = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), MATRIX)
                 masked = functools.partial(pair, masked=True)
                 coming = self._coming(0)
-                self.tiles.ask(self.tiles.begin + 2 + wg, coming[wg])
+                self.tiles.ask(self.tiles.first(1) + wg, coming[wg])
                 carry = (acc, row_max, total, *coming)
                 carry = lax.fori_loop(0, self.tiles.whole_pairs, pair, carry)
                 carry = lax.fori_loop(self.tiles.whole_pairs, self.tiles.pairs, masked, carry)
@@ -322,16 +326,16 @@ class Consumer:
 
     def _coming(self, pair):
         """Page ids of the two tiles after a pair, read an iteration before they are needed."""
-        return [self.tiles.pages(self.tiles.begin + 2 * pair + 2 + stage) for stage in range(2)]
+        return [self.tiles.pages(self.tiles.first(pair + 1) + stage) for stage in range(2)]
 
     def _left_pair(self, pair, carry, *, masked=False):
         """The left warpgroup's share of two tiles."""
-        memory, tile, coming = self.tiles.memory, self.tiles.begin + 2 * pair, carry[3:]
-        later = self._coming(pair + 1)
+        memory, tile, coming = self.tiles.memory, self.tiles.first(pair), carry[3:]
+        following, later = tile + self.tiles.turn, self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         acc, row_max, total = self._left_first(tile, carry[:3], masked, lambda: self.tiles.widen(0, 1))
-        self.tiles.fill_half(0, 0, tile + 2, coming[0])
-        self.tiles.ask(tile + 4, later[0])
+        self.tiles.fill_half(0, 0, following, coming[0])
+        self.tiles.ask(following + self.tiles.turn, later[0])
         plgpu.barrier_wait(memory["weights_in"].at[1])
         new_max = self._stat(_MAX + 1)
         alpha = jnp.exp2(row_max - finite(new_max))
@@ -339,12 +343,12 @@ class Consumer:
             self.tiles.clear_unused_values(0, 1, tile + 1)
         acc = softmax.rescaled_where_moved(acc, alpha)
         acc = self._add_values(acc, self._second_weights, 0, 1, lambda: self.tiles.widen_next(0, tile))
-        self.tiles.fill_half(0, 1, tile + 3, coming[1])
+        self.tiles.fill_half(0, 1, following + 1, coming[1])
         return acc, new_max, total * alpha, *later
 
     def _left_single(self, pair, carry):
         self.zero = opaque_zero(pair)
-        return self._left_first(self.tiles.begin + 2 * pair, carry, True)
+        return self._left_first(self.tiles.first(pair), carry, True)
 
     def _left_first(self, tile, carry, masked, meanwhile=None):
         """Scores, with other work under them, and softmax of a first tile, handed to the other warpgroup, and its left values."""
@@ -373,13 +377,13 @@ class Consumer:
 
     def _right_pair(self, pair, carry, *, masked=False):
         """The right warpgroup's share of two tiles: its softmax of the second runs under the product of the first."""
-        memory, tile, coming = self.tiles.memory, self.tiles.begin + 2 * pair, carry[3:]
-        later = self._coming(pair + 1)
+        memory, tile, coming = self.tiles.memory, self.tiles.first(pair), carry[3:]
+        following, later = tile + self.tiles.turn, self._coming(pair + 1)
         self.zero = opaque_zero(pair)
         self.tiles.widen(1, 1)
         # The maximum is found before the first tile's weights are there: the rest of the softmax is as long as the product.
         found, highest = self._scores(1, tile + 1, masked)
-        self.tiles.fill_rotated(1, tile + 3, coming[1])
+        self.tiles.fill_rotated(1, following + 1, coming[1])
         acc, row_max, total = self._right_values(*carry[:3])
         if masked:
             self.tiles.clear_unused_values(1, 0, tile)
@@ -394,22 +398,22 @@ class Consumer:
             self.tiles.together()
 
         acc = self._add_values(acc, self._first_weights, 1, 0, hand_over)
-        self.tiles.fill_half(1, 0, tile + 2, coming[0])
-        self.tiles.fill_rotated(0, tile + 2, coming[0])
-        self.tiles.ask(tile + 5, later[1])
+        self.tiles.fill_half(1, 0, following, coming[0])
+        self.tiles.fill_rotated(0, following, coming[0])
+        self.tiles.ask(following + self.tiles.turn + 1, later[1])
         new_max = self._stat(_MAX + 1)
         alpha = jnp.exp2(row_max - finite(new_max))
         if masked:
             self.tiles.clear_unused_values(1, 1, tile + 1)
         acc = softmax.rescaled_where_moved(acc, alpha)
         acc = self._add_values(acc, self._second_weights, 1, 1, lambda: self.tiles.widen_next(1, tile))
-        self.tiles.fill_half(1, 1, tile + 3, coming[1])
+        self.tiles.fill_half(1, 1, following + 1, coming[1])
         return acc, new_max, total * alpha + self._stat(_SUM), *later
 
     def _right_single(self, pair, carry):
         self.zero = opaque_zero(pair)
         acc, row_max, total = self._right_values(*carry)
-        self.tiles.clear_unused_values(1, 0, self.tiles.begin + 2 * pair)
+        self.tiles.clear_unused_values(1, 0, self.tiles.first(pair))
         return self._add_values(acc, self._first_weights, 1, 0), row_max, total
 
     def _right_values(self, acc, row_max, total):

@@ -112,7 +112,7 @@ def _attend(
         ),
         RANK=rank, ROTATED=width - rank, RANK_PADDED=max(power_of_two(rank), 16),
         ROTATED_PADDED=max(power_of_two(width - rank), 16), SCALE=scale, CAUSAL=causal, SCALED=latent_scale is not None,
-        FLOAT8_BITS=bits, **constants,
+        FLOAT8_BITS="e4m3" if bits else None, **constants,
     )  # fmt: skip
     if direct:
         return out[..., 0, :], lse[..., 0]

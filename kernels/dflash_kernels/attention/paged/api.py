@@ -31,7 +31,7 @@ IMPLEMENTATIONS = {
 def paged_attention(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     *,
@@ -43,12 +43,12 @@ def paged_attention(
     alibi_slopes: Float[Array, "N"] | None = None,
     alibi_sqrt: bool = False,
     k_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "P K p"] | None = None,
-    v_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    v_scale: float | Float[Array, ""] | Float[Array, "K"] | Float[Array, "K V"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     schedule: PagedSchedule | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Decode, verification and draft attention: T query tokens for each sequence over its pages.
 
     The key at position s of sequence b lies in page `page_table[b, s // p]` at row `s % p`; N is a multiple of K. Live query row i
@@ -56,8 +56,9 @@ def paged_attention(
 
     Args:
       q: queries, bfloat16, float16 or float32.
-      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8; XLA alone takes keys of one dtype and values of another.
-        Rows at or past `seq_lens` may hold anything, NaN included; a float8 NaN before that may count as 480.
+      k_pages, v_pages: page pools in q's dtype, float8 (e4m3fn, e5m2) or int8. XLA and Triton take keys of one dtype and values of
+        another, and values of another head dim V. Rows at or past `seq_lens` may hold anything, NaN included; a float8 NaN before
+        that may count as 480.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence, the query tokens' own included; 0 for an idle row.
       q_lens: int32 live query rows of each sequence, T where None. Rows past it give out 0 and lse -inf.
@@ -83,12 +84,12 @@ def paged_attention(
       ValueError: shapes do not agree, scales do not fit the pages' dtype, or an array or number is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
-    check_axes(q=(q, "B T N H"), k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"))
+    check_axes(q=(q, "B T N H"), k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p V"))
     check_filled(k_pages=k_pages, v_pages=v_pages)
     check_wide("only pages may have eight bits", q=q)
     b, _, n, h = q.shape
     kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-    if n % kv_heads or head_dim != h or k_pages.shape != v_pages.shape:
+    if n % kv_heads or head_dim != h or k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(f"q heads {n} x {h} do not fit pages of {k_pages.shape} and {v_pages.shape} [P, K, p, H]")
     check_sequences(b, page_table=page_table, seq_lens=seq_lens, q_lens=q_lens)
     check_filled(q=q, page_table=page_table)
@@ -105,6 +106,6 @@ def paged_attention(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,
             **fitting_options(window, soft_cap, scale, h), causal=causal, sinks=sinks, alibi_slopes=alibi_slopes,
             alibi_sqrt=alibi_sqrt, k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
-            v_scale=fitting_scale(v_scale, v_pages, "v_scale", (kv_heads, h)), schedule=schedule,
+            v_scale=fitting_scale(v_scale, v_pages, "v_scale", v_pages.shape[1::2]), schedule=schedule,
         )  # fmt: skip
     return (out, lse) if return_lse else out

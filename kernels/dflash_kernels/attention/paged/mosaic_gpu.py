@@ -134,6 +134,8 @@ def _attend(
 def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | None, scale: float) -> None:
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     given = f"q {q.dtype} with pages {k_pages.dtype} and {v_pages.dtype}"
+    if jnp.float8_e5m2 in (k_pages.dtype, v_pages.dtype):
+        raise NotImplementedError(f"takes float8_e4m3fn alone of the float8 formats, not {given}")
     if k_pages.dtype in (jnp.float8_e4m3fn, jnp.int8):
         if q.dtype not in (jnp.bfloat16, jnp.float16) or v_pages.dtype != k_pages.dtype:
             raise NotImplementedError(f"takes pages of one byte, both alike, with queries of two, not {given}")
@@ -143,6 +145,8 @@ def _refuse_call(q: Array, k_pages: Array, v_pages: Array, soft_cap: float | Non
         raise NotImplementedError(f"takes bfloat16 or float16 throughout, or pages of one byte, not {given}")
     elif q.shape[-1] not in HEAD_DIMS:
         raise NotImplementedError(f"takes head dims {HEAD_DIMS}, not {q.shape[-1]}")
+    if v_pages.shape[3] != k_pages.shape[3]:
+        raise NotImplementedError(f"takes values of the keys' head dim {k_pages.shape[3]}, not {v_pages.shape[3]}")
     page_size = k_pages.shape[2]
     require_page_size(page_size)
     if k_pages.dtype == jnp.int8 and page_size < 32:

@@ -69,7 +69,7 @@ def attention(
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
-        kv = paged_kv.paged_kv(launch, named, buffers, stride=_stride(launch))
+        kv = paged_kv.paged_kv(launch, named, buffers, stride=launch.splits)
         cta = Cta(
             launch, named, buffers, kv, named["lse"].at[kv.work.place.sequence, kv.work.head, kv.work.place.split]
         )
@@ -126,11 +126,6 @@ def attention_by_items(
 
 def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _stride(launch: Launch) -> int:
-    """Without a window the CTAs of a pair take turns, so that each knows its first tiles before the sequence's length."""
-    return 2 if launch.pair and launch.window == (None, None) else 1
 
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:

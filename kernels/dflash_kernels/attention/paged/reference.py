@@ -12,7 +12,7 @@ from dflash_kernels.attention.paged.schedule import PagedSchedule
 def paged_attention_reference(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p V"] | Int8[Array, "P K p V"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
@@ -25,9 +25,9 @@ def paged_attention_reference(
     alibi_slopes: Float[Array, "N"] | None = None,
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
-    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
     schedule: PagedSchedule | None = None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
 
     `schedule` is ignored. In float32 one sequence goes after the other: XLA picks a product's code by its size, and a request is to
@@ -48,7 +48,7 @@ def _attend(
     rows: tuple[Array, Array, Array, Array], *, k_pages: Array, v_pages: Array, causal: bool, window: tuple[int | None, int | None],
     soft_cap: float | Array | None, sinks: Array | None, scale: float | Array, alibi_slopes: Array | None, alibi_sqrt: bool,
     k_scale: Array | None, v_scale: Array | None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:  # fmt: skip
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:  # fmt: skip
     """Queries, table rows and lengths of some sequences."""
     q, page_table, seq_lens, q_lens = rows
     b, t, n, h = q.shape
@@ -95,7 +95,7 @@ def _attend(
     seen = keys < seq_lens[:, None] if window[0] is None else visible.any(axis=1)
     values = jnp.where(seen[:, None, :, None], gather(v_pages), 0)
     share = weights / jnp.where(total > 0, total, 1.0)
-    # Moved to [B, T, K, G, H] afterwards: written as one einsum, XLA's CPU backend refuses bfloat16.
+    # Moved to [B, T, K, G, V] afterwards: written as one einsum, XLA's CPU backend refuses bfloat16.
     out = jnp.einsum(
         "bkgts,bksh->bkgth", share.astype(values.dtype), values, precision=precision, preferred_element_type=jnp.float32
     )  # fmt: skip
@@ -104,4 +104,4 @@ def _attend(
     live = (token < q_lens[:, None])[:, None, None, :, None]
     lse = jnp.where(live, top + jnp.log(total), -jnp.inf)
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse[..., 0], 3, 1)
-    return out.reshape(b, t, n, h).astype(q.dtype), lse.reshape(b, t, n)
+    return out.reshape(b, t, n, -1).astype(q.dtype), lse.reshape(b, t, n)

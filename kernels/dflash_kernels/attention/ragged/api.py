@@ -120,8 +120,8 @@ def ragged_paged_attention(
 
     Args:
       q, cu_q_lens: as in `ragged_attention`.
-      k_pages, v_pages: page pools in q's dtype, float8_e4m3fn or int8; the head dim of the values may differ. Rows at or past
-        `seq_lens` may hold anything, even NaN.
+      k_pages, v_pages: page pools in q's dtype, float8 (e4m3fn, e5m2) or int8; the head dim of the values may differ. Rows at or
+        past `seq_lens` may hold anything, even NaN.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 keys of each sequence.
       causal, window, soft_cap, sinks, alibi_slopes, alibi_sqrt, scale, return_lse, implementation: as in `ragged_attention`.

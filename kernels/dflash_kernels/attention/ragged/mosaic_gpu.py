@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Int8
 from dflash_kernels.attention.ragged.launch import BLOCK, Tuning, block_counts, block_table, plan
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
+from dflash_kernels.core.validation import FLOAT8
 
 HEAD_DIMS = (64, 128, 192, 256)  # rows that a copy of a single one may start at: whole 128 bytes
 
@@ -75,8 +76,8 @@ def tuned_paged(
     """
     page_size, value_dim = k_pages.shape[2], v_pages.shape[3]
     require_page_size(page_size)
-    narrow = {k_pages.dtype, v_pages.dtype} <= {jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)}
-    _refuse_call(q, [] if narrow else [k_pages.dtype, v_pages.dtype], value_dim, options)
+    narrow = {pages.dtype for pages in (k_pages, v_pages)} & {jnp.dtype(jnp.int8), *map(jnp.dtype, FLOAT8)}
+    _refuse_call(q, [pages.dtype for pages in (k_pages, v_pages) if pages.dtype not in narrow], value_dim, options)
     if narrow or not {q.shape[2], value_dim} <= set(HEAD_DIMS):
         k_pages = _copied_pages(k_pages, page_table, k_scale, q.dtype)
         v_pages = _copied_pages(v_pages, page_table, v_scale, q.dtype)

@@ -221,7 +221,8 @@ class Split:
       sequence, head: whose.
       q_len: new tokens; reach: how many tokens after its own each of them sees; first: position of the first one.
       kv_len: keys of the sequence; busy: splits that have keys, the first ones.
-      begin, end: tiles of this split; from `plain_end` on they hold new keys, or end within the sequence.
+      count: tiles of this split, which take turns with the others': its tile i is the sequence's `index + i * splits`, so that a
+        key's split depends on its position alone; from `plain_count` on they hold new keys, or end within the sequence.
     """
 
     attention: Attention
@@ -236,9 +237,8 @@ class Split:
     first: Any
     kv_len: Any
     busy: Any
-    begin: Any
-    end: Any
-    plain_end: Any
+    count: Any
+    plain_count: Any
 
     @property
     def shapes(self) -> combine.SplitHeads:
@@ -251,8 +251,12 @@ class Split:
     def queries(self) -> "Tile":
         return Tile(self.buffers["kv_sm"], self.buffers["kv_sm"].shape[0] - 1)
 
+    def of_sequence(self, tile: Any) -> Any:
+        """The sequence's number of a tile of this split."""
+        return self.index + tile * self.attention.splits
+
     def stage(self, tile: Any) -> Any:
-        return rem(tile - self.begin, self.attention.stages)
+        return rem(tile, self.attention.stages)
 
     def tile(self, which: int, stage: Any) -> "Tile":
         """Memory of a stage's keys or values."""
@@ -264,12 +268,12 @@ class Split:
     def await_empty(self, which: int, tile: Any) -> None:
         """Waits until the stage of a tile is empty."""
         empty = self.buffers["kv"[which] + "_ring"][-1].at[self.stage(tile)]
-        pl.when(tile - self.begin >= self.attention.stages)(functools.partial(plgpu.barrier_wait, empty))
+        pl.when(tile >= self.attention.stages)(functools.partial(plgpu.barrier_wait, empty))
 
     def release(self, which: int, tile: Any) -> None:
         """Gives a stage back where another tile comes in it."""
         empty = self.buffers["kv"[which] + "_ring"][-1].at[self.stage(tile)]
-        pl.when(tile + self.attention.stages < self.end)(functools.partial(plgpu.barrier_arrive, empty))
+        pl.when(tile + self.attention.stages < self.count)(functools.partial(plgpu.barrier_arrive, empty))
 
 
 def split_of(attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str, Any], work_item: Any) -> Split:
@@ -284,13 +288,15 @@ def split_of(attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str
     held = jnp.minimum(seq_len, attention.table_width * attention.page_size)
     kv_len = jnp.where(q_len > 0, held, 0)
     tiles = div(kv_len + (KEYS - 1), KEYS)
-    share = div(tiles + (attention.splits - 1), attention.splits)
-    busy = lax.div(tiles + share - 1, jnp.maximum(share, 1))
-    begin = index * share
-    end = jnp.maximum(jnp.minimum(begin + share, tiles), begin)
-    plain_end = jnp.clip(div(jnp.maximum(first, 0), KEYS), begin, end)
+    busy = jnp.minimum(tiles, attention.splits)
+
+    def own(end: Any) -> Any:
+        return div(jnp.maximum(end - index, 0) + (attention.splits - 1), attention.splits)
+
+    count = own(tiles)
+    plain_count = jnp.minimum(own(div(jnp.maximum(first, 0), KEYS)), count)
     return Split(
-        attention, refs, buffers, work_item, index, sequence, head, q_len, reach, first, kv_len, busy, begin, end, plain_end
+        attention, refs, buffers, work_item, index, sequence, head, q_len, reach, first, kv_len, busy, count, plain_count
     )  # fmt: skip
 
 
@@ -299,7 +305,7 @@ def split_of(attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str
 
 def produce_16bit(split: Split, started: Callable[[], None]) -> None:
     """Brings keys and values, each tile as soon as its stage is empty; calls `started` when no more stage is empty."""
-    full = split.begin + split.attention.stages
+    full = jnp.int32(split.attention.stages)
 
     def fill(tile: Any, pages: list[Any]) -> list[Any]:
         # The next tile's pages are looked up while this one's stage is not empty yet.
@@ -315,13 +321,13 @@ def produce_16bit(split: Split, started: Callable[[], None]) -> None:
                     plgpu.copy_gmem_to_smem(columns, of_block, split.full(which, stage))
         return coming
 
-    @pl.when(split.begin < split.end)
+    @pl.when(split.count > 0)
     def _():
-        pages = lax.fori_loop(split.begin, jnp.minimum(full, split.end), fill, _pages(split, split.begin))
+        pages = lax.fori_loop(0, jnp.minimum(full, split.count), fill, _pages(split, jnp.int32(0)))
         started()
-        lax.fori_loop(full, split.end, fill, pages)
+        lax.fori_loop(full, split.count, fill, pages)
 
-    pl.when(split.begin >= split.end)(started)
+    pl.when(split.count == 0)(started)
 
 
 def produce_8bit(split: Split, started: Callable[[], None]) -> None:
@@ -333,7 +339,7 @@ def produce_8bit(split: Split, started: Callable[[], None]) -> None:
         for which in (K, V):
             _fill_8bit(split, which, tile, pages)
 
-    lax.fori_loop(split.begin, jnp.minimum(split.begin + ahead, split.end), start, None)
+    lax.fori_loop(0, jnp.minimum(ahead, split.count), start, None)
     started()
 
     def widen(tile: Any, _: None) -> None:
@@ -343,9 +349,9 @@ def produce_8bit(split: Split, started: Callable[[], None]) -> None:
             split.await_empty(which, tile)
             widen_tile(split.buffers["kv_8bit_sm"].at[_place_8bit(split, which, tile)], split.tile(which, stage).whole)
             plgpu.barrier_arrive(split.full(which, stage))
-            pl.when(tile + ahead < split.end)(functools.partial(_fill_8bit, split, which, tile + ahead, coming))
+            pl.when(tile + ahead < split.count)(functools.partial(_fill_8bit, split, which, tile + ahead, coming))
 
-    lax.fori_loop(split.begin, split.end, widen, None)
+    lax.fori_loop(0, split.count, widen, None)
 
 
 def _fill_8bit(split: Split, which: int, tile: Any, pages: list[Any]) -> None:
@@ -355,19 +361,20 @@ def _fill_8bit(split: Split, which: int, tile: Any, pages: list[Any]) -> None:
 
 
 def _full_8bit(split: Split, which: int, tile: Any) -> Any:
-    return split.buffers["kv"[which] + "_ring"][1].at[rem(tile - split.begin, split.attention.stages_8bit)]
+    return split.buffers["kv"[which] + "_ring"][1].at[rem(tile, split.attention.stages_8bit)]
 
 
 def _place_8bit(split: Split, which: int, tile: Any) -> Any:
     """Of a tile as it comes: two lie in the memory of one that is widened, before all of those."""
     ahead = split.attention.stages_8bit
     first = 2 * (split.buffers["kv_sm"].shape[0] - 1 - 2 * split.attention.stages - ahead)
-    return first + 2 * rem(tile - split.begin, ahead) + which
+    return first + 2 * rem(tile, ahead) + which
 
 
 def _pages(split: Split, tile: Any) -> list[Any]:
     """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
     page_size, last = split.attention.page_size, div(split.kv_len - 1, split.attention.page_size)
+    tile = split.of_sequence(tile)
     if page_size >= KEYS:
         entries = [div(tile, page_size // KEYS)]
     else:
@@ -379,7 +386,7 @@ def _pages(split: Split, tile: Any) -> list[Any]:
 def _page_rows(split: Split, which: int, tile: Any, pages: list[Any]) -> Iterator[tuple[Any, Any]]:
     """Where a tile lies in memory: its rows, and the part of a pool they come from."""
     rows = min(split.attention.page_size, KEYS)
-    first = rem(tile, max(split.attention.page_size // KEYS, 1)) * KEYS
+    first = rem(split.of_sequence(tile), max(split.attention.page_size // KEYS, 1)) * KEYS
     for copy, page in enumerate(pages):
         yield pl.ds(copy * rows, rows), split.refs["kv"[which]].at[page, split.head, pl.ds(first, rows)]
 
@@ -394,11 +401,13 @@ def attend(split: Split, *, eps: float) -> None:
     given = [refs.get(name) for name in ("qkv", "cos", "sin", "q_norm")]
     heads.load_queries(*given, split.sequence, split.head, split.queries.whole, shapes=shapes, eps=eps)
 
-    @pl.when(split.begin < split.end)
+    @pl.when(split.count > 0)
     def _():
-        low, high = split.begin * KEYS, jnp.minimum(split.end * KEYS, split.kv_len)
+        # New keys lie in two tiles at most, which are two splits' where there are two.
+        low, end = (split.of_sequence(tile) * KEYS for tile in (split.plain_count, split.count - 1))
+        high = jnp.minimum(end + KEYS, split.kv_len)
 
-        @pl.when(split.plain_end < split.end)
+        @pl.when(split.plain_count < split.count)
         def _():
             pools, scales = (
                 [refs[name] for name in "kv"],
@@ -413,7 +422,7 @@ def attend(split: Split, *, eps: float) -> None:
         row_sum = plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), ROW)
         accs = [plgpu.layout_cast(jnp.zeros((KEYS, KEYS), jnp.float32), MATRIX) for _ in range(2)]
         carry = (*accs, row_max, row_sum)
-        for first, end, plain in ((split.begin, split.plain_end, True), (split.plain_end, split.end, False)):
+        for first, end, plain in ((0, split.plain_count, True), (split.plain_count, split.count, False)):
             carry = lax.fori_loop(first, end, functools.partial(_step, split, plain=plain), carry)
         _finish(split, *carry)
 
@@ -441,7 +450,7 @@ def _blocks_of(split: Split, which: int, tile: Any, plain: bool) -> list[Any]:
     plgpu.barrier_wait(split.full(which, stage))
     held = split.tile(which, stage)
     if not plain:
-        first, live = split.first - tile * KEYS, split.kv_len - tile * KEYS
+        first, live = (end - split.of_sequence(tile) * KEYS for end in (split.first, split.kv_len))
         heads.overlay(split.buffers["new_sm"], held.whole, first, live, shapes=split.attention, which=which)
     return held.blocks
 
@@ -472,7 +481,7 @@ def _mask(split: Split, tile: Any) -> Any:
     shape = KEYS, KEYS
     high = jnp.minimum(split.kv_len, _row_tokens(split) + (split.first + 1 + split.reach))
     keys = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 1), MATRIX)
-    return keys < spread(high - tile * KEYS, shape)
+    return keys < spread(high - split.of_sequence(tile) * KEYS, shape)
 
 
 # Epilogue

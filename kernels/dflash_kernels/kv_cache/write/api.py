@@ -16,17 +16,18 @@ LATENT_IMPLEMENTATIONS = {"mosaic_gpu": latent_write_mosaic_gpu, "xla": latent_w
 
 def cache_write(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     k: Shaped[Array, "T K H"],
-    v: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K V"],
     slots: Int[Array, "T"],
     *,
     implementation: str | Sequence[str] | None = None,
-) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p V"]]:
     """KV-cache write: the pools with token t's key and value at slot `slots[t] = page * p + row`.
 
     Args:
-      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. The head dim of values may
+        differ.
       k, v: new keys and values, of the pools' dtype, or cast where both have 16 or 32 bits. Pages in eight bits take what
         `quantize_tensor` makes; `kv_write` and `qkv_write` quantize while they write.
       slots: int32; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
@@ -37,11 +38,15 @@ def cache_write(
       NoImplementationError: nothing named takes these arguments.
     """
     check_axes(
-        k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"), k=(k, "T K H"), v=(v, "T K H"), slots=(slots, "T")
+        k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p V"), k=(k, "T K H"), v=(v, "T K V"), slots=(slots, "T")
     )
     check_integers(slots=slots)
-    if k.shape != v.shape or k_pages.shape != v_pages.shape or k.shape[1:] != (k_pages.shape[1], k_pages.shape[3]):
-        raise ValueError(f"k {k.shape} and v {v.shape} [T, K, H] do not fit pages of {k_pages.shape} [P, K, p, H]")
+    if k.shape[0] != v.shape[0] or any(x.shape[1:] != pool.shape[1::2] for x, pool in ((k, k_pages), (v, v_pages))):
+        raise ValueError(
+            f"k {k.shape} [T, K, H] and v {v.shape} [T, K, V] do not fit pages of {k_pages.shape} and {v_pages.shape}"
+        )
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"pools {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
     if slots.shape != k.shape[:1]:
         raise ValueError(f"slots {slots.shape} must hold one slot for each of {k.shape[0]} tokens")
     advice = "quantize them first, or write with kv_write, which takes k_scale and v_scale"

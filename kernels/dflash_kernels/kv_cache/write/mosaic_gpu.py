@@ -30,13 +30,15 @@ def kv_write_mosaic_gpu(
 
 def cache_write_mosaic_gpu(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     k: Shaped[Array, "T K H"],
-    v: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K V"],
     slots: Int[Array, "T"],
-) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p V"]]:
     """See `cache_write`. Raises NotImplementedError for what it does not take."""
     require_hopper()
+    if k_pages.shape != v_pages.shape:  # a launch cuts all heads alike
+        return launch_rows((k_pages,), (k,), slots)[0], launch_rows((v_pages,), (v,), slots)[0]
     k_pages, v_pages = launch_rows((k_pages, v_pages), (k, v), slots)
     return k_pages, v_pages
 
@@ -57,7 +59,7 @@ def mla_write_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
 
 def launch_qkv(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     qkv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None,
@@ -73,7 +75,7 @@ def launch_qkv(
     interpret: Any = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    _require_heads(k_pages, qkv, cos, [norm for norm in (q_norm, k_norm) if norm is not None])
+    _require_heads(k_pages, v_pages, qkv, cos, [norm for norm in (q_norm, k_norm) if norm is not None])
     layer = (k_pages, v_pages, k_norm, k_scale, v_scale)
     q, ((k_pages, v_pages, k_scale),) = _write_heads(
         (layer,), qkv, slots, cos, sin, q_norm, eps=eps, zero_centered=zero_centered, beside=beside, interpret=interpret
@@ -83,7 +85,7 @@ def launch_qkv(
 
 def launch_kv(
     k_pages: tuple[Shaped[Array, "P K p H"], ...],
-    v_pages: tuple[Shaped[Array, "P K p H"], ...],
+    v_pages: tuple[Shaped[Array, "P K p V"], ...],
     kv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None,
@@ -96,7 +98,7 @@ def launch_kv(
     interpret: Any = None,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...] | None]:
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    _require_heads(k_pages[0], kv, cos, k_norm or ())
+    _require_heads(k_pages[0], v_pages[0], kv, cos, k_norm or ())
     none = (None,) * len(k_pages)
     layers = tuple(zip(k_pages, v_pages, k_norm or none, k_scale or none, v_scale or none, strict=True))
     _, written = _write_heads(layers, kv, slots, cos, sin, None, eps=eps, interpret=interpret)
@@ -153,10 +155,14 @@ def _write_heads(
     )
 
 
-def _require_heads(pool: Array, x: Array, cos: Array | None, norms: Any) -> None:
+def _require_heads(pool: Array, v_pages: Array, x: Array, cos: Array | None, norms: Any) -> None:
     """Raises NotImplementedError with the reason, for a call that the kernel does not support."""
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotImplementedError(f"takes bfloat16, float16 or float32, not {x.dtype}")
+    if v_pages.shape != pool.shape:
+        raise NotImplementedError(f"takes values of the keys' head dim {pool.shape[3]}, not {v_pages.shape[3]}")
+    if jnp.float8_e5m2 in (pool.dtype, v_pages.dtype):
+        raise NotImplementedError("takes no pools of float8_e5m2, to which Pallas converts no float32")
     if any(norm.dtype != x.dtype for norm in norms):
         raise NotImplementedError(f"takes norm weights in the projection's dtype, {x.dtype}")
     rotary = 0 if cos is None else 2 * cos.shape[1]

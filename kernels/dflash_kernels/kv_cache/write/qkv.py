@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_floats, check_integers
+from dflash_kernels.core.validation import FLOAT8, check_axes, check_floats, check_integers, is_wide
 from dflash_kernels.kv_cache.write.mosaic_gpu import kv_write_mosaic_gpu, qkv_write_mosaic_gpu
 from dflash_kernels.kv_cache.write.reference import kv_write_reference, qkv_write_reference
 
@@ -35,7 +35,7 @@ class KvWritten(NamedTuple):
 
 def qkv_write(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     qkv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None = None,
@@ -57,9 +57,9 @@ def qkv_write(
     are written as they are.
 
     Args:
-      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. float8_e4m3fn and int8
-        pools take scales.
-      qkv: the projection's output, `F = (N + 2 K + beside) * H`: query heads, key heads, value heads, and what is passed over.
+      k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place. Float8 (e4m3fn, e5m2) and
+        int8 pools take scales. Keys may be kept in one dtype and values in another, and in another head dim V.
+      qkv: the projection's output, `F = (N + K + beside) * H + K * V`: query heads, key heads, value heads, what is passed over.
       slots: int32, `page * p + row`; a negative slot, or one past the pool, writes nothing. No two tokens may share a slot.
       cos, sin: float32, of each token's angles and times any factor; None without RoPE.
       q_norm, k_norm: weights, or None for no norm.
@@ -77,12 +77,16 @@ def qkv_write(
     """
     scales = _checked_scales(k_pages, v_pages, k_norm, k_scale, v_scale)
     _check_tokens(qkv, slots, cos, sin, k_pages.shape[3])
-    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-    if qkv.shape[1] % head_dim or qkv.shape[1] // head_dim <= 2 * kv_heads + beside:
+    kv_heads, head_dim, value_dim = *k_pages.shape[1::2], v_pages.shape[3]
+    queries = qkv.shape[1] - (kv_heads + beside) * head_dim - kv_heads * value_dim
+    if queries % head_dim or queries <= 0:
         beyond = f" + {beside}" if beside else ""
-        raise ValueError(
-            f"qkv {qkv.shape} must be [T, (N + 2 * {kv_heads}{beyond}) * {head_dim}] with a query head or more"
+        wanted = (
+            f"(N + 2 * {kv_heads}{beyond}) * {head_dim}"
+            if value_dim == head_dim
+            else f"(N + {kv_heads}{beyond}) * {head_dim} + {kv_heads} * {value_dim}"
         )
+        raise ValueError(f"qkv {qkv.shape} must be [T, {wanted}] with a query head or more")
     check_floats(**{} if q_norm is None else {"q_norm": q_norm})
     if q_norm is not None and q_norm.shape != (head_dim,):
         raise ValueError(f"q_norm {q_norm.shape} must be one weight for each of {head_dim} dims")
@@ -96,7 +100,7 @@ def qkv_write(
 
 def kv_write(
     k_pages: tuple[Shaped[Array, "P K p H"], ...],
-    v_pages: tuple[Shaped[Array, "P K p H"], ...],
+    v_pages: tuple[Shaped[Array, "P K p V"], ...],
     kv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None = None,
@@ -112,7 +116,7 @@ def kv_write(
 
     Args:
       k_pages, v_pages: one pool for each layer, all of one shape and dtype.
-      kv: `F = L * 2 * K * H`: the first layer's key heads, its value heads, then the next layer's.
+      kv: `F = L * K * (H + V)`: the first layer's key heads, its value heads, then the next layer's.
       slots, cos, sin, eps: as for `qkv_write`; the same for all layers.
       k_norm, k_scale, v_scale: as for `qkv_write`, one for each layer.
       implementation: a name, names to try in order, or None for the best that takes the call.
@@ -129,12 +133,17 @@ def kv_write(
     for i in range(layers):
         given = (None if values is None else values[i] for values in (k_scale, v_scale))
         scales.append(_checked_scales(k_pages[i], v_pages[i], None if k_norm is None else k_norm[i], *given))
-        if k_pages[i].shape != k_pages[0].shape or k_pages[i].dtype != k_pages[0].dtype:
+        if any(of[i].shape != of[0].shape or of[i].dtype != of[0].dtype for of in (k_pages, v_pages)):
             raise ValueError(f"the pools of layer {i}, {k_pages[i].shape}, are not like layer 0's, {k_pages[0].shape}")
-    _, kv_heads, _, head_dim = k_pages[0].shape
+    (_, kv_heads, _, head_dim), value_dim = k_pages[0].shape, v_pages[0].shape[3]
     _check_tokens(kv, slots, cos, sin, head_dim)
-    if kv.shape[1] != layers * 2 * kv_heads * head_dim:
-        raise ValueError(f"kv {kv.shape} must be [T, {layers} layers * 2 * {kv_heads} heads * {head_dim}]")
+    if kv.shape[1] != layers * kv_heads * (head_dim + value_dim):
+        both = (
+            f"2 * {kv_heads} heads * {head_dim}"
+            if value_dim == head_dim
+            else f"{kv_heads} heads * ({head_dim} + {value_dim})"
+        )
+        raise ValueError(f"kv {kv.shape} must be [T, {layers} layers * {both}]")
     columns = [None if column[0] is None else column for column in zip(*scales, strict=True)]
     with jax.named_scope("kv_write"):
         written = first_fitting(
@@ -170,29 +179,34 @@ def _checked_scales(
     v_scale: float | Array | None,
 ) -> tuple[Array | None, Array | None]:
     """A layer's scales as implementations get them: `[1]` or `[K]` with float8 pools, None with pools of plain numbers."""
-    check_axes(k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p H"))
-    if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
-        raise ValueError(f"pools {k_pages.dtype}{k_pages.shape} and {v_pages.dtype}{v_pages.shape} must be alike")
-    pages, kv_heads, page_size, head_dim = k_pages.shape
+    check_axes(k_pages=(k_pages, "P K p H"), v_pages=(v_pages, "P K p V"))
+    if k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(f"pools {k_pages.shape} and {v_pages.shape} must agree in all but the head dim [P, K, p, ...]")
+    head_dim = k_pages.shape[3]
     check_floats(**{} if k_norm is None else {"k_norm": k_norm})
     if k_norm is not None and k_norm.shape != (head_dim,):
         raise ValueError(f"k_norm {k_norm.shape} must be one weight for each of {head_dim} dims")
-    if k_pages.dtype == jnp.float8_e4m3fn:
-        given = [jnp.asarray(1.0 if scale is None else scale, jnp.float32) for scale in (k_scale, v_scale)]
-        if any(scale.shape not in ((), (kv_heads,)) for scale in given):
-            shapes = [scale.shape for scale in given]
-            raise ValueError(f"float8 pools take k_scale and v_scale of one number or ({kv_heads},), got {shapes}")
-        return given[0].reshape(-1), given[1].reshape(-1)
-    shapes = tuple(None if scale is None else jnp.shape(scale) for scale in (k_scale, v_scale))
-    if k_pages.dtype == jnp.int8:
-        wanted = ((pages, kv_heads, page_size), (kv_heads, head_dim))
-        if shapes != wanted:
-            raise ValueError(f"int8 pools take k_scale {wanted[0]} and v_scale {wanted[1]}, got {shapes}")
-        return jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)
-    if not jnp.issubdtype(k_pages.dtype, jnp.floating) or jnp.dtype(k_pages.dtype).itemsize < 2:
+    return (
+        _checked_scale("k_scale", k_pages, k_scale, k_pages.shape[:3]),
+        _checked_scale("v_scale", v_pages, v_scale, v_pages.shape[1::2]),
+    )
+
+
+def _checked_scale(name: str, pages: Any, scale: float | Array | None, int8_shape: tuple[int, ...]) -> Array | None:
+    """One side's scale."""
+    shape, heads = None if scale is None else jnp.shape(scale), (pages.shape[1],)
+    if pages.dtype in FLOAT8:
+        if shape not in (None, (), heads):
+            raise ValueError(f"float8 pools take {name} of one number or {heads}, got {shape}")
+        return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(-1)
+    if pages.dtype == jnp.int8:
+        if scale is None or shape != int8_shape:
+            raise ValueError(f"int8 pools take {name} {int8_shape}, got {shape}")
+        return jnp.asarray(scale, jnp.float32)
+    if not is_wide(pages):
         raise ValueError(
-            f"pools of {k_pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn or int8"
+            f"pools of {pages.dtype} are not known; use float32, bfloat16, float16, float8_e4m3fn, float8_e5m2 or int8"
         )
-    if shapes != (None, None):
-        raise ValueError(f"pools of {k_pages.dtype} take no scales, got {shapes}")
-    return None, None
+    if scale is not None:
+        raise ValueError(f"pools of {pages.dtype} take no {name}, got {shape}")
+    return None

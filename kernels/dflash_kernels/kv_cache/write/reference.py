@@ -10,7 +10,7 @@ from dflash_kernels.kv_cache.write.formats import fp8, int8_by_channel, int8_by_
 
 def qkv_write_reference(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     qkv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None,
@@ -25,10 +25,11 @@ def qkv_write_reference(
     beside: int = 0,
 ) -> tuple[Array, Array, Array, Array | None]:
     """See `qkv_write`."""
-    kv_heads, head_dim = k_pages.shape[1], k_pages.shape[3]
-    heads = qkv.reshape(qkv.shape[0], -1, head_dim)
-    heads = heads[:, : heads.shape[1] - beside] if beside else heads
-    q, k, v = jnp.split(heads, [heads.shape[1] - 2 * kv_heads, heads.shape[1] - kv_heads], axis=1)
+    (_, kv_heads, _, head_dim), value_dim = k_pages.shape, v_pages.shape[3]
+    keys, values = kv_heads * head_dim, kv_heads * value_dim
+    queries = qkv.shape[1] - beside * head_dim - keys - values
+    q, k, v, _ = jnp.split(qkv, [queries, queries + keys, queries + keys + values], axis=1)
+    q, k, v = (x.reshape(qkv.shape[0], -1, dim) for x, dim in ((q, head_dim), (k, head_dim), (v, value_dim)))
     q = _rotated(_normed(q, q_norm, eps, zero_centered), cos, sin)
     k = _rotated(_normed(k, k_norm, eps, zero_centered), cos, sin)
     return (q, *_write_layer(k_pages, v_pages, k, v, slots, k_scale, v_scale))
@@ -36,7 +37,7 @@ def qkv_write_reference(
 
 def kv_write_reference(
     k_pages: tuple[Shaped[Array, "P K p H"], ...],
-    v_pages: tuple[Shaped[Array, "P K p H"], ...],
+    v_pages: tuple[Shaped[Array, "P K p V"], ...],
     kv: Float[Array, "T F"],
     slots: Int[Array, "T"],
     cos: Float[Array, "T half"] | None,
@@ -48,12 +49,15 @@ def kv_write_reference(
     eps: float,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], tuple[Array, ...] | None]:
     """See `kv_write`."""
-    both = kv.reshape(kv.shape[0], len(k_pages), 2, *k_pages[0].shape[1::2])
+    heads, (head_dim, value_dim) = k_pages[0].shape[1], (pools[0].shape[3] for pools in (k_pages, v_pages))
+    both = kv.reshape(kv.shape[0], len(k_pages), heads * (head_dim + value_dim))
+    keys, values = jnp.split(both, [heads * head_dim], axis=2)
+    keys, values = (x.reshape(*x.shape[:2], heads, -1) for x in (keys, values))
     written = []
     for i, pools in enumerate(zip(k_pages, v_pages, strict=True)):
         norm, *scales = (None if given is None else given[i] for given in (k_norm, k_scale, v_scale))
-        k = _rotated(_normed(both[:, i, 0], norm, eps), cos, sin)
-        written.append(_write_layer(*pools, k, both[:, i, 1], slots, *scales))
+        k = _rotated(_normed(keys[:, i], norm, eps), cos, sin)
+        written.append(_write_layer(*pools, k, values[:, i], slots, *scales))
     new_k, new_v, new_scales = zip(*written, strict=True)
     return new_k, new_v, None if k_scale is None else new_scales
 
@@ -85,11 +89,11 @@ def mla_write_reference(
 
 def cache_write_reference(
     k_pages: Shaped[Array, "P K p H"],
-    v_pages: Shaped[Array, "P K p H"],
+    v_pages: Shaped[Array, "P K p V"],
     k: Shaped[Array, "T K H"],
-    v: Shaped[Array, "T K H"],
+    v: Shaped[Array, "T K V"],
     slots: Int[Array, "T"],
-) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p H"]]:
+) -> tuple[Shaped[Array, "P K p H"], Shaped[Array, "P K p V"]]:
     """See `cache_write`."""
     return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots)
 
@@ -127,14 +131,14 @@ def _rotated(
 def _write_layer(
     k_pages: Array, v_pages: Array, k: Array, v: Array, slots: Array, k_scale: Array | None, v_scale: Array | None
 ) -> tuple[Array, Array, Array | None]:
-    if k_scale is not None and v_scale is not None:
-        if k_pages.dtype == jnp.int8:
-            k, rows = int8_by_row(k)
-            v = int8_by_channel(v, v_scale)
-            page, row = page_and_row(slots, k_pages)
-            k_scale = k_scale.at[page, :, row].set(rows, mode="drop", unique_indices=True)
-        else:
-            k, v = fp8(k, k_scale), fp8(v, v_scale)
+    if k_scale is not None and k_pages.dtype == jnp.int8:
+        k, rows = int8_by_row(k)
+        page, row = page_and_row(slots, k_pages)
+        k_scale = k_scale.at[page, :, row].set(rows, mode="drop", unique_indices=True)
+    elif k_scale is not None:
+        k = fp8(k, k_scale, k_pages.dtype)
+    if v_scale is not None:
+        v = int8_by_channel(v, v_scale) if v_pages.dtype == jnp.int8 else fp8(v, v_scale, v_pages.dtype)
     return write_rows(k_pages, k, slots), write_rows(v_pages, v, slots), k_scale
 
 
@@ -158,4 +162,10 @@ def page_and_row(slots: Int[Array, "T"], pool: Array) -> tuple[Int[Array, "T"], 
 def write_rows(pool: Shaped[Array, "P K p H"], new: Shaped[Array, "T K H"], slots: Int[Array, "T"]) -> Array:
     """The pool with `new` at its slots, cast to the pool's dtype."""
     page, row = page_and_row(slots, pool)
-    return pool.at[page, :, row].set(new.astype(pool.dtype), mode="drop", unique_indices=True)
+    new = new.astype(pool.dtype)
+    if pool.dtype != jnp.float8_e5m2:
+        return pool.at[page, :, row].set(new, mode="drop", unique_indices=True)
+    # As bytes: XLA would take the whole pool through float16, which changes NaN.
+    held, rows = (lax.bitcast_convert_type(array, jnp.uint8) for array in (pool, new))
+    held = held.at[page, :, row].set(rows, mode="drop", unique_indices=True)
+    return lax.bitcast_convert_type(held, pool.dtype)
