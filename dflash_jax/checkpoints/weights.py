@@ -15,7 +15,14 @@ from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.execution.draft_head import head_index, index_pays, lists
-from dflash_jax.execution.weight_layout import block_columns, blocking_jobs, blocks_pay
+from dflash_jax.execution.weight_layout import (
+    block_columns,
+    blocking_jobs,
+    blocks_pay,
+    check_scales,
+    tile_experts,
+    tiles_pay,
+)
 from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
@@ -227,6 +234,8 @@ def read_weights(
     params = _derived(target.config, target.family, target.load(dtype.name, ranks, arrived), ranks)
     if observe is not None:
         observe(params)
+    if ranks is None and _tiled(target.config, dtype, weight_dtype):
+        check_scales(params)
     weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
     if drafter is not None:
         params = drafter.load(dtype.name, ranks, arrived)
@@ -267,11 +276,18 @@ def _kept(
 ) -> dict[str, Weight]:
     if ranks is not None:
         return quantise_shares(params, kind, ranks) if _rounds(kind) else {**params}
+    if _tiled(config, dtype, kind):
+        return tile_experts(config, params)
     if kind not in RELEASED:
         params = dequantise_weights(params)
     if _rounds(kind):
         return quantise_weights(params, kind)
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
+
+
+def _tiled(config: DecoderConfig, dtype: jnp.dtype, kind: WeightDtype | None) -> bool:
+    """Whether experts that were released in MXFP4 are kept in tiles."""
+    return not _rounds(kind) and getattr(config, "mxfp4", False) and tiles_pay(config, dtype)
 
 
 def _rounds(kind: WeightDtype | None) -> TypeGuard[WeightDtype]:

@@ -108,7 +108,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
             tower=None if tower is None else (weight_bytes({"": tower_shapes(tower, kind)}), seeing_bytes(tower.config, kind)),
         )  # fmt: skip
     except CapacityError as error:
-        if options.weight_dtype in RELEASED or not released(stored):
+        four_bits = weight_bytes(weights) <= weight_bytes(stored)  # they are kept so without being told
+        if options.weight_dtype in RELEASED or four_bits or not released(stored):
             raise
         raise CapacityError(
             f'{error}. With weight_dtype="mxfp4" experts stay in the four bits they were released in'

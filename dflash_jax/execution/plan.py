@@ -11,7 +11,7 @@ call's shape, the stored weights and the device that is traced for. The plan kee
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from dflash_kernels import (
     ColumnBlocks,
+    Mxfp4Tiles,
     NoImplementationError,
     attention_chain_refusal,
     dense_refusal,
@@ -100,7 +101,7 @@ class WeightFormat:
     paired: bool | None = False
     layout: Layout = "rows"
     plain: bool = False
-    experts: Literal["numbers", "mxfp4"] = "numbers"
+    experts: Literal["numbers", "mxfp4", "mxfp4_tiles"] = "numbers"
 
     @property
     def itemsize(self) -> int:
@@ -113,8 +114,7 @@ def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> Weight
     found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in MATRICES) if name in params]
     others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
     plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
-    packed = any(isinstance(one, Mxfp4) for name, one in params.items() if name.startswith("layers.0."))
-    experts = "mxfp4" if packed else "numbers"
+    experts = _experts_format([one for name, one in params.items() if name.startswith("layers.0.")])
     if not found:
         return WeightFormat("mixed", plain=plain, experts=experts)
     dtypes = {str(one.values.dtype if isinstance(one, Quantised) else one.dtype) for one in found}
@@ -128,6 +128,12 @@ def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> Weight
         plain=plain,
         experts=experts,
     )
+
+
+def _experts_format(weights: Sequence[Any]) -> Literal["numbers", "mxfp4", "mxfp4_tiles"]:
+    if any(isinstance(one, Mxfp4Tiles) for one in weights):
+        return "mxfp4_tiles"
+    return "mxfp4" if any(isinstance(one, Mxfp4) for one in weights) else "numbers"
 
 
 @dataclass(frozen=True)
@@ -376,6 +382,10 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
 def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     if weights.experts == "mxfp4":
         return "experts are stored in MXFP4, which the kernel of routed experts does not read"
+    if weights.experts == "mxfp4_tiles":
+        return (
+            "experts are in tiles of MXFP4, whose kernel the layers call themselves: it reads four bits and has biases"
+        )
     if (reason := _convolved_refusal(traits) or _layers_refusal(traits)) is not None:
         return reason
     experts = traits.experts

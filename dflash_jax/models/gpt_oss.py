@@ -7,7 +7,8 @@ Source: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925, section 2, an
 what their configuration takes for them.
 
 Experts are released in MXFP4 (`quantization.mxfp4`), as rows, or in sixteen bits with input channels first. Both become the rows
-`[E*2F, D]` and `[E*D, F]` that modules have, by `gpt_oss_derived`.
+`[E*2F, D]` and `[E*D, F]` that modules have, by `gpt_oss_derived`. Where a kernel reads four bits, rows in MXFP4 become its tiles
+(`execution.weight_layout`).
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +17,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import dense_scores
+from dflash_kernels import Mxfp4Tiles, dense_scores, mxfp4_mixture, mxfp4_mixture_refusal
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -44,6 +45,7 @@ _ROPE = {
     "rope_type": "yarn", "rope_theta": _THETA, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_MOST_ROWS = 1024  # that the kernel for experts in four bits is given at once: 4,096 choices of four experts
 _KINDS = ("sliding_attention", "full_attention")
 # Of transformers' quantisation configuration: what it would do with the weights, and which modules it would leave alone.
 _QUANTISED_NEUTRAL = frozenset(("dequantize", "modules_to_not_convert", "quant_method"))
@@ -197,31 +199,52 @@ class BiasedRouter(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.num_experts,)))
 
     def __call__(self, x: Float[Array, "T D"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        scores = dense_scores(x, self.weight[...]) + self.bias[...].astype(jnp.float32)
-        best, experts = jax.lax.top_k(scores, self.taken)
+        best, experts = jax.lax.top_k(self.logits(x), self.taken)
         return experts, jax.nn.softmax(best, axis=-1)
+
+    def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
+        return dense_scores(x, self.weight[...]) + self.bias[...].astype(jnp.float32)
 
 
 class BiasedExperts(nnx.Module):
     """All experts: rows of expert after expert in one matrix `[E*2F, D]`, gate and up in turns, and in another `[E*D, F]`.
 
-    Matrices in MXFP4 are dequantised where they are multiplied: an expert's at a time, or what tokens have gathered.
+    Matrices in MXFP4 are dequantised where they are multiplied: by the kernel that reads tiles of them, an expert's at a time, or
+    what tokens have gathered.
     """
 
     def __init__(self, config: GptOssConfig):
         e, d, f = config.num_experts, config.hidden_size, config.intermediate_size
         self.count, self.alpha, self.limit = e, config.swiglu_alpha, config.swiglu_limit
+        self.hidden, self.inner = d, f
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d, bias=True), Linear(e * d, f, bias=True)
 
     def __call__(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
         """Sum over each token's experts, weighted and added in float32."""
-        if experts.size <= self.count:
+        if experts.size <= self.count and not self.tiled:
             return self.chosen(x, experts, weights)
-        if isinstance(self.gate_up_proj.weight[...], Mxfp4):
+        if self.tiled or isinstance(self.gate_up_proj.weight[...], Mxfp4):
             return self.in_turn(x, experts, weights)
         return self.every(x, experts, weights)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether matrices are in tiles of MXFP4."""
+        return isinstance(self.gate_up_proj.weight[...], Mxfp4Tiles)
+
+    def streams(self, tokens: int, taken: int, dtype: Any) -> bool:
+        """Whether `parts` takes so many tokens."""
+        sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
+        return self.tiled and mxfp4_mixture_refusal(tokens, taken, dtype, **sizes) is None
+
+    def parts(self, x: Float[Array, "T D"], router: BiasedRouter) -> Float[Array, "n T D"]:
+        """What a token's experts give, weighted, in float32, to be added, by the kernel that reads tiles. Nothing differentiates
+        this."""
+        (gate_up, first), (down, last) = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
+        how = {"taken": router.taken, "alpha": self.alpha, "limit": self.limit}
+        return mxfp4_mixture(router.logits(x), x, gate_up, first, down, last, **how)
 
     def chosen(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
@@ -267,12 +290,15 @@ class BiasedExperts(nnx.Module):
     def _by_expert(self, matrix: Linear) -> tuple[Any, Array]:
         """A matrix and its bias with a first axis of experts."""
         weight, bias = matrix.weight[...], cast(nnx.Param, matrix.bias)
-        parts = jax.tree.map(lambda one: one.reshape(self.count, -1, *one.shape[1:]), weight)
+        tiled = isinstance(weight, Mxfp4Tiles)
+        parts = weight if tiled else jax.tree.map(lambda one: one.reshape(self.count, -1, *one.shape[1:]), weight)
         return parts, bias[...].reshape(self.count, -1)
 
 
-def _numbers(weight: Array | Mxfp4) -> Array:
+def _numbers(weight: Array | Mxfp4 | Mxfp4Tiles) -> Array:
     """A matrix, dequantised where it is in four bits."""
+    if isinstance(weight, Mxfp4Tiles):
+        return dequantise(*weight.blocks_and_scales(), weight.dtype)
     return dequantise(weight.blocks, weight.scales, weight.dtype) if isinstance(weight, Mxfp4) else weight
 
 
@@ -297,6 +323,10 @@ class BiasedMoE(nnx.Module):
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         rows = x.reshape(-1, x.shape[-1])
+        if self.experts.streams(min(rows.shape[0], _MOST_ROWS), self.router.taken, x.dtype):
+            some = [rows[first : first + _MOST_ROWS] for first in range(0, rows.shape[0], _MOST_ROWS)]
+            out = [self.experts.parts(one, self.router).sum(axis=0).astype(x.dtype) for one in some]
+            return jnp.concatenate(out).reshape(x.shape)
         return self.experts(rows, *self.router(rows)).reshape(x.shape)
 
 

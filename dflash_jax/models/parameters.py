@@ -20,6 +20,9 @@ import numpy as np
 
 from dflash_jax.parallel.cut import Cut
 from dflash_jax.parallel.ranks import Ranks
+from dflash_jax.quantization.mxfp4 import BLOCK
+
+_CODES = 1.55  # binary logarithm of the deviation of MXFP4's numbers, all alike often, without a scale
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ def init_params(
     `ranks`: devices that share them; each draws its share, so that none has room for all of them.
 
     Norm weights and scales are 1, biases, sinks and norms' offsets 0, embeddings normal * 0.02, other matrices
-    normal * fan_in ** -0.5.
+    normal * fan_in ** -0.5; of those in MXFP4, bits are random, and scales of a size that makes their numbers about as large.
 
     Not for `jit`: as it stands a shape is compiled once, while one program for the matrices of a whole model takes a minute.
     """
@@ -165,9 +168,11 @@ def _jitted_draw(
     return jax.jit(functools.partial(_drawn, law=law, shape=shape, kind=kind), out_shardings=sharding)
 
 
-def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "ones"]:
-    """The deviation of a random array, or what it is all of."""
+def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "ones", "bits"]:
+    """The deviation of a random array, or what it is all of; of scales in MXFP4, the binary logarithm of that."""
     leaf = parameter.name.rsplit(".", 1)[-1]
+    if kind == jnp.uint8:
+        return "bits" if leaf == "blocks" else -0.5 * math.log2(parameter.shape[-1] * BLOCK) - _CODES
     if jnp.issubdtype(kind, jnp.integer) or leaf in ("bias", "sinks", "offset"):
         return "zeros"
     if len(parameter.shape) == 1 and leaf in ("weight", "scale", "scalar", "expert_scale"):
@@ -176,6 +181,10 @@ def _law(parameter: Parameter, kind: jnp.dtype) -> float | Literal["zeros", "one
 
 
 def _drawn(key: jax.Array, law: float | str, shape: tuple[int, ...], kind: jnp.dtype) -> jax.Array:
+    if law == "bits":
+        return jax.random.bits(key, shape, kind)
     if isinstance(law, str):
         return jnp.zeros(shape, kind) if law == "zeros" else jnp.ones(shape, kind)
+    if kind == jnp.uint8:
+        return jnp.full(shape, 127 + round(law), kind)
     return jax.random.normal(key, shape, kind) * jnp.asarray(law, kind)

@@ -19,6 +19,7 @@ from dflash_kernels import (
     INTERLEAVE_BLOCK,
     ColumnBlocks,
     Float8Rows,
+    Mxfp4Tiles,
     deinterleave_columns,
     float8_best,
     float8_dense,
@@ -80,7 +81,7 @@ class Quantised:
         return wide.astype(self.dtype)
 
 
-type Weight = Array | Quantised | ColumnBlocks | Mxfp4
+type Weight = Array | Quantised | ColumnBlocks | Mxfp4 | Mxfp4Tiles
 
 
 def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False) -> Quantised:

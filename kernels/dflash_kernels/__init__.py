@@ -20,6 +20,7 @@ from dflash_kernels.core.layouts import (
     interleave_columns,
     row_by_row,
 )
+from dflash_kernels.core.mxfp4 import MXFP4_MOST_SCALE, Mxfp4Tiles, mxfp4_tiles
 from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused.experts.api import (
     mixture,
@@ -27,6 +28,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_exchange,
     routed_experts_refusal,
 )
+from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
@@ -93,6 +95,7 @@ __all__ = [
     "GATHERED",
     "INTERLEAVE_BLOCK",
     "LATENT_TILE",
+    "MXFP4_MOST_SCALE",
     "Chained",
     "ColumnBlocks",
     "DeltaFactors",
@@ -102,6 +105,7 @@ __all__ = [
     "Float8Rows",
     "KvWritten",
     "MlaWritten",
+    "Mxfp4Tiles",
     "NoImplementationError",
     "PagedSchedule",
     "QkvAttended",
@@ -165,6 +169,9 @@ __all__ = [
     "mla_attention",
     "mla_selected_attention",
     "mla_write",
+    "mxfp4_mixture",
+    "mxfp4_mixture_refusal",
+    "mxfp4_tiles",
     "packed_latent_width",
     "paged_attention",
     "paged_schedule",

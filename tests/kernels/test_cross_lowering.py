@@ -41,6 +41,11 @@ HEADS = (
 )  # fmt: skip
 NORMS = (array(128), array(128))
 EXPERTS = (array(128, 2 * 768, 2048), array(128, 2048, 768))  # of a layer of Qwen3-30B-A3B
+# Of a layer of gpt-oss-20b: both matrices in tiles, each with its bias.
+TILES = (
+    dflash_kernels.Mxfp4Tiles(integers(32, 90, 45, 4, 136), True, jnp.dtype("bfloat16")), array(32, 5760),
+    dflash_kernels.Mxfp4Tiles(integers(32, 45, 45, 4, 136), False, jnp.dtype("bfloat16")), array(32, 2880),
+)  # fmt: skip
 LAW = (array(128, dtype=jnp.float32),) * 3  # temperature, min_p, top_p
 STREAM_AND_LAYER = (
     array(2560, 16, dtype=jnp.float32), array(2560, 4096), array(2560), array(2 * 9728, 2560), array(2560, 9728), array(2560),
@@ -128,6 +133,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     ),
     "routed_experts": ((array(16, 2048), integers(16, 8), array(16, 8, dtype=jnp.float32), *EXPERTS), {}),
     "mixture": ((array(16, 128, dtype=jnp.float32), array(16, 2048), *EXPERTS), {"taken": 8, "normed": True}),
+    "mxfp4_mixture": (
+        (array(8, 32, dtype=jnp.float32), array(8, 2880), *TILES), {"taken": 4, "alpha": 1.702, "limit": 7.0},
+    ),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
     "attention_chain without norms": ((*HEADS, *STREAM_AND_LAYER), {"normed": False}),
@@ -237,7 +245,8 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     "op",
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
-        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "layer_chain", "attention_chain",
+        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "mxfp4_mixture", "layer_chain",
+        "attention_chain",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
         "float8_best", "float8_candidates", "filtered_choice",
     ],

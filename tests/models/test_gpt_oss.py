@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import Mxfp4Tiles
+from flax import nnx
 from safetensors.numpy import load_file
 
 from dflash_jax.checkpoints.converted import open_converted
@@ -17,15 +20,19 @@ from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_s
 from dflash_jax.cli.info import collect, lines
 from dflash_jax.engine import planning
 from dflash_jax.engine.planning import plan_engine
-from dflash_jax.errors import CapacityError, ConfigError, ParameterError
+from dflash_jax.errors import CapacityError, CheckpointError, ConfigError, ParameterError
+from dflash_jax.execution import switches
 from dflash_jax.execution.plan import CallShape, choose, weight_format
-from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, layer_traits
+from dflash_jax.execution.weight_layout import check_scales, tile_experts
+from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, init_params, layer_traits
+from dflash_jax.models.gpt_oss import BiasedMoE, gpt_oss_derived, gpt_oss_parameters
 from dflash_jax.models.presets import GPT_OSS_TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise
 from dflash_jax.sampling_params import SamplingParams
 
 from ..convert.conftest import Folders
+from ..devices import custom_calls, h200
 from ..random_pair import Pair, random_prompts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .gpt_oss_reference import forward, mxfp4, packed, random_file, random_tensors, unpacked
@@ -204,6 +211,90 @@ def test_round_trip_keeps_every_bit(release: str, tmp_path: Path) -> None:
     text = "\n".join(lines(collect(folder, draft=None)))
     assert "gpt_oss from" in text
     assert f"{file['num_experts_per_tok']} of {file['num_local_experts']} experts a token" in text
+
+
+@pytest.mark.parametrize("name", GPT_OSS_TARGETS)
+def test_four_bits_stay_where_a_kernel_reads_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper in bfloat16, without an option: as many bytes as were released, of which the 120b's fit one GPU of 80 GB."""
+    config = GPT_OSS_TARGETS[name]
+    family, half = family_for(config), jnp.dtype("bfloat16")
+    monkeypatch.setattr(switches, "FOUR_BITS", True)
+    with h200():
+        for asked in (None, "mxfp4"):
+            kept = weight_shapes([(config, family)], half, asked)
+            stored = stored_shapes([(config, family)], half)
+            assert weight_bytes(kept) == weight_bytes(stored) < 66e9
+            assert reading_bytes(stored, kept) < weight_bytes(kept) + 2e9
+            tiles = [one for one in kept["target"].values() if isinstance(one, Mxfp4Tiles)]
+            assert len(tiles) == 2 * config.num_layers
+        plan = choose(layer_traits(config), CallShape(1, 8, half), weight_format(kept["target"]))
+        assert "in tiles of MXFP4" in (plan.refused("fused_moe") or "")
+        others = [
+            weight_shapes([(config, family)], jnp.dtype("float32")),
+            weight_shapes([(config, family)], half, "int8"),
+        ]
+        monkeypatch.setattr(switches, "FOUR_BITS", False)
+        others.append(weight_shapes([(config, family)], half))
+        assert not any(isinstance(one, Mxfp4Tiles) for shapes in others for one in shapes["target"].values())
+
+
+def make_experts(tokens: int, dtype: str) -> tuple[BiasedMoE, BiasedMoE, Any]:
+    """A layer's feed-forward with its experts as they were released, the same with them in tiles, and rows."""
+    config = replace(
+        GPT_OSS_TARGETS["gpt-oss-20b"], vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=1, windows=(None,),
+        num_experts=4, experts_per_token=2,
+    )  # fmt: skip
+    key = jax.random.key(0)
+    params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), key, dtype))
+    table = {name: one for name, one in params.items() if name.startswith("layers.0.mlp.")}
+    biases = [name for name in table if name.endswith("bias")]
+    table |= {name: jax.random.normal(key, table[name].shape, dtype) for name in biases}
+    made = []
+    for one in (table, tile_experts(config, {**table})):
+        layer = BiasedMoE(config)
+        layer.router.weight, layer.router.bias = (
+            nnx.Param(one[f"layers.0.mlp.router.{x}"]) for x in ("weight", "bias")
+        )
+        for name in ("gate_up_proj", "down_proj"):
+            matrix = getattr(layer.experts, name)
+            matrix.weight, matrix.bias = (
+                nnx.Param(one[f"layers.0.mlp.experts.{name}.{x}"]) for x in ("weight", "bias")
+            )
+        made.append(layer)
+    return made[0], made[1], jax.random.normal(key, (1, tokens, 64), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_in_tiles_are_those_that_were_released(tokens: int) -> None:
+    """Without the kernel, whose interpreted form `test_mxfp4_mixture` has: bit for bit where experts run in turn."""
+    as_released, tiled, x = make_experts(tokens, "float32")
+    given, found = as_released(x), tiled(x)
+    np.testing.assert_allclose(found, given, rtol=0, atol=1e-6 * float(jnp.abs(given).max()))
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (9, 1), (1500, 4)])
+def test_experts_in_tiles_run_in_their_kernel(tokens: int, launches: int) -> None:
+    """Long prompts in pieces, of which each chooses its experts in a launch before."""
+    _, tiled, x = make_experts(tokens, "bfloat16")
+    assert custom_calls(tiled, jax.ShapeDtypeStruct(x.shape, x.dtype)) == ["mosaic_gpu_v2"] * launches
+
+
+def test_scales_that_no_tile_has_room_for_are_refused() -> None:
+    blocks = jnp.zeros((64, 2, 16), jnp.uint8)
+    params = {"fine": Mxfp4(blocks, jnp.full((64, 2), 160, jnp.uint8), jnp.dtype("bfloat16"))}
+    check_scales(params)
+    params["layers.0.x"] = Mxfp4(blocks, jnp.full((64, 2), 161, jnp.uint8), jnp.dtype("bfloat16"))
+    with pytest.raises(CheckpointError, match=r"layers.0.x:\n  - scales up to 2\^34 were found, .* 2\^33 at most"):
+        check_scales(params)
+
+
+def test_random_weights_in_four_bits_are_as_large_as_others() -> None:
+    sizes: Any = {"hidden_size": 512, "intermediate_size": 1024, "num_experts": 1, "experts_per_token": 1}
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], num_layers=1, windows=(None,), **sizes)
+    table = {one.name: one for one in gpt_oss_parameters(config) if "experts.down_proj" in one.name}
+    params = init_params(list(table.values()), jax.random.key(0), "bfloat16")
+    numbers = dequantise(*(params[f"layers.0.mlp.experts.down_proj.{x}"] for x in ("blocks", "scales")), jnp.float32)
+    assert 0.7 < float(jnp.std(numbers)) * 1024**0.5 < 1.5
 
 
 def test_no_fused_runner_takes_its_layers() -> None:

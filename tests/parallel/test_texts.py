@@ -68,6 +68,22 @@ def test_alone(double, greedy):
     assert [tokens for tokens, _ in served(double, GREEDY, draft=False)] == [tokens for tokens, _ in greedy]
 
 
+def test_pages_in_common_are_read_once(single, double, monkeypatch):
+    """Every rank is told who shares which pages."""
+    prompts = [[*range(3, 19), 7], [*range(3, 19), 60, 5]]
+    params, told, call = dj.SamplingParams(max_tokens=8, ignore_eos=True), [], double.engine.programs.call
+    alone = [dj.generate(single, prompt, params).token_ids for prompt in prompts]
+
+    def called(function, static, donate, weights, table, state, *rest):
+        told.extend(one.tolist() for one in rest[4:5] if function.__name__ == "loop" and one is not None)
+        return call(function, static, donate, weights, table, state, *rest)
+
+    monkeypatch.setattr(double.engine.programs, "call", called)
+    monkeypatch.setattr(double.engine, "cascade", True)
+    assert [one.token_ids for one in dj.generate(double, prompts, params)] == alone
+    assert [1, 1] in told
+
+
 def test_sampled_with_log_probabilities(single, double):
     ours, theirs = (dj.generate(model, PROMPTS, SAMPLED) for model in (double, single))
     for one, other in zip(ours, theirs, strict=True):

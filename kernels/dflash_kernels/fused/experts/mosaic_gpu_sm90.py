@@ -358,7 +358,8 @@ def gather_rows(source: Any, column: Any, target: Any, order: Any, first: Any, l
     blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
     columns, pitch = groups * rows_of_group, th.shape_and_strides(source)[1][0] * 2
     base, to, entries = th.address(source), th.address(target, space=3), th.address(order, space=3)
-    for begin in range(0, blocks * columns * width * 2 // th.CHUNK, WARPGROUP):
+    chunks = blocks * columns * width * 2 // th.CHUNK
+    for begin in range(0, chunks, WARPGROUP):
         chunk = th.add(th.thread(), begin)
         line, piece = th.div(chunk, 8), th.rem(chunk, 8)
         block, place = th.div(line, columns), th.rem(line, columns)
@@ -371,7 +372,11 @@ def gather_rows(source: Any, column: Any, target: Any, order: Any, first: Any, l
         swizzled = th.mul(th.xor(piece, th.rem(place, 8)), th.CHUNK)
         target_at = th.add(th.add(to, th.mul(line, width * 2)), swizzled)
         size = th.select(there, th.number(th.CHUNK), th.number(0))
-        th.inline(f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK}, $2;", target_at, where, size)
+        copy = f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK}, $2;"
+        if begin + WARPGROUP > chunks:
+            th.when(th.under(chunk, chunks), copy, target_at, where, size)
+        else:
+            th.inline(copy, target_at, where, size)
     th.inline("cp.async.commit_group;")
 
 

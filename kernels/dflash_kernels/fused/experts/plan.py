@@ -100,6 +100,12 @@ def _threads(experts: int) -> int:
     return -(-experts // 128) * 128
 
 
+def tables_size(entries: int, experts: int, columns: int) -> int:
+    """Bytes of shared memory that sorted entries and barriers take, at most."""
+    groups = min(experts, entries) + entries // columns
+    return 4 * (4 * (entries + LOOK) + 3 * groups + 1 + max(_threads(experts), 256)) + 4 * 128
+
+
 def plan(
     tokens: int,
     top_k: int,
@@ -123,9 +129,7 @@ def plan(
     columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
     x_stage = UNIT * BLOCK * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
-    groups = min(experts, entries) + entries // columns
-    tables = 4 * (4 * (entries + LOOK) + 3 * groups + 1 + max(_threads(experts), 256)) + 4 * 128
-    stages = min((SHARED - tables - x_stages * x_stage) // (2 * ROWS * BLOCK * 2), 12)
+    stages = min((SHARED - tables_size(entries, experts, columns) - x_stages * x_stage) // (2 * ROWS * BLOCK * 2), 12)
     return Plan(
         tokens,
         top_k,

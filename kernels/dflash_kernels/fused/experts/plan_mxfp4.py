@@ -1,0 +1,91 @@
+"""Tiling of a mixture of experts in MXFP4: columns, consumers, parts, stages. Arithmetic on shapes only."""
+
+import dataclasses
+
+from dflash_kernels.core.mxfp4 import PIECE, PIECES, TILE
+from dflash_kernels.fused.experts.plan import (
+    MOST_ENTRIES,
+    MOST_EXPERTS,
+    MOST_TAKEN,
+    SHARED,
+    X_SHARED,
+    Choice,
+    Plan,
+    tables_size,
+)
+
+CHOICE = Choice(normed=True, scale=1.0)
+TILE_BYTES = PIECES * PIECE * 4
+_MOST_PARTIAL_ROWS = 16  # entries for which partial results of the second product cost less than idle multiprocessors
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """SwiGLU of gates up to `limit` and ups from minus to plus `limit`: `(up + 1) * gate * sigmoid(alpha * gate)`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4Plan(Plan):
+    """Everything static about one launch; see `Plan`. A work item has one tile of 64 rows, whose columns several consumers share.
+
+    Attributes:
+      gate: what comes between the products.
+      consumers: warpgroups, each with every so manieth tile of columns.
+      parts: of the columns of the second product, whose results are added by whoever wants them.
+    """
+
+    gate: Gate = Gate(1.0, 1.0)
+    consumers: int = 1
+    parts: int = 1
+
+    @property
+    def gated_tiles(self) -> int:
+        return 2 * self.inner // TILE
+
+    @property
+    def down_tiles(self) -> int:
+        return self.hidden // TILE
+
+
+def plan(
+    tokens: int, top_k: int, experts: int, hidden: int, inner: int, ctas: int, gate: Gate, *, chooses: bool = True
+) -> Mxfp4Plan:
+    """Raises NotImplementedError with the reason for shapes that do not tile."""
+    entries = tokens * top_k
+    if not 0 < experts <= MOST_EXPERTS:
+        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
+    if not 0 < entries <= MOST_ENTRIES or top_k > MOST_TAKEN:
+        raise NotImplementedError(
+            f"takes 1 to {MOST_ENTRIES} choices of tokens, {MOST_TAKEN} of one at most, not {entries}, {top_k}"
+        )
+    if hidden % TILE or inner % TILE:
+        raise NotImplementedError(f"takes widths in {TILE}s, not {hidden} and {inner}")
+    units = hidden // TILE, inner // TILE
+    consumers = next(count for count in (3, 2, 1) if all(size % count == 0 for size in units))
+    columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
+    parts = _parts(tokens, top_k, experts, units, consumers, ctas)
+    x_stage = consumers * TILE * 2 * columns
+    x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
+    kept = (consumers - 1) * TILE * columns * 4
+    left = SHARED - tables_size(entries, experts, columns) - x_stages * x_stage - kept
+    return Mxfp4Plan(
+        tokens, top_k, experts, hidden, inner, columns, TILE // 2, min(left // (consumers * TILE_BYTES), 16), x_stages,
+        ctas, CHOICE if chooses else None, gate, consumers, parts,
+    )  # fmt: skip
+
+
+def _parts(tokens: int, top_k: int, experts: int, units: tuple[int, int], consumers: int, ctas: int) -> int:
+    """As many parts of the second product as leave few CTAs idle in their last turn, at random choices; the fewest."""
+    if tokens * top_k > _MOST_PARTIAL_ROWS:
+        return 1
+    distinct, steps = round(experts * (1 - (1 - top_k / experts) ** tokens)), units[1] // consumers
+
+    def idle(parts: int) -> float:
+        items = distinct * units[0] * parts
+        return 1 - items / (-(-items // ctas) * ctas)
+
+    choices = [parts for parts in range(1, 6) if steps % parts == 0]
+    return next((parts for parts in choices if idle(parts) < 0.1), min(choices, key=idle))

@@ -1,0 +1,36 @@
+"""Reference of `mxfp4_mixture` in jnp."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dflash_kernels.core.mxfp4 import Mxfp4Tiles, mxfp4_numbers
+from dflash_kernels.fused.experts.plan_mxfp4 import CHOICE, Gate
+from dflash_kernels.fused.experts.reference import chosen
+
+
+def mxfp4_mixture_reference(
+    logits: Float[Array, "T E"],
+    x: Float[Array, "T D"],
+    gate_up: Mxfp4Tiles,
+    gate_up_bias: Float[Array, "E twoF"],
+    down: Mxfp4Tiles,
+    down_bias: Float[Array, "E D"],
+    *,
+    taken: int,
+    gate: Gate,
+    exchange: Any = None,
+) -> Float[Array, "k T D"]:
+    """See `mxfp4_mixture`; all experts are dequantised."""
+    del exchange
+    experts, weights = chosen(logits, taken, CHOICE)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    wide: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
+    first, last = (mxfp4_numbers(*matrix.blocks_and_scales(), x.dtype) for matrix in (gate_up, down))
+    both = jnp.einsum("td,tkfd->tkf", x, first[experts], **wide) + gate_up_bias[experts].astype(jnp.float32)
+    gates, ups = jnp.minimum(both[..., 0::2], gate.limit), jnp.clip(both[..., 1::2], -gate.limit, gate.limit)
+    inner = ((ups + 1) * gates * jax.nn.sigmoid(gate.alpha * gates)).astype(x.dtype)
+    out = jnp.einsum("tkf,tkdf->ktd", inner, last[experts], **wide)
+    return (out + jnp.swapaxes(down_bias[experts], 0, 1).astype(jnp.float32)) * weights.T[..., None]

@@ -1,0 +1,148 @@
+"""MXFP4 in tiles (`core.mxfp4`): widened to a matrix instruction's operand in registers, and what follows their products.
+
+Every function stands for code that all 128 threads of a warpgroup run together.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.mxfp4 import SHIFT, TILE, tile_numbers
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, matrix, thread_op
+
+
+def _widened_interpreted(tile: Any) -> Any:
+    return tile_numbers(tile[...]).astype(jnp.bfloat16)
+
+
+@thread_op(args=(GLOBAL,), returns=lambda tile: matrix((TILE, TILE), jnp.bfloat16), interpret=_widened_interpreted)
+def widened(tile: Any) -> Any:
+    """A tile of MXFP4 `[4, 136]` in shared memory as bfloat16, times 2 to the minus `SHIFT`, exactly."""
+    i32, pair = th.i32(), ir.VectorType.get((2,), ir.BF16Type.get())
+    lane, warp = th.lane_and_warp()
+    base = th.address(tile, space=3)
+    words = th.load(th.add(base, th.mul(th.thread(), 16)), 4, op="ld.shared")
+    of_rows = th.add(th.mul(warp, 32), th.mul(th.div(lane, 4), 4))
+    scales = th.load(th.add(base, th.add(of_rows, 4 * 512)), op="ld.shared")[0]
+    # A factor is a bfloat16 without sign and fraction, twice: its exponent is a byte of the scales' word.
+    factors = [
+        utils.inline_ptx(
+            f"{{ .reg .b32 both; prmt.b32 both, $1, 0, 0x4{place}4{place}; shl.b32 $0, both, 7; }}", scales, result_types=i32
+        )
+        for place in range(4)
+    ]  # fmt: skip
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE, TILE)), dtype=object)
+    for step, word in enumerate(words):
+        upper, lower = factors[step // 2], factors[2 + step // 2]
+        # A number's bits at a bfloat16's places are the number times 2^-126, the subnormal one included.
+        slots = utils.inline_ptx(
+            "{ .reg .b32 a, b, c; and.b32 a, $4, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;"
+            " shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $6;"
+            " shl.b32 a, $4, 6; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5;"
+            " shl.b32 a, $4, 1; and.b32 a, a, 0x80008000; shr.u32 b, $4, 5; and.b32 b, b, 0x01000100; or.b32 a, a, b;"
+            " shr.u32 c, $4, 4; and.b32 c, c, 0x00C000C0; or.b32 a, a, c; mul.rn.bf16x2 $3, a, $6; }",
+            word, upper, lower, result_types=[i32] * 4,
+        )  # fmt: skip
+        for slot, value in enumerate(slots):
+            registers[0, 2 * step + slot // 2, 0, 0, slot % 2, 0, 0, 0, 0] = utils.bitcast(value, pair)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _kept_interpreted(memory: Any, product: Any) -> None:
+    memory[...] = product
+
+
+@thread_op(args=(GLOBAL, MATRIX), interpret=_kept_interpreted)
+def keep(memory: Any, product: Any) -> None:
+    """Stores a matrix `[64, N]` float32 to as much shared memory, for the same threads of another warpgroup."""
+    base = th.add(th.address(memory, space=3), th.mul(th.thread(), 8))
+    for index, place in enumerate(np.ndindex(product.registers.shape)):
+        both = [vector.extract(product.registers[place], [], [i]) for i in range(2)]
+        th.inline("st.shared.v2.f32 [$0], {$1, $2};", th.add(base, index * 8 * WARPGROUP), *both)
+
+
+@thread_op(
+    args=(MATRIX, GLOBAL), returns=lambda product, _: matrix(product.shape), interpret=lambda product, kept: product + kept[...]
+)  # fmt: skip
+def add_kept(product: Any, memory: Any) -> Any:
+    """`product` plus the matrix that another warpgroup kept."""
+    base = th.add(th.address(memory, space=3), th.mul(th.thread(), 8))
+    registers, pair = np.empty_like(product.registers), ir.VectorType.get((2,), th.f32())
+    for index, place in enumerate(np.ndindex(registers.shape)):
+        other = th.load(th.add(base, index * 8 * WARPGROUP), 2, op="ld.shared", kind="f32")
+        registers[place] = th.fadd(product.registers[place], vector.from_elements(pair, other))
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+def _store_gated_interpreted(
+    target: Any, product: Any, bias: Any, tile: Any, feature: Any, first: Any, live: Any, *, alpha: float, limit: float
+) -> None:
+    halves = (product * 2.0**SHIFT).reshape(4, 2, 8, -1)
+    biases = bias[pl.ds(tile * TILE, TILE)].astype(jnp.float32).reshape(4, 8, 2, 1)
+    gates, ups = (halves[:, half] + biases[:, :, half] for half in range(2))
+    gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
+    found = ((ups + 1) * gates * jax.nn.sigmoid(alpha * gates)).reshape(TILE // 2, -1).astype(target.dtype)
+    for column in range(found.shape[1]):
+
+        @pl.when(column < live)
+        def _(column=column):
+            target.at[first + column, pl.ds(feature, TILE // 2)][...] = found[:, column]
+
+
+@thread_op(args=(GLOBAL, MATRIX, GLOBAL, SCALAR, SCALAR, SCALAR, SCALAR), interpret=_store_gated_interpreted)
+def store_gated(
+    target: Any, product: Any, bias: Any, tile: Any, feature: Any, first: Any, live: Any, *, alpha: float, limit: float
+) -> None:
+    """SwiGLU of a tile's gates and ups to the `live` rows of `target` from `first` on, 32 features from `feature` on.
+
+    Args:
+      target: `[entries, F]` bfloat16 in global memory.
+      product: `[64, N]`, times 2 to the minus `SHIFT`: of each sixteen rows eight gates, then their ups.
+      bias: `[E * 2F]` bfloat16 in global memory, gates and ups in turns.
+      tile: whose rows these are, counted over all experts.
+    """
+    lane, warp = th.lane_and_warp()
+    row, column = th.add(th.mul(warp, 8), th.div(lane, 4)), th.mul(th.rem(lane, 4), 2)
+    both = th.load(th.word_address(bias, th.add(th.mul(tile, TILE // 2), row)), op="ld.global.nc")[0]
+    biases = [th.as_real(th.shift_left(both, 16)), th.as_real(th.bit_and(both, -(1 << 16)))]
+    scale, one = th.real(2.0**SHIFT), th.real(1.0)
+    minus = th.real(-alpha)
+    pitch, base = th.shape_and_strides(target)[1][0], th.word_address(target, th.number(0))
+    for columns in range(product.shape[1] // 8):
+        pairs = [product.registers[0, columns, 0, 0, half, 0, 0, 0, 0] for half in range(2)]
+        for which in range(2):
+            gates, ups = (
+                th.fadd(th.fmul(vector.extract(pair, [], [which]), scale), own)
+                for pair, own in zip(pairs, biases, strict=True)
+            )
+            gates, ups = _at_most(gates, limit), _at_least(_at_most(ups, limit), -limit)
+            grown = th.fadd(one, th.exp(th.fmul(minus, gates)))
+            value = th.fdiv(th.fmul(th.fadd(ups, one), gates), grown)
+            place = th.add(column, 8 * columns + which)
+            element = th.add(th.mul(th.add(first, place), pitch), th.add(feature, row))
+            text = "{ .reg .b16 h; cvt.rn.bf16.f32 h, $2; @$0 st.global.b16 [$1], h; }"
+            _if_there(th.compare(place, "ult", live), text, th.offset(base, th.mul(element, 2)), value)
+
+
+def _if_there(there: Any, text: str, address: Any, value: Any) -> None:
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"), [there, address, value], text, "b,l,f", has_side_effects=True
+    )  # fmt: skip
+
+
+def _at_most(value: Any, bound: float) -> Any:
+    # A NaN stays one.
+    return utils.inline_ptx("min.NaN.f32 $0, $1, $2;", value, th.real(bound), result_types=th.f32())
+
+
+def _at_least(value: Any, bound: float) -> Any:
+    return utils.inline_ptx("max.NaN.f32 $0, $1, $2;", value, th.real(bound), result_types=th.f32())

@@ -1,0 +1,225 @@
+"""Experts in MXFP4: tiles, the definition, and the Hopper kernel interpreted, lowered for an H200, and for real (`-m gpu`)."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_kernels import (
+    MXFP4_MOST_SCALE,
+    Mxfp4Tiles,
+    NoImplementationError,
+    mxfp4_mixture,
+    mxfp4_mixture_refusal,
+    mxfp4_tiles,
+    routed_experts_exchange,
+)
+from dflash_kernels.core.mxfp4 import SHIFT
+from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import launch
+from dflash_kernels.fused.experts.plan_mxfp4 import Gate, plan
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..devices import h200
+
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
+GATE = Gate(1.702, 7.0)
+SIZES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+NUMBERS = np.concatenate([SIZES, -SIZES])
+
+
+def released(key: int, count: int, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random blocks and scales of a matrix, its numbers around `columns ** -0.5`."""
+    rng = np.random.default_rng(key)
+    middle = 126 - round(np.log2(columns) / 2)
+    blocks = rng.integers(0, 256, (count, rows, columns // 32, 16), np.uint8)
+    return blocks, rng.integers(middle - 3, middle + 1, blocks.shape[:-1]).astype(np.uint8)
+
+
+def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """`[E, F, D]` float64, by the specification."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 32)
+    wide = NUMBERS[codes] * 2.0 ** (scales[..., None].astype(np.float64) - 127)
+    return wide.reshape(*scales.shape[:-1], -1)
+
+
+def make(tokens: int, count: int, hidden: int, inner: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A call, and its matrices in float64."""
+    given = {"gate_up": released(1, count, 2 * inner, hidden), "down": released(2, count, hidden, inner)}
+    keys = jax.random.split(jax.random.key(tokens), 4)
+    call: dict[str, Any] = {
+        "logits": jax.random.normal(keys[0], (tokens, count)) * 2,
+        "x": (jax.random.normal(keys[1], (tokens, hidden)) * 3).astype(jnp.bfloat16),
+    }
+    for key, (name, (blocks, scales)) in zip(keys[2:], given.items(), strict=True):
+        call[name] = mxfp4_tiles(*map(jnp.asarray, (blocks, scales)), gated=name == "gate_up", dtype=jnp.bfloat16)
+        call[f"{name}_bias"] = jax.random.normal(key, (count, blocks.shape[1])).astype(jnp.bfloat16)
+    return call, {name: numbers(*both) for name, both in given.items()}
+
+
+def true_values(call: dict[str, Any], matrices: dict[str, np.ndarray], taken: int) -> np.ndarray:
+    """`[T, D]` in float64, with no rounding between the products."""
+    logits, x = (np.asarray(call[name], np.float64) for name in ("logits", "x"))
+    first, last = (np.asarray(call[name], np.float64) for name in ("gate_up_bias", "down_bias"))
+    out = np.zeros_like(x)
+    for token, experts in enumerate(np.argsort(-logits, axis=-1, kind="stable")[:, :taken]):
+        shares = np.exp(logits[token, experts] - logits[token].max())
+        for expert, share in zip(experts, shares / shares.sum(), strict=True):
+            both = matrices["gate_up"][expert] @ x[token] + first[expert]
+            gate, up = np.minimum(both[0::2], GATE.limit), np.clip(both[1::2], -GATE.limit, GATE.limit)
+            inner = (up + 1) * gate / (1 + np.exp(-GATE.alpha * gate))
+            out[token] += share * (matrices["down"][expert] @ inner + last[expert])
+    return out
+
+
+def check(call: dict[str, Any], matrices: dict[str, np.ndarray], taken: int, found: jax.Array) -> None:
+    """The sum of the parts is as near to float64 as rounding what lies between the products to bfloat16 allows."""
+    assert found.dtype == jnp.float32
+    true = true_values(call, matrices, taken)
+    far = np.abs(np.asarray(found, np.float64).sum(axis=0) - true).max()
+    assert far <= 2**-8 * np.abs(true).max()
+
+
+@pytest.mark.few("three consumers", "one")
+@pytest.mark.parametrize(
+    ("tokens", "taken", "count", "hidden", "inner"),
+    [(2, 2, 3, 192, 384), (1, 1, 2, 64, 64), (5, 2, 4, 128, 64), (17, 1, 2, 64, 128), (2, 2, 3, 128, 128)],
+    ids=["three consumers", "one", "ragged", "chosen before", "two consumers"],
+)
+def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) -> None:
+    """More items than CTAs, rings that turn, widths of odd tiles, experts that nobody takes and groups that are not full."""
+    call, matrices = make(tokens, count, hidden, inner)
+    check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=3, interpret=INTERPRET))
+
+
+def shapes(tokens: int, count: int, hidden: int, inner: int) -> dict[str, Any]:
+    """Of a call."""
+    shaped = jax.ShapeDtypeStruct
+
+    def matrix(rows: int, columns: int, gated: bool) -> Mxfp4Tiles:
+        return Mxfp4Tiles(shaped((count, rows // 64, columns // 64, 4, 136), jnp.int32), gated, jnp.dtype("bfloat16"))
+
+    return {
+        "logits": shaped((tokens, count), jnp.float32), "x": shaped((tokens, hidden), jnp.bfloat16),
+        "gate_up": matrix(2 * inner, hidden, True), "gate_up_bias": shaped((count, 2 * inner), jnp.bfloat16),
+        "down": matrix(hidden, inner, False), "down_bias": shaped((count, hidden), jnp.bfloat16),
+    }  # fmt: skip
+
+
+@pytest.mark.few("1-32", "8-128", "512-32")
+@pytest.mark.parametrize("count", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+def test_lowers_for_an_h200(tokens: int, count: int) -> None:
+    """gpt-oss-20b and 120b."""
+    with h200():
+        assert mxfp4_mixture_refusal(tokens, 4, jnp.bfloat16, experts=count, hidden=2880, inner=2880) is None
+        program = jax.jit(
+            lambda call: mxfp4_mixture(**call, taken=4, alpha=1.702, limit=7.0, implementation="mosaic_gpu")
+        )
+        text = program.trace(shapes(tokens, count, 2880, 2880)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 1 + (tokens > 16)
+    assert plan(tokens, 4, count, 2880, 2880, 132, GATE).stages >= 6
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_keep_every_bit(gated: bool) -> None:
+    """Random bytes and all scales that there is room for; a matrix of several tiles each way, and one expert alone."""
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 128, 6, 16), np.uint8)
+    scales = rng.integers(0, MXFP4_MOST_SCALE + 1, (3, 128, 6)).astype(np.uint8)
+    tiles = mxfp4_tiles(jnp.asarray(blocks), jnp.asarray(scales), gated=gated, dtype=jnp.bfloat16)
+    assert tiles.shape == (3, 128, 192)
+    assert tiles.words.nbytes == blocks.nbytes + scales.nbytes
+    for found, given in zip(tiles.blocks_and_scales(), (blocks, scales), strict=True):
+        assert np.array_equal(found, given)
+    one = Mxfp4Tiles(tiles.words[1], gated, tiles.dtype).blocks_and_scales()
+    assert np.array_equal(one[0], blocks[1])
+    assert np.array_equal(one[1], scales[1])
+
+
+def test_a_thread_finds_its_numbers() -> None:
+    """What the kernel does with a word, in Python: shifts, masks and a factor give the numbers of the specification."""
+    blocks, scales = released(3, 1, 64, 64)
+    words = np.asarray(mxfp4_tiles(jnp.asarray(blocks), jnp.asarray(scales), gated=True, dtype=jnp.bfloat16).words)
+    true, flat, mask = numbers(blocks, scales)[0], words.view(np.uint32).ravel(), 0x81C081C0
+    for lane, step in [(0, 0), (5, 1), (31, 2), (18, 3)]:
+        warp, row, column = lane % 4, lane // 4, 16 * step + 2 * (lane % 4)
+        word, factors = int(flat[(warp * 32 + lane) * 4 + step]), int(flat[512 + warp * 8 + row])
+        fourth = (word << 1) & 0x80008000 | (word >> 5) & 0x01000100 | (word >> 4) & 0x00C000C0
+        for slot, bits in enumerate((word & mask, word << 3 & mask, word << 6 & mask, fourth)):
+            half, group = slot % 2, slot // 2
+            factor = 2.0 ** ((factors >> 8 * (2 * half + step // 2) & 255) - 127 + SHIFT)
+            for which in range(2):
+                value = np.uint32((bits >> 16 * which & 0xFFFF) << 16).view(np.float32)
+                assert value * factor == true[2 * (8 * warp + row) + half, column + 8 * group + which]
+
+
+def test_the_definition() -> None:
+    call, matrices = make(6, 5, 64, 64)
+    call |= {name: call[name].astype(jnp.float32) for name in ("x", "gate_up_bias", "down_bias")}
+    found = mxfp4_mixture(**call, taken=3, alpha=GATE.alpha, limit=GATE.limit)
+    true = true_values(call, matrices, 3)
+    np.testing.assert_allclose(np.asarray(found).sum(axis=0), true, rtol=0, atol=1e-5 * np.abs(true).max())
+
+
+def test_few_tokens_leave_few_multiprocessors_idle() -> None:
+    """One token's second product is cut into parts, those of many are not."""
+    parts = {tokens: plan(tokens, 4, 32, 2880, 2880, 132, GATE).parts for tokens in (1, 8, 64)}
+    assert parts == {1: 5, 8: 1, 64: 1}
+    assert all((2880 // 64 // 3) % count == 0 for count in parts.values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((1, 4, 700, 128, 128), "1 to 640 experts, not 700"), ((2000, 4, 32, 128, 128), "1 to 4608 choices of tokens"),
+        ((1, 4, 32, 2896, 128), "widths in 64s, not 2896 and 128"),
+    ],
+)  # fmt: skip
+def test_refusals_name_their_reason(sizes: tuple[int, int, int, int, int], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        plan(*sizes, 132, GATE)
+
+
+def test_other_dtypes_and_shapes_are_refused() -> None:
+    call, _ = make(1, 2, 64, 64)
+    how: dict[str, Any] = {"taken": 1, "alpha": 1.0, "limit": 7.0}
+    with pytest.raises(NotImplementedError, match="takes bfloat16 throughout, not float32"):
+        launch(**call | {"x": call["x"].astype(jnp.float32)}, taken=1, gate=GATE, ctas=1)
+    with pytest.raises(ValueError, match="whole tiles of 64, not 32 and 64"):
+        mxfp4_tiles(
+            jnp.zeros((1, 32, 2, 16), jnp.uint8), jnp.zeros((1, 32, 2), jnp.uint8), gated=False, dtype=jnp.float32
+        )
+    plain = inspect.unwrap(mxfp4_mixture)  # annotations are checked before, in tests only
+    with pytest.raises(ValueError, match="gate_up must be gated and down not"):
+        plain(**call | {"gate_up": call["down"]}, **how)
+    with pytest.raises(ValueError, match="of which 3 are taken"):
+        plain(**call, **how | {"taken": 3})
+    with pytest.raises(ValueError, match=r"gate_up_bias \(2, 64\)"):
+        plain(**call | {"gate_up_bias": call["gate_up_bias"][:, :64]}, **how)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")
+def test_other_devices_are_refused() -> None:
+    reason = mxfp4_mixture_refusal(1, 4, jnp.bfloat16, experts=32, hidden=2880, inner=2880)
+    assert "needs a Hopper GPU" in str(reason)
+    with pytest.raises(NoImplementationError, match="mosaic_gpu: needs a Hopper GPU"):
+        mxfp4_mixture(**make(1, 2, 64, 64)[0], taken=1, alpha=1.0, limit=7.0, implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 17, 64, 200])
+def test_full_size_agrees_with_float64(tokens: int) -> None:
+    """Of six experts in gpt-oss's sizes; twice with one exchange, which every launch leaves as it was."""
+    call, matrices = make(tokens, 6, 2880, 2880)
+
+    @jax.jit
+    def twice(call: dict[str, Any]) -> list[jax.Array]:
+        exchange = routed_experts_exchange(6)
+        how: Any = {"taken": 4, "alpha": GATE.alpha, "limit": GATE.limit, "implementation": "mosaic_gpu"}
+        return [mxfp4_mixture(**call, **how, exchange=exchange) for _ in range(2)]
+
+    first, second = twice(call)
+    check(call, matrices, 4, first)
+    assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
