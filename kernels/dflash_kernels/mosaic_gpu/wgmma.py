@@ -43,22 +43,34 @@ def multiply_blocks(scores, queries, keys):
         first += block.shape[1]
 
 
-def add_values(acc, weights, values, staged) -> Any:
-    """`acc + weights @ values` with the weights and the sum in registers.
+def add_products(acc, multiply) -> Any:
+    """`acc` and the products that `multiply(total)` begins, with the sum in registers.
 
-    Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it `staged` is
-    shared memory for the weights, and the product is added afterwards.
+    Pallas's interpreter has no accumulator that starts with values: under it the products are added afterwards.
     """
-    if staged is None:
-        return pl.run_state(lambda total: plgpu.wgmma(total, weights, values))(plgpu.ACC.init(acc))
+    if not interpreting():
+        return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+    def products(total):
+        multiply(total)
+        return total[...]
+
+    return acc + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
+
+
+def left_factor(weights, staged) -> Any:
+    """Weights in registers, as a product takes them. Pallas's interpreter takes none: `staged` is shared memory for them there."""
+    if not interpreting():
+        return weights
     staged[...] = weights
     plgpu.commit_smem()
+    return staged
 
-    def multiply(product):
-        plgpu.wgmma(product, staged, values)
-        return product[...]
 
-    return acc + pl.run_scoped(multiply, plgpu.ACC(acc.shape, jnp.float32))
+def add_values(acc, weights, values, staged) -> Any:
+    """`acc + weights @ values` with the weights and the sum in registers; for `staged` see `left_factor`."""
+    weights = left_factor(weights, staged)
+    return add_products(acc, lambda total: plgpu.wgmma(total, weights, values))
 
 
 def product(left, right) -> Any:
@@ -73,9 +85,7 @@ def product(left, right) -> Any:
 
 def add_product(acc, left, right) -> Any:
     """`acc + left @ right` with the sum in registers, both factors in shared memory."""
-    if interpreting():
-        return acc + product(left, right)
-    return pl.run_state(lambda total: plgpu.wgmma(total, left, right))(plgpu.ACC.init(acc))
+    return add_products(acc, lambda total: plgpu.wgmma(total, left, right))
 
 
 def zeros(shape):

@@ -37,6 +37,7 @@ from dflash_kernels.mosaic_gpu.mask import places, row_tokens, spread
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, finite
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
 from dflash_kernels.mosaic_gpu.tma import prefetch_rows, touch_row
+from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
 
 _SLACK = 8.0  # powers of two that scores may exceed the offset of their weights by
 _MAX, _SUM, _TOTAL = 0, 4, 2  # rows of the exchanged statistics
@@ -368,11 +369,7 @@ class Consumer:
         if masked:
             self.tiles.clear_unused_values(0, 0, tile)
         acc = softmax.rescaled_where_moved(acc, alpha)
-        if interpreting():
-            # The interpreter has no weights from registers.
-            memory["staged"][...] = weights
-            plgpu.commit_smem()
-            weights = memory["staged"]
+        weights = left_factor(weights, memory.get("staged"))
         return self._add_values(acc, lambda: weights, 0, 0), new_max, total
 
     def _right_pair(self, pair, carry, *, masked=False):
@@ -469,15 +466,7 @@ class Consumer:
             if meanwhile is not None:
                 meanwhile()
 
-        if not interpreting():
-            return pl.run_state(multiply)(plgpu.ACC.init(acc))
-
-        # The interpreter has no accumulator that starts with values.
-        def product(total):
-            multiply(total)
-            return total[...]
-
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+        return add_products(acc, multiply)
 
     def _first_weights(self):
         return self.tiles.memory["rotated"].at[self.zero]

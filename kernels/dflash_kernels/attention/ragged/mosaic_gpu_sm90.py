@@ -33,6 +33,7 @@ from dflash_kernels.mosaic_gpu.mask import places, spread
 from dflash_kernels.mosaic_gpu.pipeline import Ring
 from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
 
 _PIECE = 64  # keys whose weights and values a product takes at least
 
@@ -425,28 +426,15 @@ class Consumer:
         return acc, weights, row_max, row_sum
 
     def _add_values(self, acc, weights, values):
-        """`acc + weights @ values` with the weights and the sum in registers.
+        """`acc + weights @ values` with the weights and the sum in registers."""
+        staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
 
-        Pallas's interpreter has neither weights from registers nor an accumulator that starts with values: under it the weights
-        go through shared memory, and the product is added afterwards.
-        """
-        if not interpreting():
+        def multiply(sums):
+            for number, (piece, rows) in enumerate(self._pieces(weights, values)):
+                held = None if staged is None else staged.at[:, pl.ds(number * _PIECE, _PIECE)]
+                plgpu.wgmma(sums, left_factor(piece, held), rows)
 
-            def multiply(sums):
-                for piece, rows in self._pieces(weights, values):
-                    plgpu.wgmma(sums, piece, rows)
-
-            return pl.run_state(multiply)(plgpu.ACC.init(acc))
-        staged = self.buffers["p_sm"].at[self.wg]
-        for number, piece in enumerate(weights):
-            staged.at[:, pl.ds(number * _PIECE, _PIECE)][...] = piece
-        plgpu.commit_smem()
-
-        def multiply_staged(product):
-            plgpu.wgmma(product, staged, values)
-            return product[...]
-
-        return acc + pl.run_scoped(multiply_staged, plgpu.ACC(acc.shape, jnp.float32))
+        return add_products(acc, multiply)
 
     def _pieces(self, weights, values):
         """Weights with the values that they multiply."""
