@@ -161,7 +161,9 @@ FLAGS: dict[str, Flag] = {
         kind=int,
     ),
     "vision": Flag(
-        "yes or no: with the tower that makes rows of pictures (default: where the target has one)", kind=_yes_or_no
+        "whether the tower that makes rows of pictures is loaded (default: where the target has one)",
+        kind=_yes_or_no,
+        metavar="yes|no",
     ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),

@@ -23,7 +23,7 @@ from dflash_jax.text.pictures.placed import Picture
 
 PROCESSOR, WITH_TEXT = "preprocessor_config.json", "processor_config.json"
 # What is opened at most: a small file may say that it holds billions.
-MOST_PIXELS = 2**27
+MOST_PIXELS = 2**26
 MOST_URL_BYTES = 64 << 20
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # A picture is no strip: as transformers has it.
