@@ -98,7 +98,7 @@ CALLED = {
 NO_ARRAY = st.sampled_from([None, [1.0, 2.0], "x", 3])
 # Numbers of a kind that no such array holds: one in its place has to be refused, whatever it is.
 NO_FLOATS = [jnp.int32, jnp.uint32, jnp.bool_, jnp.complex64]
-NO_PAGES = [*NO_FLOATS, jnp.uint16, jnp.float8_e5m2]
+NO_PAGES = [*NO_FLOATS, jnp.uint16, jnp.float8_e5m2fnuz]
 NO_INTEGERS = [jnp.float32, jnp.bfloat16, jnp.bool_, jnp.complex64]
 NO_FLAGS = [jnp.float32, jnp.int32, jnp.complex64]
 MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")

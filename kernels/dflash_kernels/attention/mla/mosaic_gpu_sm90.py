@@ -35,7 +35,7 @@ from dflash_kernels.mosaic_gpu.convert import widen_rows
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.mask import places, row_tokens, spread
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, finite
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
 from dflash_kernels.mosaic_gpu.tma import prefetch_rows, touch_row
 from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
 
@@ -248,7 +248,7 @@ class Tiles:
 
         Gains where short splits wait for memory; costs where the GPU is at its power limit all along.
         """
-        if self.launch.direct or interpreting():
+        if self.launch.direct:
             return
 
         @pl.when((tile < self.end) & (lax.axis_index("rows") == 0))

@@ -138,8 +138,7 @@ def run(attention: Attention, plan: Plan, stages: Sequence[Any], refs: dict[str,
 def _consume(stages: Sequence[Any], buffers: Mapping[str, Any], of_split: Callable[..., None], eps: float) -> None:
     if ATTEND in stages:
         of_split(functools.partial(attend, eps=eps))
-    if not interpreting():
-        plgpu.barrier_arrive(buffers["attended"])
+    plgpu.barrier_arrive(buffers["attended"])
     if COMBINE in stages:
         of_split(_combine)
 
@@ -152,14 +151,12 @@ def _produce(
     started = functools.partial(_weights_may_start, buffers)
     produce = produce_8bit if attention.stages_8bit else produce_16bit
     of_split(lambda split: produce(split, started))
-    if not interpreting():
-        pl.when(index >= attention.work_items)(started)
+    pl.when(index >= attention.work_items)(started)
 
 
 def _weights_may_start(buffers: Mapping[str, Any]) -> None:
     """Lets the producer of weights begin."""
-    if not interpreting():
-        plgpu.barrier_arrive(buffers["asked"])
+    plgpu.barrier_arrive(buffers["asked"])
 
 
 def _acquire_weights(kept: int, buffers: Mapping[str, Any], step: Any) -> None:
