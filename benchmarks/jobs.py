@@ -34,6 +34,7 @@ BENCHMARKS = {
     "decode_llama": ("decode.py --models llama-3.1-8b --batch 1 8 32 --calls 5", 100),
     "decode_heads": ("decode.py --models qwen3-8b qwen3-8b-dflash2 --batch 1 8 --calls 3 --kinds cycle", 110),
     "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
+    "decode_gpt_oss": ("decode.py --models gpt-oss-20b --batch 1 8 --calls 3", 110),
     "decode_32k": ("decode.py --models qwen3-4b --context 1024 32768 --attention best xla --calls 3", 110),
     "decode_8k": ("decode.py --models qwen3-4b --context 8192 --batch 8 --calls 3 --cache-dtype none fp8 int8", 90),
     "decode_fp8": ("decode.py --batch 1 --calls 4 --weight-dtype fp8", 60),
@@ -84,6 +85,7 @@ BENCHMARKS = {
 SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 2 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-8b --tp 2 1 --batch 1 8 --calls 4 --collectives",
+    "several_gpus.py --models qwen3-8b --tp 2 --batch 8 --calls 4 --collectives",
     "several_gpus.py --models qwen3-8b --tp 4 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-32b --tp 4 2 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-coder-30b-a3b --tp 4 --batch 1 8 --calls 4 --exchange",

@@ -95,10 +95,10 @@ def main() -> None:
     parser.add_argument(
         "--collectives", action="store_true", help="GPUs tell one another everything by JAX's collectives"
     )
-    parser.add_argument("--exchange", action="store_true", help="experts and gated delta nets add up in kernels too")
+    parser.add_argument("--exchange", action="store_true", help="gated delta nets add up in kernels too")
     options = parser.parse_args()
     switches.RANK_EXCHANGE = not options.collectives
-    switches.RANK_EXCHANGE_ALL = options.exchange
+    switches.RANK_EXCHANGE_DELTA = options.exchange
     record = Record("several_gpus", options)
     for name, tp in itertools.product(options.models, options.tp):
         if reasons := sharing_refusals(*MODELS[name][1:], tp):

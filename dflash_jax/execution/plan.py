@@ -292,8 +292,8 @@ def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | 
     """Why devices that share layers add up by collectives."""
     if not switches.RANK_EXCHANGE:
         return "switched off"
-    if (traits.experts is not None or traits.delta is not None) and not switches.RANK_EXCHANGE_ALL:
-        return "switched off for experts and gated delta nets"
+    if traits.delta is not None and not switches.RANK_EXCHANGE_DELTA:
+        return "switched off for gated delta nets"
     return rank_exchange_refusal(ranks) if loops else "outside of a decode loop nobody tells where memory lies"
 
 

@@ -10,9 +10,9 @@ FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
 HYBRID = True  # fused runners of targets with gated delta nets
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
-FOUR_BITS = False  # experts released in MXFP4 stay so where a kernel reads them; it has not run on a GPU yet
+FOUR_BITS = True  # experts that were released in MXFP4 stay so where a kernel reads them
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
-RANK_EXCHANGE_ALL = False  # also those of experts and gated delta nets, whose texts were not compared on GPUs
+RANK_EXCHANGE_DELTA = False  # also those of gated delta nets, whose texts were not compared on GPUs
 
 
 def switches() -> dict[str, bool]:

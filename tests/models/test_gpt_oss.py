@@ -218,7 +218,6 @@ def test_four_bits_stay_where_a_kernel_reads_them(name: str, monkeypatch: pytest
     """On Hopper in bfloat16, without an option: as many bytes as were released, of which the 120b's fit one GPU of 80 GB."""
     config = GPT_OSS_TARGETS[name]
     family, half = family_for(config), jnp.dtype("bfloat16")
-    monkeypatch.setattr(switches, "FOUR_BITS", True)
     with h200():
         for asked in (None, "mxfp4"):
             kept = weight_shapes([(config, family)], half, asked)

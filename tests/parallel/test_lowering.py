@@ -89,9 +89,8 @@ def test_programs_lower(name, slots, count, monkeypatch):
 
 @pytest.mark.few("dense-1-*")
 @pytest.mark.parametrize(("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 4), ("experts", 8, 4)])
-def test_greedy_loops_exchange_in_kernels(name, slots, count, monkeypatch):
+def test_greedy_loops_exchange_in_kernels(name, slots, count):
     """Where memory lies is gathered before the loop, for layers and for choices; in it nobody waits for a collective."""
-    monkeypatch.setattr(switches, "RANK_EXCHANGE_ALL", True)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     ranks = Ranks(mesh)
