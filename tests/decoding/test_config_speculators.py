@@ -1,5 +1,6 @@
 """Drafters in the layout of the speculators library: the file as its version 0.9 writes it, and z-lab's for the same drafter."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -128,9 +129,10 @@ def test_what_is_no_dflash_drafter_is_refused(layers: dict[str, Any], changes: d
         read(layers=layers, **changes)
 
 
-def test_rotary_pairs_are_halves() -> None:
+def test_rotary_pairs_of_both_orders() -> None:
     """vLLM's key for drafters that were trained with pairs next to each other: false is no empty value here."""
     assert draft(is_neox_style=True) == draft()
-    with pytest.raises(ConfigError, match="is_neox_style must be true"):
-        draft(is_neox_style=False)
+    assert draft(is_neox_style=False) == dataclasses.replace(
+        draft(), rope=dataclasses.replace(draft().rope, paired=True)
+    )
     assert "is_neox_style" not in DRAFT

@@ -119,7 +119,7 @@ def test_pages_that_are_copied_first(stored: Any, head_dim: int, value_dim: int,
     (out, lse), (true_out, true_lse) = run(case, "paged", Tuning(), interpret), oracle(case)
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2 * eps * max(np.abs(true_out).max(), 1))
-    np.testing.assert_allclose(lse, true_lse, rtol=1e-6, atol=1e-3 if stored is None else 4e-3)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-6, atol=1e-3 if stored is None else 6e-3)
 
 
 @pytest.mark.gpu

@@ -19,9 +19,9 @@ class Source(NamedTuple):
     most: int | None = None
 
 
-def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Source]:
+def pictures_in(messages: Sequence[Any]) -> list[Source]:
     """The pictures of messages in order. Raises PromptError for a part that says it is one and holds none, or bounds it by nothing
-    that is a number."""
+    that is a number. What is no message holds none."""
     return [
         _source(part, f"messages[{place}], part {number}")
         for place, message in enumerate(messages)
@@ -30,7 +30,7 @@ def pictures_in(messages: Sequence[Mapping[str, Any]]) -> list[Source]:
     ]
 
 
-def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def without_pictures(messages: Sequence[Any]) -> list[Any]:
     """The same messages for a chat template, which is told only where pictures are."""
     return [
         {**message, "content": [{"type": "image"} if _shows(part) else part for part in parts]} if parts else message

@@ -28,7 +28,7 @@ def paged_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array
 def tuned(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
-    v_pages: Float[Array, "P K p H"] | Int8[Array, "P K p H"],
+    v_pages: Float[Array, "P K p Hv"] | Int8[Array, "P K p Hv"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
@@ -41,7 +41,7 @@ def tuned(
     alibi_slopes: Float[Array, "N"] | None = None,
     alibi_sqrt: bool = False,
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
-    v_scale: Float[Array, "K"] | Float[Array, "K H"] | None = None,
+    v_scale: Float[Array, "K"] | Float[Array, "K Hv"] | None = None,
     schedule: PagedSchedule | None = None,
     tuning: Tuning | None = None,
     interpret: Any = None,
