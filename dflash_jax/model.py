@@ -260,7 +260,11 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
             engine.cache_scales = calibrate(
-                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
+                engine.target,
+                params,
+                texts,
+                cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
+                reach=engine.scale_range,
             )
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)

@@ -22,6 +22,7 @@ MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 AttentionOutput = Literal["fp8", "fp8_groups", "nvfp4"]
+QueryDtype = Literal["fp8"]
 CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
 DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -29,6 +30,7 @@ WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
 RELEASED = ("mxfp4",)
 DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
+QUERY_DTYPES: tuple[str, ...] = get_args(QueryDtype)
 ATTENTION_OUTPUTS: tuple[str, ...] = get_args(AttentionOutput)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 DRAFT_CACHE_DTYPES: tuple[str, ...] = get_args(DraftCacheDtype)
@@ -102,6 +104,10 @@ def _yes_or_no(text: str) -> bool | str:
     return {"yes": True, "no": False}.get(text, text)
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 # Options that the command line has, in the order of its help; `--draft` and `--no-draft` exclude one another and are made apart.
 FLAGS: dict[str, Flag] = {
     "dtype": Flag("of weights, activations and pages", choices=FLOAT_DTYPES),
@@ -127,6 +133,10 @@ FLAGS: dict[str, Flag] = {
         kind=as_layers,
         metavar="LAYERS",
     ),
+    "query_dtype": Flag(
+        "with --cache-dtype fp8: queries of latent attention in float8 too, and keys and values of prompts",
+        choices=QUERY_DTYPES,
+    ),
     "draft_cache_dtype": Flag("the drafter's pages in eight bits", choices=DRAFT_CACHE_DTYPES),
     "calibration": Flag(
         "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
@@ -136,6 +146,11 @@ FLAGS: dict[str, Flag] = {
         "scales of fp8 and int8 pages that were found before and saved; traffic finds them on the first prompts that come",
         kind=str,
         metavar="PATH",
+    ),
+    "scale_range": Flag(
+        "numbers of float8 that the largest query, key and value lie at, where scales are found (default: 200,200,200)",
+        kind=_numbers,
+        metavar="Q,K,V",
     ),
     "weight_dtype": Flag(
         "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many; mxfp4 "
@@ -203,12 +218,17 @@ class LoadOptions:
         "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
+      query_dtype: "fp8", for targets with latent attention and `cache_dtype="fp8"`, rounds queries to float8 too: those of a few
+        tokens with both parts joined, on a scale of their layer, those of long prompts on a scale of 1, with the keys and values
+        that are made of the rows. None leaves queries as they are.
       draft_cache_dtype: "fp8" or "fp8_e5m2" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has the scales of the checkpoint (`k_scale` and `v_scale` of compressed-tensors and ModelOpt), of 1 where it
         has none, and "int8" is refused.
       cache_scales: a file of `Model.save_cache_scales`, with scales that were found before. "traffic" finds them on the first
         prompts that come, before these are served (vLLM's `calculate_kv_scales`), and keeps them from then on.
+      scale_range: three numbers from 1 to 448 of float8, of which the largest query, key and value seen in `calibration`, or by
+        "traffic", comes to lie at one or below, as scales are powers of two; None is 200 for each. A latent row counts as a key.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
@@ -254,9 +274,11 @@ class LoadOptions:
     proposals: Proposals = "shared_noise"
     cache_dtype: CacheDtype | None = None
     cache_dtype_skip_layers: Sequence[int | str] = ()
+    query_dtype: QueryDtype | None = None
     draft_cache_dtype: DraftCacheDtype | None = None
     calibration: Sequence[str | Sequence[int]] = ()
     cache_scales: str | Path | None = None
+    scale_range: Sequence[float] | None = None
     weight_dtype: WeightDtype | None = None
     draft_weight_dtype: WeightDtype | None = None
     attention_output: AttentionOutput | None = None
@@ -327,8 +349,31 @@ class LoadOptions:
                 "cache_dtype_skip_layers leaves layers out of a cache_dtype: give one, or leave it out"
             )
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
+        _one_of("query_dtype", self.query_dtype, (None, *QUERY_DTYPES))
+        if self.query_dtype is not None and self.cache_dtype not in ("fp8", AUTO):
+            raise ParameterError(
+                f'query_dtype={self.query_dtype!r} is for cache_dtype="fp8": give both, or leave it out'
+            )
+        if self.scale_range is not None:
+            self._check_scale_range()
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
+
+    def _check_scale_range(self) -> None:
+        given: Any = self.scale_range
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        numbers = [as_number(one) for one in given] if listed else []
+        if len(numbers) != 3 or not all(one is not None and 1 <= one <= 448 for one in numbers):
+            raise ParameterError(
+                f"scale_range must be three numbers from 1 to 448, of queries, keys and values, got {self.scale_range!r}"
+            )
+        if not len(self.calibration) and self.cache_scales != FROM_TRAFFIC:
+            raise ParameterError('scale_range is for scales that are found: add calibration or cache_scales="traffic"')
+        if self.cache_dtype not in ("fp8", AUTO):
+            raise ParameterError(
+                f'scale_range is for scales of cache_dtype="fp8", not {self.cache_dtype!r}: leave it out'
+            )
+        object.__setattr__(self, "scale_range", tuple(map(float, numbers)))
 
     def _check_exact(self) -> None:
         """Refuses what texts would depend on beside their requests, or what was not shown not to."""
@@ -380,9 +425,11 @@ class LoadKeywords(TypedDict, total=False):
     proposals: Proposals
     cache_dtype: CacheDtype | None
     cache_dtype_skip_layers: Sequence[int | str]
+    query_dtype: QueryDtype | None
     draft_cache_dtype: DraftCacheDtype | None
     calibration: Sequence[str | Sequence[int]]
     cache_scales: str | Path | None
+    scale_range: Sequence[float] | None
     weight_dtype: WeightDtype | None
     draft_weight_dtype: WeightDtype | None
     attention_output: AttentionOutput | None

@@ -20,7 +20,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
 from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
-from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, scale_for
+from dflash_jax.quantization.kv_formats import CALIBRATED_TO, CacheScales, channel_scales_for, scale_for
 
 type Record = dict[int, dict[str, Array]]
 
@@ -48,7 +48,8 @@ class Observer(DenseAttend):
     def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
         q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
         latents = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
-        found = {"keys": self._largest(latents)[0]}
+        queries = self._largest(layer.absorb(q_nope, q_pe), axis=(0, 1, 2, 3))
+        found = {"keys": self._largest(latents)[0], "queries": queries}
         return self.latent_parts(layer, q_nope, q_pe, kv_c, k_pe), {**(cache or {}), layer.index: found}
 
     def indexed(
@@ -90,14 +91,16 @@ def calibrate(
     texts: Sequence[Sequence[int]],
     *,
     cache_dtype: Literal["fp8", "int8"] = "fp8",
+    reach: tuple[float, float, float] | None = None,
 ) -> CacheScales:
     """Scales under which the largest number of each layer (and key head) of `texts` lies at or below 200 of e4m3's 448, or the
-    largest value of each channel at 100 of int8's 127.
+    largest value of each channel at 100 of int8's 127; of latent attention's joined queries, too.
 
     Args:
       params: of the model `config` describes.
       texts: token ids; the longer the text, the more memory this takes, as all of one text attends at once.
       cache_dtype: how the pools are kept.
+      reach: in place of 200, of queries, keys and values.
 
     Raises:
       ParameterError: as `check_texts`, or a layer's numbers are not finite.
@@ -116,10 +119,13 @@ def calibrate(
         row[: len(text)] = text
     found = observed(params, ids, np.array([len(text) for text in texts], np.int32))
     found = jax.tree.map(np.asarray, found)
-    keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in ("keys", "values"))
+    sides = "queries", "keys", "values"
+    queries, keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in sides)
     if cache_dtype == "int8":
         return CacheScales((), tuple(channel_scales_for(values[i], f"values of layer {i}") for i in sorted(values)))
+    of_q, of_k, of_v = (CALIBRATED_TO,) * 3 if reach is None else reach
     return CacheScales(
-        tuple(scale_for(keys[i], f"keys of layer {i}") for i in sorted(keys)),
-        tuple(scale_for(values[i].max(axis=-1), f"values of layer {i}") for i in sorted(values)),
+        tuple(scale_for(keys[i], f"keys of layer {i}", of_k) for i in sorted(keys)),
+        tuple(scale_for(values[i].max(axis=-1), f"values of layer {i}", of_v) for i in sorted(values)),
+        tuple(scale_for(queries[i], f"queries of layer {i}", of_q) for i in sorted(queries)),
     )

@@ -81,6 +81,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
             "target_value_dtype": str(value_dtype(asked.cache_dtype, engine.dtype)),
+            "query_dtype": asked.query_dtype,
             "draft_dtype": str(pool_dtype(asked.draft_cache_dtype, engine.dtype)),
             "layers_left_out": list(asked.cache_dtype_skip_layers),
             "max_model_len": engine.max_model_len,
@@ -250,6 +251,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"
     if kept != pages["dtype"] or pages["draft_dtype"] != kept:
+        kept += "" if pages["query_dtype"] is None else ", queries too"
         kept += " (target)" + (f" and {pages['draft_dtype']} (drafter)" if len(facts["models"]) > 1 else "")
     rows += [
         (
