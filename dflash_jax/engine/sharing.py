@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
+import jax
+
 from dflash_jax.attention.context_parallel import most_queries
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.registry import family_for, layer_traits
-from dflash_jax.options import LoadOptions
+from dflash_jax.options import FROM_TRAFFIC, LoadOptions
 
 
 def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: int) -> list[str]:
@@ -23,8 +25,10 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
-    if options.cache_dtype is not None or options.draft_cache_dtype is not None:
-        reasons.append("cache_dtype is not there for several devices yet: leave it out")
+    if options.cache_scales == FROM_TRAFFIC and jax.process_count() > 1:
+        reasons.append(
+            f'cache_scales="{FROM_TRAFFIC}" finds scales in one process of several: give texts as calibration, or a file'
+        )
     if reasons:
         raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")
 
@@ -40,6 +44,10 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
         raise ParameterError(
             f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
             "cut by key heads"
+        )
+    if options.cache_dtype is not None:
+        raise ParameterError(
+            f"{subject}={dealt} deals out latent rows in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
         )
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(

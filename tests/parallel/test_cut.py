@@ -59,11 +59,6 @@ def test_what_can_be_shared():
     assert "biases" in reason
 
 
-def test_pages_in_eight_bits_are_refused(folder):
-    with pytest.raises(ParameterError, match="cache_dtype is not there for several devices yet: leave it out"):
-        dj.load(folder, tp=2, cache_dtype="fp8")
-
-
 def test_missing_devices(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
     with pytest.raises(ParameterError, match="tp=2 needs as many devices, JAX sees 1 of kind cpu"):
