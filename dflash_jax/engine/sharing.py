@@ -63,20 +63,16 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
 
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     """Why so many devices cannot share a model."""
-    traits, name = layer_traits(config), family_for(config).name
+    traits = layer_traits(config)
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
-    if traits.activation == "clamped_swiglu":
-        yield f"experts of {name} have biases, which no two devices share yet"
-        return
-    if traits.full_heads is not None:
-        yield f"layers of {name} differ in their heads, which no two devices share yet"
-        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
-    if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
-        yield f"{traits.kv_heads} key heads neither divide {ranks} nor are a multiple of it"
+    counts = [traits.kv_heads] + ([] if traits.full_heads is None else [traits.full_heads[0]])
+    for count in dict.fromkeys(counts if traits.attention == "heads" else ()):
+        if count % ranks and ranks % count:
+            yield f"{count} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
     if traits.experts is not None and traits.experts.count % ranks:
