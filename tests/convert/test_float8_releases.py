@@ -181,6 +181,12 @@ def test_a_configuration_alone_changes_nothing(hf, bits):
     assert all(bits(before[name]) == bits(array) for name, array in checkpoint.load().items())
 
 
+def test_a_drafter_in_float8(hf):
+    folder, exact = release(hf, hf.dflash_config)
+    assert open_checkpoint(folder).family.role == "draft"
+    check_every_number(folder, exact, "bfloat16")
+
+
 def test_conversion_and_the_way_back(hf):
     """The converted folder holds bfloat16, and what comes back says nothing of float8."""
     folder, exact = release(hf, hf.qwen3_config)

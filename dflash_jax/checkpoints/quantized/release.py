@@ -62,7 +62,7 @@ def refuse_unknown(method: str, said: Mapping[str, Any], known: Collection[str],
 def one_of(said: Mapping[str, Any], key: str, permitted: tuple[Any, ...], where: str = KEY) -> Any:
     """The value of a key that may have few. Raises ConfigError for any other."""
     value = said.get(key)
-    if not any(type(value) is type(one) and value == one for one in permitted):
+    if not any(value is one or value == one for one in permitted):
         expected = ", ".join(map(repr, permitted))
         raise ConfigError(f"config.json says {key}={shown(value)} in {where}, expected one of {expected}")
     return value
