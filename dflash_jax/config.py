@@ -617,8 +617,8 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             method = found.get("quant_method", found) if isinstance(found, Mapping) else found
             raise ConfigError(
                 f"config.json says in {key} that the weights are quantised ({shown(method)}), expected bfloat16, float16 or "
-                "float32. Take its bfloat16 release, or write the checkpoint in bfloat16 (DeepSeek-V3's repository has a script "
-                "that multiplies its 8-bit blocks by their scales; int4 experts need their publisher's tool) and remove the key"
+                "float32, or a format that is dequantized here: float8 (quant_method fp8), and MXFP4 of gpt-oss. Take another "
+                "release, or write the checkpoint in bfloat16 with its publisher's tool and remove the key"
             )
 
 
