@@ -362,8 +362,8 @@ class LoadOptions:
     def _check_scale_range(self) -> None:
         given: Any = self.scale_range
         listed = isinstance(given, Sequence) and not isinstance(given, str)
-        numbers = [as_number(one) for one in given] if listed else []
-        if len(numbers) != 3 or not all(one is not None and 1 <= one <= 448 for one in numbers):
+        numbers = [float(one) for one in map(as_number, given) if one is not None] if listed else []
+        if not listed or len(given) != 3 or len(numbers) != 3 or not all(1 <= one <= 448 for one in numbers):
             raise ParameterError(
                 f"scale_range must be three numbers from 1 to 448, of queries, keys and values, got {self.scale_range!r}"
             )
@@ -373,7 +373,7 @@ class LoadOptions:
             raise ParameterError(
                 f'scale_range is for scales of cache_dtype="fp8", not {self.cache_dtype!r}: leave it out'
             )
-        object.__setattr__(self, "scale_range", tuple(map(float, numbers)))
+        object.__setattr__(self, "scale_range", tuple(numbers))
 
     def _check_exact(self) -> None:
         """Refuses what texts would depend on beside their requests, or what was not shown not to."""
