@@ -65,6 +65,9 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     if traits.full_heads is not None:
         yield f"layers of {name} differ in their heads, which no two devices share yet"
         return
+    if traits.normed_values:
+        yield f"layers of {name} norm their values, which no two devices share yet"
+        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
     if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
