@@ -8,7 +8,7 @@ extra keys and values; every slot's hidden state predicts the token at that slot
 
 from collections.abc import Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
-from dflash_jax.models.draft_gemma import gemma4_draft_layers, gemma4_draft_parameters, gemma4_of
+from dflash_jax.models.draft_gemma import gemma4_draft_layers, gemma4_draft_parameters
 from dflash_jax.models.gemma import gemma_traits
 from dflash_jax.models.gemma4 import unit_norm
 from dflash_jax.models.heads import Block, head_module, head_parameters
@@ -241,9 +241,9 @@ class DFlash(nnx.Module):
         return slots if self.config.sample_from_anchor else slots[:, 1:]
 
 
-def _layers(config: DFlashConfig) -> list[nnx.Module]:
+def _layers(config: DFlashConfig) -> list[Any]:
     if config.gemma4:
-        return [*gemma4_draft_layers(gemma4_of(config, keys_as_values=config.keys_as_values), config.causal)]
+        return [*gemma4_draft_layers(config.gemma4_layers, config.causal)]
     traits, layer = dflash_traits(config), DecoderLayer
     if config.conv_taps:
         layer = partial(ConvolvedLayer, taps=config.conv_taps, group=config.conv_group)
@@ -281,7 +281,7 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
     features = len(config.target_layer_ids) * config.target_hidden_size
     layers = (
-        gemma4_draft_parameters(gemma4_of(config, keys_as_values=config.keys_as_values))
+        gemma4_draft_parameters(config.gemma4_layers)
         if config.gemma4
         else decoder_parameters(config, "", dflash_traits(config))
     )

@@ -34,8 +34,10 @@ from dflash_jax.models.draft_gemma import (
     NEUTRAL_BESIDE_GEMMA4,
     NEUTRAL_OF_GEMMA4,
     gemma4_draft_fields,
+    gemma4_of,
     has_gemma4_layers,
 )
+from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
 
@@ -146,6 +148,8 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: convolutions, attention sinks, a factor on values and windows are not known of drafters "
                 "with layers of Gemma 4; expected none of them"
             )
+        if self.gemma4:
+            _ = self.gemma4_layers  # which checks that heads can be
 
     def fitted(self, target: DecoderConfig) -> "DFlashConfig":
         """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap on logits of
@@ -164,6 +168,11 @@ class DFlashConfig(DecoderConfig):
     def gemma4(self) -> bool:
         """Whether its layers are Gemma 4's."""
         return self.layer_kind == "gemma4"
+
+    @property
+    def gemma4_layers(self) -> Gemma4Config:
+        """A Gemma 4 decoder with its layers."""
+        return gemma4_of(self, keys_as_values=self.keys_as_values)
 
     @property
     def input_scale(self) -> float:

@@ -97,8 +97,6 @@ def _weight(draw: Draw, name: str, shape: torch.Size) -> torch.Tensor:
     return draw.weight(name, tuple(shape))
 
 
-
-
 if __name__ == "__main__":
     for case, size in write_all().items():
         print(f"{case:28s} {size / 1000:8.1f} kB")
