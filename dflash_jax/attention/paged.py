@@ -45,6 +45,7 @@ class PagedAttend:
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
+      narrow: whether all of their pages are of eight bits.
       shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
         without a window read these once for all; None where no program is made for it.
       dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
@@ -60,6 +61,7 @@ class PagedAttend:
         *,
         related: bool = False,
         heads: tuple[int, int] | None = None,
+        narrow: bool = False,
         shared: Int[Array, "B"] | None = None,
         dealt: int = 1,
     ):
@@ -77,14 +79,16 @@ class PagedAttend:
             None if shared is None else jax.tree.map(lambda table: split_tables(table, shared, page_size), page_table)
         )
         own = self.seq_lens if shared is None else jnp.maximum(self.seq_lens - shared * page_size, 0)
-        self.schedule = None if heads is None else self._make_schedule(own, *heads, page_size)
+        self.schedule = None if heads is None else self._make_schedule(own, *heads, page_size, narrow)
 
-    def _make_schedule(self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
+    def _make_schedule(
+        self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int, narrow: bool
+    ) -> PagedSchedule | None:
         sequences = lens.shape[0]
         options = {"heads": heads, "kv_heads": kv_heads, "tokens": self.rows // sequences}
         if not schedule_helps(sequences, longest=table_width(self.page_table) * page_size, **options):
             return None
-        return paged_schedule(lens, **options)
+        return paged_schedule(lens, narrow=narrow and switches.NARROW_ITEMS, **options)
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         i = layer.index
@@ -115,11 +119,12 @@ class PagedAttend:
             "q_lens": self.q_lens, "causal": layer.causal, "sinks": None if layer.sinks is None else layer.sinks[...],
             "scale": layer.scale, "soft_cap": layer.soft_cap, "k_scale": k_scale, "v_scale": v_scale,
         }  # fmt: skip
+        schedule = self.schedule if k.dtype.itemsize > 1 or switches.NARROW_ITEMS else None
         if parts is not None:
-            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=self.schedule, **options)
+            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=schedule, **options)
             return cast(Array, out), cache
         # The schedule of a call that shares pages is for what is left of the sequences.
-        schedule = self.schedule if self.parts is None else None
+        schedule = schedule if self.parts is None else None
         return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache
 
     def _parts(self, layer: Attention) -> SharedPages | None:

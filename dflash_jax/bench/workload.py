@@ -47,6 +47,7 @@ from dflash_jax.models.presets import (
 )
 from dflash_jax.options import LoadKeywords, read_options
 from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.quantization.attention_output import check_attention_output
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -188,6 +189,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     ranks = local_ranks(asked.tp, deal=dealt > 1)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
+    check_attention_output(target, asked.attention_output, asked.tp)
     engine = Engine(
         target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
