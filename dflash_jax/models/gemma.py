@@ -201,7 +201,8 @@ def _rotations(keys: KeyReader, max_position: int, absent: Mapping[str, Any]) ->
             own["rope_scaling"] = keys.get("rope_scaling")
         found.append(RopeConfig.from_keys(KeyReader(f"{keys.subject}, {kind}", own, keys.notices), max_position))
     # transformers 5.10 writes the two it gives other families beside the kinds of layers, without a meaning of their own.
-    given.refuse_rest((), {"rope_theta": (None,), "rope_type": (None, "default")})
+    beside = {"rope_theta": (None,), "rope_type": (None, "default")} if FULL in given.values else {}
+    given.refuse_rest((), beside)
     return found[0], found[1]
 
 
