@@ -67,9 +67,6 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
-    if traits.normed_values and traits.full_heads is None:
-        yield f"layers of {name} norm their values, which no two devices share yet"
-        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
     counts = [traits.kv_heads] + ([] if traits.full_heads is None else [traits.full_heads[0]])
