@@ -34,7 +34,7 @@ from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.parallel.ranks import held, pool_config, share_config
-from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format
+from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format, repeated_scales
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -484,8 +484,9 @@ class Resources:
         return {"pools": self._make_pools, "states": self._make_states}
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
-        options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
         target, draft = pool_config(self.target, self.tp), self.draft
+        scales = None if self.cache_scales is None else repeated_scales(self.cache_scales, self.target, target)
+        options = {"cache_dtype": self.cache_dtype, "scales": scales}
         counts = {
             role: {
                 i: count
@@ -520,7 +521,7 @@ class Resources:
         texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
         kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
         params: Any = self.weights["target"]
-        scales = calibrate(self.target, params, texts, cache_dtype=kind)
+        scales = calibrate(self.target, params, texts, cache_dtype=kind, ranks=self.programs.ranks)
         with self.taking:
             self.cache_scales, self.scales_from_traffic = scales, False
             self.lose_pools()  # they hold the scales

@@ -436,9 +436,13 @@ def _pages_refusal(traits: LayerTraits, call: CallShape) -> str | None:
     shaped, (heads, dim), pages = jax.ShapeDtypeStruct, traits.full_heads, call.pages
     pool = shaped((1, heads, pages.page_size, dim), pages.dtype)
     rows = [shaped((call.sequences, *more), jnp.int32) for more in ((pages.table_width,), ())]
+    scales = {}
+    if pages.dtype == jnp.int8:
+        scales = {"k_scale": shaped(pool.shape[:3], jnp.float32), "v_scale": shaped((heads, dim), jnp.float32)}
     kernels = functools.partial(paged_attention, implementation=("mosaic_gpu", "triton"))
+    queries = shaped((call.sequences, call.tokens, traits.heads, dim), call.dtype)
     try:
-        jax.eval_shape(kernels, shaped((call.sequences, call.tokens, traits.heads, dim), call.dtype), pool, pool, *rows)
+        jax.eval_shape(kernels, queries, pool, pool, *rows, **scales)
     except NoImplementationError as error:
         return " ".join(str(error).split())
     return None

@@ -10,7 +10,7 @@ Source: transformers' Gemma4 and Gemma4Unified classes.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,8 @@ from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNor
 from dflash_jax.models.moe import Experts, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits
+from dflash_jax.parallel.collectives import reduced_together
+from dflash_jax.parallel.cut import by_columns, by_rows
 
 COMPOSITES = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", *COMPOSITES)
@@ -74,6 +76,7 @@ class Gemma4Config(GemmaConfig):
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
+    key_head_counts: ClassVar[tuple[str, ...]] = ("num_kv_heads", "full_kv_heads")
 
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "greedy"
@@ -299,9 +302,11 @@ class Gemma4Mixture(nnx.Module):
         self.input_norm, self.out_norm, self.dense_norm = (WideNorm(d, eps) for _ in range(3))
 
     def __call__(self, x: Float[Array, "... D"], dense: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Both feed-forwards of the stream x, of which `dense` is what the dense one gives."""
+        """Both feed-forwards of the stream x, of which `dense` is what the dense one gives, of ranks each one's part."""
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(self.input_norm(rows), *self.router(rows)).reshape(x.shape)
+        # Ranks meet once for both, which are normed apart.
+        dense, routed = reduced_together(dense, routed)
         return self.dense_norm(dense) + self.out_norm(routed)
 
 
@@ -337,7 +342,7 @@ class Gemma4Layer(GemmaLayer):
     """A layer of Gemma 4; `own` is its own embedding of the tokens, where layers have such."""
 
     def __init__(self, config: Gemma4Config, index: int, traits: LayerTraits):
-        mlp = MLP(config.hidden_size, config.inner(index), traits.activation)
+        mlp = MLP(config.hidden_size, config.inner(index), traits.activation, summed=not config.num_experts)
         super().__init__(config, Gemma4Attention(config, index, traits), mlp, WideNorm)
         self.scalar = nnx.Param(jnp.ones((1,)))
         self.mixture = Gemma4Mixture(config) if config.num_experts else None
@@ -400,7 +405,7 @@ def gemma4_parameters(config: Gemma4Config) -> tuple[Parameter, ...]:
             ]
     table.append(single("norm.weight", "model.norm.weight", (d,)))
     if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
+        table.append(single("lm_head.weight", "lm_head.weight", (v, d), cut=by_rows((v, v), optional=True)))
     return tuple(table)
 
 
@@ -411,8 +416,8 @@ def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: s
     rows = {"q_proj": n} | ({"k_proj": k} if keeps else {}) | ({"v_proj": k} if config.has_values(index) else {})
     heads = tuple(Source(f"{theirs}{name}.weight", (count * h, d)) for name, count in rows.items())
     return [
-        Parameter(f"{ours}qkv_proj.weight", heads),
-        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h)),
+        Parameter(f"{ours}qkv_proj.weight", heads, cut=by_rows(*((count * h, count) for count in rows.values()))),
+        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h), cut=by_columns((n * h, n))),
         *(single(f"{ours}{one}.weight", f"{theirs}{one}.weight", (h,)) for one in ("q_norm", "k_norm")[: 1 + keeps]),
     ]
 
@@ -430,8 +435,8 @@ def _mixture_parameters(config: Gemma4Config, ours: str, theirs: str) -> list[Pa
         single(f"{ours}router.weight", f"{theirs}router.proj.weight", (e, d)),
         single(f"{ours}router.scale", f"{theirs}router.scale", (d,)),
         single(f"{ours}router.expert_scale", f"{theirs}router.per_expert_scale", (e,)),
-        Parameter(f"{ours}experts.gate_up_proj.weight", (gate_up,)),
-        Parameter(f"{ours}experts.down_proj.weight", (down,)),
+        Parameter(f"{ours}experts.gate_up_proj.weight", (gate_up,), cut=by_rows((e * 2 * f, e))),
+        Parameter(f"{ours}experts.down_proj.weight", (down,), cut=by_rows((e * d, e))),
         *(single(f"{ours}{own}.weight", f"{theirs}{name}.weight", (d,)) for own, name in norms.items()),
     ]
 
