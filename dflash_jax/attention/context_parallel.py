@@ -95,7 +95,9 @@ def slots_on_rank(
     """`slots_of` for this rank, whose pages have `page_size` of the tokens; -1 also where a token lies on another."""
     whole = slots_of(page_table, positions, live, ranks * page_size)
     page, place = whole // (ranks * page_size), whole % (ranks * page_size)
-    return jnp.where((whole >= 0) & (place // page_size == own_rank() % ranks), page * page_size + place % page_size, -1)
+    return jnp.where(
+        (whole >= 0) & (place // page_size == own_rank() % ranks), page * page_size + place % page_size, -1
+    )
 
 
 def absorbed_over_ranks(

@@ -141,7 +141,16 @@ class PagedAttend:
         )  # fmt: skip
         q, (_, k, v) = q.reshape(*qkv.shape[:2], *q.shape[1:]), layer.heads(qkv, rotary)
         out = heads_over_ranks(
-            q, k, v, k_pages, v_pages, of_layer(self.page_table, i), self.seq_lens, self.q_lens, self.dealt, scale=layer.scale
+            q,
+            k,
+            v,
+            k_pages,
+            v_pages,
+            of_layer(self.page_table, i),
+            self.seq_lens,
+            self.q_lens,
+            self.dealt,
+            scale=layer.scale,
         )
         return out, cache.with_layer(i, k=k_pages, v=v_pages)
 

@@ -83,7 +83,10 @@ def test_refusals():
     target, draft = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], None
     check_sharing(target, draft, LoadOptions(tp=4, decode_context_parallel_size=4))
     for options, reason in (
-        (LoadOptions(tp=4, decode_context_parallel_size=2), "must be 1 or 4, the devices of tp=4 that keep the same keys"),
+        (
+            LoadOptions(tp=4, decode_context_parallel_size=2),
+            "must be 1 or 4, the devices of tp=4 that keep the same keys",
+        ),
         (LoadOptions(decode_context_parallel_size=2), "each of tp=1 has some of deepseek's"),
     ):
         with pytest.raises(ParameterError, match=reason):
