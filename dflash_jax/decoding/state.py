@@ -65,8 +65,8 @@ class Setup:
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
       ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
       pictures: whether prompts may hold pictures: then each slot has a shift of its positions (`DecodeState.shift`).
-      dealt: of those the ones that have a part each of every page of the target's; 1 where each has whole pages. A page of the page table is then
-        so many of the drafter's pages, one after the other (`draft_table`).
+      dealt: of those the ones that have a part each of every page of the target's; 1 where each has whole pages. A page of the page
+        table is then so many of the drafter's pages, one after the other (`draft_table`).
       exact: whether a token's bits may depend on nothing but its request: not on its place among the rows, nor on what stands in
         the others. Programs take no way that depends on what they are given, and `loop` is told which slots draft.
     """

@@ -43,8 +43,8 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
     most = max(1, options.tp // (1 if traits.attention == "latent" else traits.kv_heads))
     if most == 1:
         raise ParameterError(
-            f"{subject}={dealt} spreads pages over devices that keep the same keys, and each of tp={options.tp} has some of {name}'s "
-            f"{traits.kv_heads} key heads for itself: leave it out"
+            f"{subject}={dealt} spreads pages over devices that keep the same keys, and each of tp={options.tp} has some of "
+            f"{name}'s {traits.kv_heads} key heads for itself: leave it out"
         )
     if dealt != most:
         raise ParameterError(

@@ -89,7 +89,8 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "slots", "count", "kept"),
     [
-        ("dealt", 8, 8, None), ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
+        ("dealt", 8, 8, None),
+        ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
         ("latents", 8, 8, None), ("dense", 1, 2, "fp8"), ("dense", 8, 8, "int8"), ("gpt_oss", 1, 2, None),
         ("gpt_oss", 8, 8, None), ("gemma3", 1, 2, None), ("gemma3", 8, 8, None), ("gemma4", 1, 2, None), ("gemma4", 8, 8, None),
     ],
