@@ -97,6 +97,8 @@ class Resources:
       pictures: whether prompts may hold pictures, for which the target turns heads on three axes.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
+      late_dispatch: whether the next call is left for late where requests have just ended, so that those which follow them are in
+        it (`engine.scheduler.Scheduler`). Of use where each user asks again once answered; no GPU has timed it.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
@@ -131,6 +133,7 @@ class Resources:
     imposed_acceptance: float | tuple[float, ...] | None = None
     pictures: bool = False
     goes_ahead: bool | None = None
+    late_dispatch: bool = False
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 

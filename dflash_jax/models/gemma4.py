@@ -46,7 +46,7 @@ COMPOSITES = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGene
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", *COMPOSITES)
 MODEL_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
 
-_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_OF_TEXT, "top_k_experts": (None, 0)}
 
 gemma4_canonical = gemma_canonical
@@ -148,11 +148,11 @@ class Gemma4Config(GemmaConfig):
         keys, whole = text_keys(values, COMPOSITES, notices)
         unified = "unified" in "".join((*architectures_of(values), str(values.get("model_type")))).lower()
         assumed = {"window": 1024, "max_position": 262_144} if unified else {"window": 512, "max_position": 131_072}
-        fields = gemma_fields(keys, layers=30, vocab=262_144, full_rope=_ROPE, **assumed)
+        fields = gemma_fields(keys, layers=30, vocab=262_144, full_rope=ROPE, **assumed)
         if fields["windows"][-1] is not None:
             fields["windows"] = (*fields["windows"][:-1], None)
             keys.notices.append("layer_types has a window for the last layer, which sees everything in this family")
-        fields |= _full_heads(keys, fields) | _experts(keys) | _per_layer(keys, absent=0 if unified else 256)
+        fields |= full_heads(keys, fields) | _experts(keys) | _per_layer(keys, absent=0 if unified else 256)
         config = cls(
             **fields,
             shared_layers=keys.integer("num_kv_shared_layers", 0, minimum=0),
@@ -163,7 +163,7 @@ class Gemma4Config(GemmaConfig):
         return config
 
 
-def _full_heads(keys: KeyReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+def full_heads(keys: KeyReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of layers without a window: `global_head_dim` and `num_global_key_value_heads` as published, or `per_layer_config`
     as transformers 5 writes it."""
     base = {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
@@ -219,8 +219,9 @@ def gemma4_traits(config: Gemma4Config) -> LayerTraits:
     """Layers with heads of two shapes, and experts beside dense feed-forwards where there are such."""
     full = config.full_kv_heads, config.full_head_dim
     if not config.num_experts:
-        return gemma_traits(config, full_heads=full)
-    return gemma_traits(config, full_heads=full, feed_forward="mixed", experts=expert_traits(config))
+        return gemma_traits(config, full_heads=full, normed_values=True)
+    mixed: dict[str, Any] = {"feed_forward": "mixed", "experts": expert_traits(config)}
+    return gemma_traits(config, full_heads=full, normed_values=True, **mixed)
 
 
 def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
@@ -390,23 +391,29 @@ def gemma4_parameters(config: Gemma4Config) -> tuple[Parameter, ...]:
             single("inputs.norm.weight", "model.per_layer_projection_norm.weight", (p,)),
         ]
     for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        table += norm_parameters(config, ours, theirs, "weight")
-        table += _attention_parameters(config, i, f"{ours}attn.", f"{theirs}self_attn.")
-        table += mlp_parameters(replace(config, intermediate_size=config.inner(i)), f"{ours}mlp.", f"{theirs}mlp.")
-        table.append(single(f"{ours}scalar", f"{theirs}layer_scalar", (1,)))
-        if config.num_experts:
-            table += _mixture_parameters(config, f"{ours}mixture.", theirs)
-        if p:
-            table += [
-                single(f"{ours}beside.gate.weight", f"{theirs}per_layer_input_gate.weight", (p, d)),
-                single(f"{ours}beside.proj.weight", f"{theirs}per_layer_projection.weight", (d, p)),
-                single(f"{ours}beside.norm.weight", f"{theirs}post_per_layer_input_norm.weight", (d,)),
-            ]
+        table += layer_parameters(config, i, f"layers.{i}.", f"model.layers.{i}.")
     table.append(single("norm.weight", "model.norm.weight", (d,)))
     if not config.tie_embeddings:
         table.append(single("lm_head.weight", "lm_head.weight", (v, d), cut=by_rows((v, v), optional=True)))
     return tuple(table)
+
+
+def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
+    """Of one layer, under our prefix and the checkpoint's."""
+    d, p = config.hidden_size, config.per_layer_width
+    table = norm_parameters(config, ours, theirs, "weight")
+    table += _attention_parameters(config, index, f"{ours}attn.", f"{theirs}self_attn.")
+    table += mlp_parameters(replace(config, intermediate_size=config.inner(index)), f"{ours}mlp.", f"{theirs}mlp.")
+    table.append(single(f"{ours}scalar", f"{theirs}layer_scalar", (1,)))
+    if config.num_experts:
+        table += _mixture_parameters(config, f"{ours}mixture.", theirs)
+    if p:
+        table += [
+            single(f"{ours}beside.gate.weight", f"{theirs}per_layer_input_gate.weight", (p, d)),
+            single(f"{ours}beside.proj.weight", f"{theirs}per_layer_projection.weight", (d, p)),
+            single(f"{ours}beside.norm.weight", f"{theirs}post_per_layer_input_norm.weight", (d,)),
+        ]
+    return table
 
 
 def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
